@@ -12,11 +12,12 @@ FROM ${PYTHON_IMAGE} AS kernels
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+COPY logitd logitd
 COPY model/__init__.py model/processor.py model/
 COPY model/inference/__init__.py model/inference/options.py model/inference/
 COPY model/inference/kernels/__init__.py model/inference/kernels/
 COPY model/inference/kernels/cpu model/inference/kernels/cpu
-RUN python3 -m model.inference.kernels.cpu.prebuild
+RUN python3 -m logitd.model.inference.kernels.cpu.prebuild
 
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src

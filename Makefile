@@ -77,7 +77,7 @@ map:  ## print every source file with the sentence it opens with
 	@$(PYTHON) tests/file_map.py
 
 client: $(VENV)/.runtime  ## write service/client/client.py anew from async_client.py
-	$(BIN)/python -m service.client.generate_sync
+	$(BIN)/python -m logitd.service.client.generate_sync
 
 SLOW_PART := \# What make test-slow needs besides.
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
@@ -149,7 +149,7 @@ $(VENV)/.runtime: requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps --editable .
 	@($(HAS_COMPILER)) || { echo 'no C++ compiler is here: one comes as a package (400 MB)'; \
 	  $(PIP) install --quiet '$(COMPILER)'; } || echo 'and it could not be installed'
-	@$(BIN)/python -m model.inference.kernels
+	@$(BIN)/python -m logitd.model.inference.kernels
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock

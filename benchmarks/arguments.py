@@ -2,7 +2,7 @@
 
 import argparse
 
-from model.device import available_processors
+from logitd.model.device import available_processors
 
 
 def new_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:

@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.arguments import new_parser
 from benchmarks.synthetic import load_gpt
-from model.device import keep_freed_memory, use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.requests import GenerationRequest
-from model.inference.kernels.select import choose_decode_path
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.device import keep_freed_memory, use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 
 PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 

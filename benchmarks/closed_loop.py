@@ -56,12 +56,18 @@ from benchmarks.arguments import new_parser
 from benchmarks.peers.servers import PeerServer, Room, peer_server
 from benchmarks.peers.weights import LOGITD
 from benchmarks.shapes import SHAPES
-from model.benchmark.machine import processor_name
-from model.benchmark.spread import Spread
-from service.cli.commands.benchmark.load import Ask, StreamFailed, StreamRecord, gaps, run_streams
-from service.cli.commands.benchmark.raw_client import RawClient
-from service.cli.commands.benchmark.server import started_server
-from service.client.calls import EVENTS, Request
+from logitd.model.benchmark.machine import processor_name
+from logitd.model.benchmark.spread import Spread
+from logitd.service.cli.commands.benchmark.load import (
+    Ask,
+    StreamFailed,
+    StreamRecord,
+    gaps,
+    run_streams,
+)
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.cli.commands.benchmark.server import started_server
+from logitd.service.client.calls import EVENTS, Request
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"

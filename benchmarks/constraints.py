@@ -23,18 +23,18 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import new_parser
-from model.checkpoint.checkpoint import load_checkpoint
-from model.device import choose_placement, describe, use_threads
-from model.inference.constraints.compiler import Compiler, Constraint, Source
-from model.inference.constraints.mask_worker import MaskWorker
-from model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.requests import GenerationRequest
-from model.inference.kernels.select import choose_decode_path
-from model.inference.sampling.params import SamplingParams
-from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.device import choose_placement, describe, use_threads
+from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
+from logitd.model.inference.constraints.mask_worker import MaskWorker
+from logitd.model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from logitd.model.transformer.gpt import GPT
 
 PROMPT, STEPS, ROUNDS, LARGE = 64, 60, 5, 50_000
 

@@ -40,19 +40,19 @@ from torch import Tensor
 from benchmarks.arguments import new_parser
 from benchmarks.engine_step import STEPS, engine_decoding
 from benchmarks.synthetic import load_gpt
-from model.benchmark.machine import processor_name, read_bandwidth
-from model.benchmark.profile import Profile, profile_engine
-from model.benchmark.workload import Workload
-from model.device import keep_freed_memory, use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kernels.eager.row_groups import RowGroups
-from model.inference.kernels.select import choose_decode_path
-from model.inference.kv_cache import KVCache
-from model.transformer.activation import activate
-from model.transformer.attention import CausalAttend
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.machine import processor_name, read_bandwidth
+from logitd.model.benchmark.profile import Profile, profile_engine
+from logitd.model.benchmark.workload import Workload
+from logitd.model.device import keep_freed_memory, use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kernels.eager.row_groups import RowGroups
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.transformer.activation import activate
+from logitd.model.transformer.attention import CausalAttend
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 
 ROUNDS, PASSES, PREFILL = 5, 20, 256
 PRODUCTS = ("qkv", "attention_out", "mlp_up", "mlp_down", "head")

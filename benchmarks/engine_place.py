@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import new_parser
-from model.benchmark.workload import Workload, choose_workload
-from model.checkpoint.checkpoint import read_checkpoint
-from service.cli.commands.benchmark.load import DecodeLoad, measure_server
-from service.cli.commands.benchmark.raw_client import RawClient
-from service.cli.commands.benchmark.server import started_server
+from logitd.model.benchmark.workload import Workload, choose_workload
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.service.cli.commands.benchmark.load import DecodeLoad, measure_server
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.cli.commands.benchmark.server import started_server
 
 PLACES = ("thread", "process")
 TOKENS = 128

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import new_parser
-from model.checkpoint.checkpoint import load_checkpoint
-from model.device import choose_placement, describe, use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.device import choose_placement, describe, use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 
 PROMPT, STEPS = 64, 60
 

@@ -24,16 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import new_parser
-from model.benchmark.in_process import full_steps, requests
-from model.benchmark.machine import surroundings
-from model.benchmark.workload import DEFAULT_PROMPT_TOKENS, SEVERAL_PROMPTS, WARM_UP, Workload
-from model.data.sources.open_text import open_text
-from model.device import use_threads
-from model.extraction.compute import Placing
-from model.extraction.run import Asked, Surveyed, extract
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.load import LoadedModel, load_model
+from logitd.model.benchmark.in_process import full_steps, requests
+from logitd.model.benchmark.machine import surroundings
+from logitd.model.benchmark.workload import (
+    DEFAULT_PROMPT_TOKENS,
+    SEVERAL_PROMPTS,
+    WARM_UP,
+    Workload,
+)
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.device import use_threads
+from logitd.model.extraction.compute import Placing
+from logitd.model.extraction.run import Asked, Surveyed, extract
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.load import LoadedModel, load_model
 
 BYTES_PER_TOKEN = 3
 """Of source code, in the vocabulary of `python-small`; roughly, to choose how much text is read."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from service.cli.commands.benchmark.load import run_streams
-from service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.cli.commands.benchmark.load import run_streams
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
 
 PROMPT_TOKENS = 32
 SHORT = 1

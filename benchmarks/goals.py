@@ -76,7 +76,7 @@ def commands(
         checkpoint = ["--checkpoint", str(checkpoint_of(shape, folder))]
         for dtype in DTYPES:
             commands[f"bench-{shape}-{dtype}"] = [
-                *module("service.cli.main"), "bench", *checkpoint, *common, "--batches", "1,8,32",
+                *module("logitd"), "bench", *checkpoint, *common, "--batches", "1,8,32",
                 *FLAGS[dtype],
                 *([] if dtype == OVER_HTTP else ["--skip-http"]),
             ]  # fmt: skip
@@ -105,7 +105,7 @@ def commands(
         ]  # fmt: skip
     bundled = ["--checkpoint", str(checkpoint_of(BUNDLED, folder))]
     commands["profile"] = [
-        *module("service.cli.main"), "bench", *bundled, *common, "--profile", "--batches", "1,32",
+        *module("logitd"), "bench", *bundled, *common, "--profile", "--batches", "1,32",
     ]  # fmt: skip
     # What else benchmarks/README.md has tables of.
     for name in ("engine_step", "speculation", "constraints", "large_reply"):

@@ -24,8 +24,8 @@ import httpx
 
 from benchmarks.arguments import new_parser
 from benchmarks.synthetic import save_synthetic
-from model.transformer.config import gpt2_shape
-from service.cli.commands.benchmark.server import started_server
+from logitd.model.transformer.config import gpt2_shape
+from logitd.service.cli.commands.benchmark.server import started_server
 
 CONTEXT, VOCABULARY = 1024, 50_257
 PROMPT = [i % VOCABULARY for i in range(CONTEXT)]

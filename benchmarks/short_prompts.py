@@ -21,17 +21,17 @@ import torch
 
 from benchmarks.arguments import new_parser
 from benchmarks.synthetic import load_gpt
-from model.device import describe, use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Decoder, Prefilled, PrefillInput
-from model.inference.kernels.select import choose_decode_path
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.device import describe, use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 
 LENGTHS = (8, 16, 32, 64, 256)
 PROMPTS = 32

@@ -27,17 +27,17 @@ import torch
 from benchmarks.arguments import new_parser
 from benchmarks.shapes import SHAPES
 from benchmarks.synthetic import load_gpt
-from model.checkpoint.checkpoint import read_checkpoint
-from model.device import describe, use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.kernels.select import choose_decode_path
-from model.inference.options import Speculation
-from model.inference.sampling.params import SamplingParams
-from model.text.tokenizer import Tokenizer
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.device import describe, use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.options import Speculation
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.gpt import GPT
 
 BATCHES = (1, 8)
 TOKENS = 160

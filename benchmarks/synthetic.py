@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import SHAPES, Shape
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CheckpointInfo,
     TrainingRecord,
     load_checkpoint,
     save_checkpoint,
 )
-from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from model.transformer.config import GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 LLAMA: Mapping[str, Any] = {
     "norm": "rmsnorm",

@@ -25,18 +25,18 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from benchmarks.synthetic import load_gpt
-from model.benchmark.machine import processor_name
-from model.benchmark.spread import Spread
-from model.device import use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import FinishEvent, TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.select import choose_decode_path
-from model.inference.options import format_target_gap, parse_target_gap
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.machine import processor_name
+from logitd.model.benchmark.spread import Spread
+from logitd.model.device import use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import FinishEvent, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.options import format_target_gap, parse_target_gap
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,16 +41,16 @@ from typing import Any
 import torch
 
 from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
-from model.data.sources.open_text import open_text
-from model.data.split import are_many, sides
-from model.data.vocabulary import learn
-from model.training.configuration.config import TrainingConfig
-from model.training.configuration.presets import preset
-from model.training.events import ignore_events
-from model.training.optim.optimizers import kind_of
-from model.training.setup.autosize import SIZES, Size, choose
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.split import are_many, sides
+from logitd.model.data.vocabulary import learn
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.presets import preset
+from logitd.model.training.events import ignore_events
+from logitd.model.training.optim.optimizers import kind_of
+from logitd.model.training.setup.autosize import SIZES, Size, choose
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
 
 RATES = (1e-3, 2e-3, 4e-3)
 BATCHES = (4, 8)

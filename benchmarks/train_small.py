@@ -36,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
-from model.data.amount import count_bytes
-from model.data.prepare import read_prepared
-from model.data.sources.open_text import open_text
-from model.device import keep_freed_memory
-from model.training.configuration.config import TrainingConfig
-from model.training.configuration.repetition import bytes_per_token
-from model.training.events import ignore_events
-from model.training.setup.autosize import (
+from logitd.model.data.amount import count_bytes
+from logitd.model.data.prepare import read_prepared
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.device import keep_freed_memory
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.repetition import bytes_per_token
+from logitd.model.training.events import ignore_events
+from logitd.model.training.setup.autosize import (
     SIZES,
     Measured,
     adapt,
@@ -51,7 +51,7 @@ from model.training.setup.autosize import (
     measure_machine,
     regularise,
 )
-from model.training.setup.resolve import resolve_config
+from logitd.model.training.setup.resolve import resolve_config
 
 SIDES = ("adapted", "long", "nanogpt-char")
 FIRST_SEED = 1337

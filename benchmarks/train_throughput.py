@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import AdamW, Muon
 
-from model.device import Placement, keep_freed_memory, use_threads
-from model.training.configuration.presets import Recipe, preset
-from model.training.optim.optimizers import Optimizers, initialise, kind_of
-from model.training.step.compile import choose_loss
-from model.training.step.forward import Forward, training_placement
-from model.transformer.attention import CausalAttend
-from model.transformer.gpt import GPT
+from logitd.model.device import Placement, keep_freed_memory, use_threads
+from logitd.model.training.configuration.presets import Recipe, preset
+from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
+from logitd.model.training.step.compile import choose_loss
+from logitd.model.training.step.forward import Forward, training_placement
+from logitd.model.transformer.attention import CausalAttend
+from logitd.model.transformer.gpt import GPT
 
 OWN = ("logitd", "compiled")
 LOOPS = (*OWN, "plain", "plain float32")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.data.prepare import read_prepared
-from model.data.windows import ValidationWindows
-from model.device import Placement, keep_freed_memory
-from model.training.configuration.config import TrainingConfig
-from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import validate
-from model.training.trainer import TrainingResult, train
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.data.prepare import read_prepared
+from logitd.model.data.windows import ValidationWindows
+from logitd.model.device import Placement, keep_freed_memory
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.step.forward import Forward, training_placement
+from logitd.model.training.step.validate import validate
+from logitd.model.training.trainer import TrainingResult, train
+from logitd.model.transformer.gpt import GPT
 
 WINDOWS_AT_ONCE = 8
 

@@ -27,16 +27,16 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import CliApp, SettingsError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from model.device import available_processors
-from model.extraction.errors import ExtractionError
-from model.extraction.on_ray import LOCAL, Cluster, connected, require_ray
-from model.extras import installation
-from model.inference.engine.config import EngineConfig
-from service.app.app import create_app
-from service.cli.commands.servable import NotServable, checkpoint_at
-from service.core.state import ServiceState
-from service.log import configure_logging
-from service.settings.serve import ServeSettings
+from logitd.model.device import available_processors
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.on_ray import LOCAL, Cluster, connected, require_ray
+from logitd.model.extras import installation
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.service.app.app import create_app
+from logitd.service.cli.commands.servable import NotServable, checkpoint_at
+from logitd.service.core.state import ServiceState
+from logitd.service.log import configure_logging
+from logitd.service.settings.serve import ServeSettings
 
 try:
     from ray import serve

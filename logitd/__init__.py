@@ -1,11 +1,37 @@
-"""logitd from Python: a client of a running `logitd serve`.
+"""logitd: train a GPT, serve every number it computes.
 
-    from logitd import Client
+    from logitd import Client                  # ask a running server; needs httpx and NumPy
+    from logitd import LLM, SamplingParams     # compute in this process, with torch
 
-    with Client() as client:
-        print(client.generate("def main():", max_tokens=40).text)
-
-The public names of `service.client`, and nothing else.
+This is the only import name. A name is imported when it is first used, so the client never loads
+torch. `model` and `service` in this folder are links to the folders of the repository.
 """
 
-from service.client import *  # noqa: F403
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from logitd.model.llm import LLM as LLM
+    from logitd.model.llm import GenerationError as GenerationError
+    from logitd.model.llm import InvalidRequest as InvalidRequest
+    from logitd.model.llm import LoadError as LoadError
+    from logitd.model.llm import SamplingParams as SamplingParams
+    from logitd.service.client import *  # noqa: F403
+
+_IN_PROCESS = ("LLM", "SamplingParams", "GenerationError", "InvalidRequest", "LoadError")
+"""Names of `logitd.model.llm`; all others are those of `logitd.service.client`."""
+_PACKAGES = ("model", "service")
+"""Subpackages: the import system finds them, once `__getattr__` has declined."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES or (name.startswith("__") and name != "__all__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _IN_PROCESS:
+        return getattr(import_module("logitd.model.llm"), name)
+    client = import_module("logitd.service.client")
+    if name == "__all__":
+        return [*_IN_PROCESS, *client.__all__]
+    if name not in client.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(client, name)

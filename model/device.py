@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from model.dtypes import FloatName
+from logitd.model.dtypes import FloatName
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""

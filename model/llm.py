@@ -1,6 +1,6 @@
 """LLM: a checkpoint in this process, without a server.
 
-    from model.llm import LLM, SamplingParams
+    from logitd import LLM, SamplingParams
 
     with LLM("checkpoints/python-small") as llm:
         params = SamplingParams(max_tokens=20, temperature=0.8, seed=1)
@@ -35,14 +35,19 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.device import DeviceError, use_threads
-from model.dtypes import DTypeName
-from model.inference.attribution.task import DEFAULT_STEPS, Attribution, AttributionTask, Method
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.cost import split_activations
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import (
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.device import DeviceError, use_threads
+from logitd.model.dtypes import DTypeName
+from logitd.model.inference.attribution.task import (
+    DEFAULT_STEPS,
+    Attribution,
+    AttributionTask,
+    Method,
+)
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.cost import split_activations
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import (
     AttributionEvent,
     Event,
     FinishEvent,
@@ -52,7 +57,7 @@ from model.inference.engine.events import (
     PromptToken,
     TokenEvent,
 )
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     AttributionRequest,
@@ -66,25 +71,25 @@ from model.inference.engine.requests import (
     ScoreRequest,
     sequence_lengths,
 )
-from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention, changeable_stages
-from model.inference.kernels.select import KernelError
-from model.inference.load import Slots, choose_slots, load_model
-from model.inference.memory import SlotBudget
-from model.inference.options import (
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention, changeable_stages
+from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.load import Slots, choose_slots, load_model
+from logitd.model.inference.memory import SlotBudget
+from logitd.model.inference.options import (
     KernelChoice,
     KernelTarget,
     KVCacheDType,
     Quantization,
     SlotDefault,
 )
-from model.inference.sampling.distribution import log_softmax
-from model.inference.sampling.lens import LensRow, read_lens
-from model.inference.sampling.params import SamplingParams, TokenLogprob
-from model.inference.selection import resolve_heads, resolve_indices, resolve_stages
-from model.inference.sweep import Axis, make_grid
-from model.text.growing_text import GrowingText
-from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
+from logitd.model.inference.sampling.distribution import log_softmax
+from logitd.model.inference.sampling.lens import LensRow, read_lens
+from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
+from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
+from logitd.model.inference.sweep import Axis, make_grid
+from logitd.model.text.growing_text import GrowingText
+from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
 
 __all__ = [
     "LLM",

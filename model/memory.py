@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.device import DeviceError, free_memory, machine_memory
-from model.transformer.config import GPTConfig
-from model.transformer.size import parameter_count, table_elements
+from logitd.model.device import DeviceError, free_memory, machine_memory
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.size import parameter_count, table_elements
 
 TABLE_BYTES = 12
 """Of an element of a table: float32, a copy in the model's dtype, and one for the decoder."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from model.version import VERSION
-from service.cli.main import COMMANDS, parse
+from logitd.model.version import VERSION
+from logitd.service.cli.main import COMMANDS, parse
 from tests import file_map
 
 ROOT = Path(__file__).parent.parent

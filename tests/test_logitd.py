@@ -1,48 +1,78 @@
-"""`import logitd`: the names of the client, and nothing of the server."""
+"""`import logitd`: names of the client and of the `LLM`, each imported when it is first used."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import logitd
-from service import client
+from logitd.model import llm
+from logitd.service import client
 
 ROOT = Path(__file__).parent.parent
+IN_PROCESS = {"LLM", "SamplingParams", "GenerationError", "InvalidRequest", "LoadError"}
 
-IMPORTED = """
+LOADED_BY_CLIENT = """
 import sys
 import httpx, numpy
 others = set(sys.modules)
-import logitd
+from logitd import Client
 print(*(set(sys.modules) - others))
 """
 
 
-def test_its_names_are_those_of_the_client() -> None:
-    public = {name for name in vars(logitd) if not name.startswith("_")}
-    assert public == set(client.__all__)
-    assert all(getattr(logitd, name) is getattr(client, name) for name in public)
-    assert len(client.__all__) == len(set(client.__all__))
+def python(code: str, cwd: Path) -> str:
+    """Standard output of a fresh interpreter that runs `code` in `cwd`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True
+    )
+    return done.stdout
 
 
-def test_it_has_types_for_those_who_install_it() -> None:
-    """Checkers look for this file in each package that a name comes from."""
-    for kind in (logitd.Client, logitd.Generation):
-        assert (ROOT / kind.__module__.partition(".")[0] / "py.typed").exists()
+def test_logitd_exports_the_client_and_the_llm() -> None:
+    assert set(logitd.__all__) == IN_PROCESS | set(client.__all__)
+    assert len(logitd.__all__) == len(set(logitd.__all__))
+    for name in logitd.__all__:
+        assert getattr(logitd, name) is getattr(llm if name in IN_PROCESS else client, name)
+
+
+def test_logitd_has_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = logitd.no_such_name
+
+
+def test_logitd_has_types_for_those_who_install_it() -> None:
+    """Type checkers look for py.typed in the package that a name is imported from."""
     assert (ROOT / "logitd" / "py.typed").exists()
 
 
-def test_it_imports_little_and_nothing_of_the_server() -> None:
-    """A script or a notebook starts at once: httpx, numpy, the standard library, the client.
-
-    Which modules are loaded is what decides how long that takes, and is the same on a busy
-    machine; a limit in seconds was not, and failed there.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    names = set(done.stdout.split())
-    assert "service.client" in names
-    ours = {"logitd", "service", "numpy"}  # numpy loads parts of itself at their first use
+def test_client_import_loads_httpx_numpy_and_nothing_of_the_server() -> None:
+    """Loaded modules decide how long an import takes, and do not depend on the machine's load."""
+    names = set(python(LOADED_BY_CLIENT, ROOT).split())
+    assert "logitd.service.client" in names
+    ours = {"logitd", "numpy"}  # numpy loads parts of itself at their first use
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | ours
-    assert all(name.startswith("service.client") for name in names if name.startswith("service."))
+    packages = {"logitd", "logitd.service"}
+    assert all(
+        name.startswith("logitd.service.client")
+        for name in names - packages
+        if name.startswith("logitd.")
+    )
+
+
+@pytest.mark.parametrize("name", ["LLM", "Client"])
+def test_import_works_next_to_a_users_own_model_and_service(tmp_path: Path, name: str) -> None:
+    """Whoever trained a GPT has a model.py: that file must not be imported in place of ours."""
+    for file in ("model.py", "service.py"):
+        (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
+    code = f"from logitd import {name}; print({name}.__module__)"
+    assert python(code, tmp_path).startswith("logitd.")
+
+
+def test_a_command_runs_next_to_a_users_own_model_and_service(tmp_path: Path) -> None:
+    for file in ("model.py", "service.py"):
+        (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
+    command = [sys.executable, "-m", "logitd", "generate", "def ", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

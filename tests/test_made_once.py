@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tiktoken
 
-from model.inference.constraints.compiler import Compiler, Source
-from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from tests.model.factories import byte_tokenizer
 
 BYTES = {bytes([byte]): byte for byte in range(256)}

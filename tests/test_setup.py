@@ -43,7 +43,7 @@ match sys.argv[1:]:
             print(tool, *words, file=log)
         if {index_gone} and any(word.startswith("torch==") for word in words):
             sys.exit("dns error")
-    case ["-m", "model.inference.kernels"] if inside:
+    case ["-m", "logitd.model.inference.kernels"] if inside:
         pass
     case wrong:
         sys.exit(f"not understood: {{wrong}}")

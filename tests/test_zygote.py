@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.version import VERSION
+from logitd.model.version import VERSION
 from tests import zygote
 from tests.e2e.server import ServedProcess
 from tests.zygote import ForkedProcess, completed

@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from service.cli import main as cli
+from logitd.service.cli import main as cli
 
 COMMANDS = ("serve", "train", "generate", "bench")
 BESIDES = (
@@ -238,7 +238,7 @@ def _keep(pid: int, tell: int) -> None:
 
 
 def _become(command: Command) -> None:
-    """Run it, in this process, as `python -m service.cli.main` would."""
+    """Run it, in this process, as `python -m logitd.service.cli.main` would."""
     os.chdir(command.cwd)
     os.environ.clear()
     os.environ.update(command.environment)

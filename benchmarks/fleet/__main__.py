@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.arguments import new_parser
 from benchmarks.fleet.real import measure, overhead_of
 from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
-from service.cli.commands.benchmark.server import started_server
-from service.settings.common import BUNDLED_CHECKPOINT
+from logitd.service.cli.commands.benchmark.server import started_server
+from logitd.service.settings.common import BUNDLED_CHECKPOINT
 
 WIDTH = 110
 COLUMNS = (

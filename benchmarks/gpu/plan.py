@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.synthetic import synthetic_gpt
-from model.benchmark.machine import Machine
-from model.benchmark.workload import Workload, tokens_for
-from model.device import Placement
-from model.transformer.config import GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.machine import Machine
+from logitd.model.benchmark.workload import Workload, tokens_for
+from logitd.model.device import Placement
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 SHAPES = {
     "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},

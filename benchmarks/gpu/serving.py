@@ -14,20 +14,20 @@ from torch.profiler import ProfilerActivity
 from benchmarks.engine_place import compare, served_twice
 from benchmarks.gpu.plan import Finding, Plan, median_seconds, wait
 from benchmarks.synthetic import save_synthetic, synthetic_gpt
-from model.benchmark.in_process import measure_engine, requests
-from model.benchmark.work import Work, limit
-from model.device import DeviceError
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import TokenEvent
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.cuda.capture import DirectCalls
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.memory import SlotBudget, slots_for
-from model.inference.options import SlotDefault
-from model.memory import available
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.in_process import measure_engine, requests
+from logitd.model.benchmark.work import Work, limit
+from logitd.model.device import DeviceError
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.cuda.capture import DirectCalls
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.memory import SlotBudget, slots_for
+from logitd.model.inference.options import SlotDefault
+from logitd.model.memory import available
+from logitd.model.transformer.gpt import GPT
 
 VARIANTS: dict[str, DecoderMaker] = {
     "graphs": GraphDecoder,

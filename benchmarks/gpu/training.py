@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.gpu.plan import Finding, Plan, median_seconds
 from benchmarks.train_throughput import own_step
-from model.checkpoint.checkpoint import read_checkpoint
-from model.training.configuration.presets import Optimizer, preset
-from model.training.step.flops import flops_per_token
-from model.training.step.forward import training_placement
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.training.configuration.presets import Optimizer, preset
+from logitd.model.training.step.flops import flops_per_token
+from logitd.model.training.step.forward import training_placement
+from logitd.model.transformer.gpt import GPT
 
 
 def training(plan: Plan) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def trained(plan: Plan) -> Iterator[Finding]:
         run = Path(folder) / "run"
         name = "tiny" if plan.tiny else "small"
         steps = 2 if plan.tiny else preset(name).recipe.steps  # or the minutes, if they end first
-        command = [sys.executable, "-m", "service.cli.main", "train", "--preset", name]
+        command = [sys.executable, "-m", "logitd", "train", "--preset", name]
         command += ["--steps", str(steps), "--minutes", "8", "--patience", "3"]
         if plan.tiny:
             command += ["--eval-batches", "1", "--sample-tokens", "4", "--threads", "1"]

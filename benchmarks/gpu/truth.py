@@ -17,23 +17,23 @@ import torch
 
 from benchmarks.gpu.plan import Finding
 from benchmarks.synthetic import synthetic_gpt
-from model.checkpoint.checkpoint import load_checkpoint
-from model.evaluation.quantization_loss import decode_nats
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Collect
-from model.inference.kernels.cuda.capture import DirectCalls
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.sample import SamplingRows
-from model.text.tokenizer import Tokenizer
-from model.transformer.config import MODERN, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.evaluation.quantization_loss import decode_nats
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.base import Collect
+from logitd.model.inference.kernels.cuda.capture import DirectCalls
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import MODERN, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from benchmarks.peers.comparison import BY_NAME, DTYPES, LOGITD, MODULES, WARM_U
 from benchmarks.peers.options import Interpreters, comparison_parser
 from benchmarks.peers.report import report
 from benchmarks.shapes import SHAPES
-from model.device import describe, use_threads
+from logitd.model.device import describe, use_threads
 
 
 def parse(argv: list[str]) -> Plan:

@@ -24,7 +24,7 @@ from benchmarks.peers.report import Result
 from benchmarks.peers.weights import HUGGINGFACE, save_weights
 from benchmarks.shapes import Shape
 from benchmarks.synthetic import config_of, synthetic_gpt
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 
 LOGITD = "logitd"
 MODULES = {

@@ -6,11 +6,11 @@ Weights in float32, and a vocabulary of bytes of the right size: ids are asked f
 from pathlib import Path
 
 from benchmarks.synthetic import RANDOM, synthetic_tokenizer
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.convert.family import folder_family_of
-from model.convert.hf.export import write_folder
-from model.text.tokenizer import SPLIT_PATTERN
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.convert.family import folder_family_of
+from logitd.model.convert.hf.export import write_folder
+from logitd.model.text.tokenizer import SPLIT_PATTERN
+from logitd.model.transformer.gpt import GPT
 
 
 def write_huggingface(folder: Path, gpt: GPT) -> None:

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from benchmarks.peers.contract import Run
 from benchmarks.peers.weights import load_weights
 from benchmarks.synthetic import config_of
-from model.device import keep_freed_memory, use_threads
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.kernels.select import choose_decode_path
-from model.inference.options import Quantization
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
-from model.version import VERSION
+from logitd.model.device import keep_freed_memory, use_threads
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.options import Quantization
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
+from logitd.model.version import VERSION
 
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4")
 

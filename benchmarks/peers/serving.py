@@ -42,17 +42,17 @@ from benchmarks.peers.transformers_server import (
 )
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.synthetic import save_with_tokenizer
-from model.benchmark.machine import processor_name
-from model.benchmark.spread import Spread
-from service.cli.commands.benchmark.load import (
+from logitd.model.benchmark.machine import processor_name
+from logitd.model.benchmark.spread import Spread
+from logitd.service.cli.commands.benchmark.load import (
     StreamRecord,
     asking,
     failures_of,
     full_batch_rate,
     run_streams,
 )
-from service.cli.commands.benchmark.server import started_server
-from service.client import AsyncClient
+from logitd.service.cli.commands.benchmark.server import started_server
+from logitd.service.client import AsyncClient
 
 LOGITD, PLAIN, CONTINUOUS = "logitd serve", "transformers serve", "transformers serve, continuous"
 SERVERS = (LOGITD, PLAIN, CONTINUOUS)

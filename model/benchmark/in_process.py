@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.benchmark.spread import Spread
-from model.benchmark.work import ModelSize, Work, decode_work, prefill_work, size_of
-from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.options import KVCacheDType, Quantization
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.spread import Spread
+from logitd.model.benchmark.work import ModelSize, Work, decode_work, prefill_work, size_of
+from logitd.model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 
 
 class MeasuringError(Exception):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from model.device import Placement, describe
+from logitd.model.device import Placement, describe
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Several times what is kept in caches, so that memory is read; and little enough for a machine

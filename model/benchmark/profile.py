@@ -13,24 +13,24 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from model.benchmark.in_process import MeasuringError, requests
-from model.benchmark.stages import (
+from logitd.model.benchmark.in_process import MeasuringError, requests
+from logitd.model.benchmark.stages import (
     OUTSIDE,
     STAGES,
     Stage,
     decode_stage_works,
     prefill_stage_works,
 )
-from model.benchmark.timeline import Watch
-from model.benchmark.work import Work
-from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.options import KVCacheDType, Quantization
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.timeline import Watch
+from logitd.model.benchmark.work import Work
+from logitd.model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.transformer.gpt import GPT
 
 PREFILLS = 5
 """Prompts that are watched, at least, and as many that are not: each is measured once."""

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from model.benchmark.work import ModelSize, Work, matrix_bytes, size_of, unread_bias
-from model.inference.options import KVCacheDType, Quantization, head_quantization
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.work import ModelSize, Work, matrix_bytes, size_of, unread_bias
+from logitd.model.inference.options import KVCacheDType, Quantization, head_quantization
+from logitd.model.transformer.gpt import GPT
 
 Stage = Literal[
     "scheduling", "tensors", "embedding", "norms", "qkv", "cache_writes", "attention",

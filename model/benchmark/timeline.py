@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.benchmark.stages import Stage
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Decoder, Prefilled, PrefillInput
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import SamplingRows
-from model.transformer.attention import Attend, Observer
-from model.transformer.gpt import GPT, Block
+from logitd.model.benchmark.stages import Stage
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.transformer.attention import Attend, Observer
+from logitd.model.transformer.gpt import GPT, Block
 
 
 class Timeline:

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from model.benchmark.machine import Machine
-from model.inference.memory import SCALE_BYTES
-from model.inference.options import KVCacheDType, Quantization, head_quantization
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
-from model.transformer.size import attention_operations, count_elements
+from logitd.model.benchmark.machine import Machine
+from logitd.model.inference.memory import SCALE_BYTES
+from logitd.model.inference.options import KVCacheDType, Quantization, head_quantization
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import attention_operations, count_elements
 
 MATRIX_BYTES: Mapping[Quantization, float] = {"int8": 1, "int4": 4.5 / 8}
 """Of an element of a quantized matrix: int4's have a byte besides for every sixteen."""

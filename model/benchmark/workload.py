@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from model.transformer.config import BLOCK, GPTConfig
+from logitd.model.transformer.config import BLOCK, GPTConfig
 
 DEFAULT_PROMPT_TOKENS = 256
 FEWEST_STEPS = 8

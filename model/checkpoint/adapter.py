@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
-from model.checkpoint.atomic_folder import atomic_folder
-from model.checkpoint.beside import CARD_BYTES
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.atomic_folder import atomic_folder
+from logitd.model.checkpoint.beside import CARD_BYTES
+from logitd.model.checkpoint.checkpoint import (
     CARD,
     CONFIG,
     CheckpointError,
@@ -35,10 +35,10 @@ from model.checkpoint.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from model.checkpoint.weights_file import write_weights
-from model.dtypes import FloatName
-from model.files import CONFIG_BYTES, parse_json, read_regular, read_text, written_to
-from model.transformer.lora import LoraError, LoraShape, merge_into
+from logitd.model.checkpoint.weights_file import write_weights
+from logitd.model.dtypes import FloatName
+from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, read_text, written_to
+from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 FORMAT_VERSION = 1
 WEIGHTS = "adapter.safetensors"

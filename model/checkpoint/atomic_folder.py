@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from model.files import folder_aside, share_files
+from logitd.model.files import folder_aside, share_files
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.checkpoint import CARD
-from model.files import open_regular, parse_json, read_text
+from logitd.model.checkpoint.checkpoint import CARD
+from logitd.model.files import open_regular, parse_json, read_text
 
 METRICS = "metrics.jsonl"
 """The log of a run: one JSON object a line."""

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model.checkpoint.atomic_folder import atomic_folder
-from model.checkpoint.hashed_file import HashedFile
-from model.checkpoint.run_folder import name_of
-from model.checkpoint.weights_file import (
+from logitd.model.checkpoint.atomic_folder import atomic_folder
+from logitd.model.checkpoint.hashed_file import HashedFile
+from logitd.model.checkpoint.run_folder import name_of
+from logitd.model.checkpoint.weights_file import (
     StoredTensor,
     WeightsFileError,
     check_size,
@@ -43,15 +43,15 @@ from model.checkpoint.weights_file import (
     read_header,
     write_weights,
 )
-from model.device import one_thread
-from model.files import CONFIG_BYTES, VOCABULARY_BYTES, forbidden, parse_json, read_regular
-from model.memory import available, check_weights_fit
-from model.text.chat_template import ChatTemplate, ChatTemplateError
-from model.text.tokenizer import END_OF_TEXT, KINDS, Tokenizer, TokenizerError
-from model.transformer.arena import allocate_in_arena
-from model.transformer.config import ConfigError, GPTConfig
-from model.transformer.gpt import GPT
-from model.transformer.size import parameter_count
+from logitd.model.device import one_thread
+from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, forbidden, parse_json, read_regular
+from logitd.model.memory import available, check_weights_fit
+from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
+from logitd.model.text.tokenizer import END_OF_TEXT, KINDS, Tokenizer, TokenizerError
+from logitd.model.transformer.arena import allocate_in_arena
+from logitd.model.transformer.config import ConfigError, GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import parameter_count
 
 FORMAT_VERSION = 1
 HASHED_WHEN_WRONG = 2**34

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from model.files import open_regular
+from logitd.model.files import open_regular
 
 PIECE = 4 * 2**20
 """Bytes at a time: few enough for the processor's cache."""

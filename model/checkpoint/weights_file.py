@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.hashed_file import PIECE, HashedFile
-from model.files import parse_json
+from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
+from logitd.model.files import parse_json
 
 LARGEST_HEADER = 16 * 2**20
 """Bytes: 100,000 tensors. The safetensors library allows six times as many, which would take

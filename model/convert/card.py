@@ -4,8 +4,8 @@ Says where the weights come from, what the model is, and what the import changed
 card of a training run is `model/training/run/card.py`.
 """
 
-from model.convert.foreign import ForeignModel, ForeignTokenizer
-from model.transformer.config import GPTConfig
+from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
+from logitd.model.transformer.config import GPTConfig
 
 
 def write_import_card(

@@ -6,15 +6,21 @@ is trained. `require` says all of it at once. Does not write anything.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from model.convert.family import GPT2, GPT_NEOX, family_of, folder_family_of, folder_objections
-from model.convert.family import objections as shape_objections
-from model.convert.foreign import ConvertError
-from model.convert.hf.dialect import to_oniguruma
-from model.convert.hf.merges import merges_of
-from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
-from model.text.published import KNOWN_FILES
-from model.text.tokenizer import Tokenizer
-from model.transformer.config import GPTConfig
+from logitd.model.convert.family import (
+    GPT2,
+    GPT_NEOX,
+    family_of,
+    folder_family_of,
+    folder_objections,
+)
+from logitd.model.convert.family import objections as shape_objections
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.dialect import to_oniguruma
+from logitd.model.convert.hf.merges import merges_of
+from logitd.model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from logitd.model.text.published import KNOWN_FILES
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import GPTConfig
 
 PRE_TOKENIZERS: Mapping[str, str] = {
     GPT2_PATTERN: "gpt-2",

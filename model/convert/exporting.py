@@ -14,13 +14,18 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 
-from model.checkpoint.checkpoint import WEIGHTS, CheckpointError, load_weights, read_checkpoint
-from model.convert.exportable import gguf_objections, hf_objections, require
-from model.convert.family import family_of, folder_family_of
-from model.convert.gguf_file import write_gguf
-from model.convert.hf.export import write_folder
-from model.dtypes import DTypeName
-from model.files import folder_aside, require_regular, share_files, written_to
+from logitd.model.checkpoint.checkpoint import (
+    WEIGHTS,
+    CheckpointError,
+    load_weights,
+    read_checkpoint,
+)
+from logitd.model.convert.exportable import gguf_objections, hf_objections, require
+from logitd.model.convert.family import family_of, folder_family_of
+from logitd.model.convert.gguf_file import write_gguf
+from logitd.model.convert.hf.export import write_folder
+from logitd.model.dtypes import DTypeName
+from logitd.model.files import folder_aside, require_regular, share_files, written_to
 
 TO = Literal["hf", "gguf"]
 

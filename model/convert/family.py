@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.convert.foreign import ConvertError
-from model.convert.hf.tokenizer import QWEN2_PATTERN
-from model.transformer.config import GPTConfig
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN
+from logitd.model.transformer.config import GPTConfig
 
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.text.tokenizer import Tokenizer
-from model.transformer.config import GPTConfig
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import GPTConfig
 
 FLOATS = {
     torch.float32: "float32",

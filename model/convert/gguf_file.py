@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.convert.exportable import PRE_TOKENIZERS
-from model.convert.family import GPT2, LLAMA
-from model.convert.foreign import ConvertError
-from model.convert.hf.export import gpt_weights, rotary_weights
-from model.convert.hf.merges import byte_characters, merges_of, written
-from model.extras import installation
-from model.text.tokenizer import Tokenizer
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.convert.exportable import PRE_TOKENIZERS
+from logitd.model.convert.family import GPT2, LLAMA
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.export import gpt_weights, rotary_weights
+from logitd.model.convert.hf.merges import byte_characters, merges_of, written
+from logitd.model.extras import installation
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.gpt import GPT
 
 OUTSIDE = {
     "transformer.wte": "token_embd",

@@ -18,37 +18,37 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     TrainingRecord,
     empty_gpt,
     save_checkpoint,
 )
-from model.convert import litgpt
-from model.convert.by_role.build import Built
-from model.convert.by_role.judge import text_judge
-from model.convert.by_role.read import (
+from logitd.model.convert import litgpt
+from logitd.model.convert.by_role.build import Built
+from logitd.model.convert.by_role.judge import text_judge
+from logitd.model.convert.by_role.read import (
     CheckText,
     Recognised,
     RoleOptions,
     read_by_role,
     recognise_file,
 )
-from model.convert.by_role.settle import compared_with_chance
-from model.convert.card import write_import_card
-from model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
-from model.convert.hf import config as huggingface
-from model.convert.hf.config import read_huggingface
-from model.convert.litgpt import read_litgpt
-from model.convert.nanogpt import is_nanogpt, read_nanogpt
-from model.convert.source_file import source_text
-from model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
-from model.convert.vocabulary.choose import choose_vocabulary
-from model.dtypes import DTypeName
-from model.files import written_to
-from model.text.tokenizer import TokenizerError
-from model.transformer.config import GPTConfig, padded
+from logitd.model.convert.by_role.settle import compared_with_chance
+from logitd.model.convert.card import write_import_card
+from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
+from logitd.model.convert.hf import config as huggingface
+from logitd.model.convert.hf.config import read_huggingface
+from logitd.model.convert.litgpt import read_litgpt
+from logitd.model.convert.nanogpt import is_nanogpt, read_nanogpt
+from logitd.model.convert.source_file import source_text
+from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
+from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.dtypes import DTypeName
+from logitd.model.files import written_to
+from logitd.model.text.tokenizer import TokenizerError
+from logitd.model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS, huggingface.PICKLE)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from model.convert.hf.rope import half_split
-from model.convert.pt_file import read_pt
-from model.convert.source_file import source_text
-from model.extras import installation
-from model.files import CONFIG_BYTES
-from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
+from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
+from logitd.model.convert.hf.rope import half_split
+from logitd.model.convert.pt_file import read_pt
+from logitd.model.convert.source_file import source_text
+from logitd.model.extras import installation
+from logitd.model.files import CONFIG_BYTES
+from logitd.model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from model.convert.pt_file import read_pt, without_tensors
-from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
+from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
+from logitd.model.convert.pt_file import read_pt, without_tensors
+from logitd.model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 PREFIXES = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel prepend to names."""

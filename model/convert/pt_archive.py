@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError
 
 REPEATED_BYTES = 64 * 2**20
 """What a tensor may take that repeats what is stored: masks do."""

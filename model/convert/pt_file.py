@@ -21,10 +21,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError
-from model.convert.pickled_names import PickledNames, pickled_names
-from model.convert.pt_archive import Archive, check_tensors, read_archive
-from model.convert.source_file import require_source, source_bytes
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.pickled_names import PickledNames, pickled_names
+from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive
+from logitd.model.convert.source_file import require_source, source_bytes
 
 PACKED_TIMES = 4
 """How many times its size an archive may unpack to."""

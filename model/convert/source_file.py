@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.convert.foreign import ConvertError
-from model.files import TEXT_BYTES, VOCABULARY_BYTES, read_regular, require_regular
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.files import TEXT_BYTES, VOCABULARY_BYTES, read_regular, require_regular
 
 
 def require_source(path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.convert.by_role.names import WRAPPERS
-from model.convert.foreign import ConvertError
-from model.convert.pt_file import read_pt, without_tensors
-from model.convert.source_file import require_source, source_json
+from logitd.model.convert.by_role.names import WRAPPERS
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.pt_file import read_pt, without_tensors
+from logitd.model.convert.source_file import require_source, source_json
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar", ".model")
 """Files that may hold weights; those of the second half only by their own name."""

@@ -7,8 +7,8 @@ from validation.
 
 from collections.abc import Iterator
 
-from model.data.shards import text_bytes_of
-from model.data.sources.document import Document, Text
+from logitd.model.data.shards import text_bytes_of
+from logitd.model.data.sources.document import Document, Text
 
 
 def count_bytes(text: Text, limit: float) -> int:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.data.errors import DataError
-from model.data.shards import Shard
+from logitd.model.data.errors import DataError
+from logitd.model.data.shards import Shard
 
 
 class Batches:

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.data.ready_made import ready_made
-from model.data.reuse import Written, reuse_shards
-from model.data.shards import Shard, ShardWriter, open_shard
-from model.data.sources.document import Text, TextError
-from model.data.split import Side, are_many, sides
-from model.data.vocabulary import (
+from logitd.model.data.ready_made import ready_made
+from logitd.model.data.reuse import Written, reuse_shards
+from logitd.model.data.shards import Shard, ShardWriter, open_shard
+from logitd.model.data.sources.document import Text, TextError
+from logitd.model.data.split import Side, are_many, sides
+from logitd.model.data.vocabulary import (
     check,
     encode,
     learn,
     require_end_of_text,
     tokenizer_sha256,
 )
-from model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
-from model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 RANKS = "tokenizer.tiktoken"
 """The vocabulary in the folder that is prepared here."""

@@ -5,12 +5,12 @@ The checkpoint's, where a run begins with one, comes with it (`model/training/se
 
 from pathlib import Path
 
-from model.convert.foreign import ConvertError
-from model.convert.hf.tokenizer import read_tokenizer
-from model.data.errors import DataError
-from model.data.vocabulary import require_end_of_text
-from model.text.published import published_tokenizer
-from model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.tokenizer import read_tokenizer
+from logitd.model.data.errors import DataError
+from logitd.model.data.vocabulary import require_end_of_text
+from logitd.model.text.published import published_tokenizer
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 
 def ready_made(name: str) -> Tokenizer:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from model.data.shards import Shard, ShardWriter, open_shard, outside
-from model.data.split import MANY, Side, lot_of, whole_side
-from model.data.vocabulary import tokenizer_sha256
-from model.data.windows import byte_lengths
-from model.text.tokenizer import Tokenizer
+from logitd.model.data.shards import Shard, ShardWriter, open_shard, outside
+from logitd.model.data.split import MANY, Side, lot_of, whole_side
+from logitd.model.data.vocabulary import tokenizer_sha256
+from logitd.model.data.windows import byte_lengths
+from logitd.model.text.tokenizer import Tokenizer
 
 CHUNK = 2**20
 """Ids in memory at a time."""

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from model.data.errors import DataError
+from logitd.model.data.errors import DataError
 
 DATA = "data"
 """Of a run directory, the folder with its shards (`prepare.py`)."""

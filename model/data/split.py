@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal
 
-from model.data.sources.document import Document
+from logitd.model.data.sources.document import Document
 
 Side = Literal["train", "val"]
 

@@ -8,10 +8,10 @@ is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read one that i
 import hashlib
 from collections.abc import Iterable, Iterator
 
-from model.data.errors import DataError
-from model.data.sources.document import PIECE, TextError
-from model.extras import installation
-from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.document import PIECE, TextError
+from logitd.model.extras import installation
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 
 SMALLEST = 257
 """The 256 bytes and END_OF_TEXT."""

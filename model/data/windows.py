@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.data.shards import Shard
-from model.text.tokenizer import Tokenizer
+from logitd.model.data.shards import Shard
+from logitd.model.text.tokenizer import Tokenizer
 
 UNCOUNTED = -100
 """In targets: a token that another window counts."""

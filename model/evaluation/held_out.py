@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.checkpoint.run_folder import is_run
-from model.data.shards import DATA, Shard, open_shard
-from model.data.sources.document import Document, TextError
-from model.data.sources.files import documents_of_all, each_once, named_files
-from model.data.sources.python_text import python_text
-from model.data.split import first_held_out
-from model.data.vocabulary import encode, tokenizer_sha256
-from model.data.windows import ValidationWindows
-from model.text.tokenizer import Tokenizer
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.data.shards import DATA, Shard, open_shard
+from logitd.model.data.sources.document import Document, TextError
+from logitd.model.data.sources.files import documents_of_all, each_once, named_files
+from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.split import first_held_out
+from logitd.model.data.vocabulary import encode, tokenizer_sha256
+from logitd.model.data.windows import ValidationWindows
+from logitd.model.text.tokenizer import Tokenizer
 
 WINDOW_TOKENS = 2048
 """In all windows together."""

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.device import one_thread
-from model.inference.kernels.base import Decoder
-from model.inference.kv_cache import KVCache
-from model.inference.options import KVCacheDType
-from model.transformer.gpt import GPT
+from logitd.model.device import one_thread
+from logitd.model.inference.kernels.base import Decoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import KVCacheDType
+from logitd.model.transformer.gpt import GPT
 
 MakeDecoder = Callable[[GPT, KVCache], Decoder]
 

@@ -20,23 +20,23 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.data.shards import Shard, ShardWriter, open_shard
-from model.data.sources.document import TextError
-from model.data.sources.open_text import open_text
-from model.data.vocabulary import encode, tokenizer_sha256
-from model.data.windows import UNCOUNTED, RollingWindows
-from model.device import Placement, use_threads
-from model.evaluation.held_out import held_out_text, require_vocabulary
-from model.evaluation.quantization_loss import step_nats
-from model.inference.kernels.select import check_kv_cache_dtype
-from model.inference.kv_cache import KVCache
-from model.inference.load import LoadedModel, load_model
-from model.inference.options import KVCacheDType, Quantization
-from model.training.configuration.presets import TrainingDType
-from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import ValidationLoss, validate
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.data.shards import Shard, ShardWriter, open_shard
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.vocabulary import encode, tokenizer_sha256
+from logitd.model.data.windows import UNCOUNTED, RollingWindows
+from logitd.model.device import Placement, use_threads
+from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
+from logitd.model.evaluation.quantization_loss import step_nats
+from logitd.model.inference.kernels.select import check_kv_cache_dtype
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.load import LoadedModel, load_model
+from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.training.configuration.presets import TrainingDType
+from logitd.model.training.step.forward import Forward, training_placement
+from logitd.model.training.step.validate import ValidationLoss, validate
+from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True)

@@ -17,33 +17,33 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from model.device import use_threads
-from model.dtypes import DTypeName
-from model.extraction.errors import ExtractionError
-from model.extraction.plan import Unit
-from model.extraction.shards import (
+from logitd.model.device import use_threads
+from logitd.model.dtypes import DTypeName
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.plan import Unit
+from logitd.model.extraction.shards import (
     LensRows,
     TokenRows,
     lens_shard,
     parquet_shard,
     safetensors_shard,
 )
-from model.extraction.wanted import LensFigures, Logprobs, Stages, Wanted
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.cost import split_activations
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import (
+from logitd.model.extraction.wanted import LensFigures, Logprobs, Stages, Wanted
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.cost import split_activations
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import (
     Event,
     FinishEvent,
     FinishReason,
     OutputsChunk,
     ScoresChunk,
 )
-from model.inference.load import LoadedModel, Slots, choose_slots, load_model
-from model.inference.memory import SlotBudget
-from model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
-from model.inference.sampling.lens import lens_width
-from model.transformer.config import BLOCK
+from logitd.model.inference.load import LoadedModel, Slots, choose_slots, load_model
+from logitd.model.inference.memory import SlotBudget
+from logitd.model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
+from logitd.model.inference.sampling.lens import lens_width
+from logitd.model.transformer.config import BLOCK
 
 SLOTS = Slots(SlotBudget(), SlotDefault(EngineConfig().prefill_chunk // BLOCK))
 """As many prompts as a step of a server can compute at once, be they as short as a block."""

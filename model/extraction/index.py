@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model.extraction.errors import ExtractionError
-from model.files import PART, parse_json, read_regular, write_whole
-from model.folder_lock import FolderLock, FolderLocked
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.files import PART, parse_json, read_regular, write_whole
+from logitd.model.folder_lock import FolderLock, FolderLocked
 
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1

@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.device import available_processors
-from model.extraction.amounts import counted
-from model.extraction.compute import Counted, Group, Placing
-from model.extraction.errors import ExtractionError
-from model.extraction.ray_worker import GREETING, Feed, ShardWorker, Task, tickets
-from model.extraction.wanted import Wanted
-from model.extras import installation
-from model.version import VERSION
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.device import available_processors
+from logitd.model.extraction.amounts import counted
+from logitd.model.extraction.compute import Counted, Group, Placing
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.ray_worker import GREETING, Feed, ShardWorker, Task, tickets
+from logitd.model.extraction.wanted import Wanted
+from logitd.model.extras import installation
+from logitd.model.version import VERSION
 
 LOCAL = "local"
 AHEAD = 3

@@ -16,10 +16,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from model.data.sources.document import Document
-from model.data.vocabulary import encode
-from model.extraction.errors import ExtractionError
-from model.text.tokenizer import Tokenizer
+from logitd.model.data.sources.document import Document
+from logitd.model.data.vocabulary import encode
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.text.tokenizer import Tokenizer
 
 MOST_POSITIONS = 2**31 - 1
 """Tokens of a document."""

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointError, read_checkpoint
-from model.device import DeviceError, choose_device, describe
-from model.extraction.compute import Group, Placing, ShardComputer, open_computer
-from model.extraction.errors import ExtractionError
-from model.extraction.index import differences
-from model.extraction.wanted import Wanted
-from model.inference.errors import InvalidRequest
-from model.inference.kernels.select import KernelError
-from model.version import VERSION
+from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.device import DeviceError, choose_device, describe
+from logitd.model.extraction.compute import Group, Placing, ShardComputer, open_computer
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.index import differences
+from logitd.model.extraction.wanted import Wanted
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.kernels.select import KernelError
+from logitd.model.version import VERSION
 
 GREETING = 0
 """The ticket that asks a worker how it computes; those of shards follow."""

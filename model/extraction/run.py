@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
-from model.data.sources.document import Text
-from model.data.sources.open_text import open_text
-from model.data.sources.progress import Report, unreported
-from model.data.vocabulary import tokenizer_sha256
-from model.extraction.compute import AUTO, Computer, Group, Placing, open_computer
-from model.extraction.errors import ExtractionError
-from model.extraction.index import ExtractionFolder
-from model.extraction.on_ray import Cluster, open_on_ray, require_ray
-from model.extraction.plan import (
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from logitd.model.data.sources.document import Text
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.progress import Report, unreported
+from logitd.model.data.vocabulary import tokenizer_sha256
+from logitd.model.extraction.compute import AUTO, Computer, Group, Placing, open_computer
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.index import ExtractionFolder
+from logitd.model.extraction.on_ray import Cluster, open_on_ray, require_ray
+from logitd.model.extraction.plan import (
     DataReader,
     Survey,
     Windows,
@@ -29,15 +29,15 @@ from model.extraction.plan import (
     survey,
     units_of,
 )
-from model.extraction.shards import require_parquet
-from model.extraction.wanted import (
+from logitd.model.extraction.shards import require_parquet
+from logitd.model.extraction.wanted import (
     LENS_TOP_K,
     Wanted,
     lens_wanted,
     logprobs_wanted,
     stages_wanted,
 )
-from model.version import VERSION
+from logitd.model.version import VERSION
 
 SECONDS_BETWEEN = 0.5
 """Between two reports of progress."""

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save
 
-from model.extraction.errors import ExtractionError
-from model.extraction.plan import Unit
-from model.extras import installation
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.plan import Unit
+from logitd.model.extras import installation
 
 Integers = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

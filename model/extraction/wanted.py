@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.extraction.errors import ExtractionError
-from model.inference.engine.cost import activation_shapes
-from model.inference.engine.requests import (
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.inference.engine.cost import activation_shapes
+from logitd.model.inference.engine.requests import (
     Activations,
     Lens,
     OutputsRequest,
     Request,
     ScoreRequest,
 )
-from model.inference.engine.validation import check_request
-from model.inference.errors import InvalidRequest
-from model.inference.selection import resolve_stages
-from model.transformer.config import GPTConfig
+from logitd.model.inference.engine.validation import check_request
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.selection import resolve_stages
+from logitd.model.transformer.config import GPTConfig
 
 SHARD_TOKENS = 2**18
 """Of a shard, unless somebody says otherwise: some megabytes of logprobs."""

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model.inference.errors import InvalidRequest
-from model.inference.selection import resolve_heads
-from model.transformer.config import GPTConfig
-from model.transformer.stages import Stage, UnknownStage, match_stages
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.selection import resolve_heads
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
 Operation = Literal["zero", "scale", "add", "set"]
 Span = Literal["all", "prompt", "generated"]

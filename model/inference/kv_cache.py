@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.options import KVCacheDType
-from model.transformer.attention import (
+from logitd.model.inference.options import KVCacheDType
+from logitd.model.transformer.attention import (
     Attend,
     Observer,
     attend_blocks,
@@ -33,7 +33,7 @@ from model.transformer.attention import (
     block_mask,
     causal_bias,
 )
-from model.transformer.config import BLOCK, GPTConfig
+from logitd.model.transformer.config import BLOCK, GPTConfig
 
 Index = tuple[int | slice | Tensor, ...]
 """Into (n_layer, S, K, L)."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     RANKS,
     CheckpointError,
     CheckpointInfo,
@@ -18,32 +18,32 @@ from model.checkpoint.checkpoint import (
     load_weights,
     read_checkpoint,
 )
-from model.device import (
+from logitd.model.device import (
     Placement,
     choose_device,
     choose_placement,
     disable_cudnn_attention,
     keep_freed_memory,
 )
-from model.dtypes import DTypeName
-from model.inference.kernels.select import (
+from logitd.model.dtypes import DTypeName
+from logitd.model.inference.kernels.select import (
     DecodePath,
     DTypeChoice,
     check_kv_cache_dtype,
     choose_decode_path,
     choose_dtype,
 )
-from model.inference.memory import SlotBudget, slots_for
-from model.inference.options import (
+from logitd.model.inference.memory import SlotBudget, slots_for
+from logitd.model.inference.options import (
     KernelChoice,
     KernelTarget,
     KVCacheDType,
     Quantization,
     SlotDefault,
 )
-from model.memory import Available, available, check_weights_fit, model_bytes
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.memory import Available, available, check_weights_fit, model_bytes
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True, slots=True)

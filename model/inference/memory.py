@@ -6,10 +6,10 @@ buffers of libraries and of single kernels; the share of a GPU that is left unus
 
 from dataclasses import dataclass
 
-from model.device import DeviceError
-from model.inference.options import KVCacheDType, MemoryShare, MemorySize, SlotDefault
-from model.memory import Available, format_bytes, free_of
-from model.transformer.config import BLOCK, GPTConfig
+from logitd.model.device import DeviceError
+from logitd.model.inference.options import KVCacheDType, MemoryShare, MemorySize, SlotDefault
+from logitd.model.memory import Available, format_bytes, free_of
+from logitd.model.transformer.config import BLOCK, GPTConfig
 
 MAX_SLOTS = 4096
 """The most slots that are made of an amount of memory."""

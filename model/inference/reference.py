@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.philox import uniform
-from model.transformer.gpt import GPT
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.philox import uniform
+from logitd.model.transformer.gpt import GPT
 
 
 @torch.inference_mode()

@@ -7,9 +7,9 @@ Negative indices count from the end, `*` stands for all layers. What is not ther
 
 from collections.abc import Sequence
 
-from model.inference.errors import InvalidRequest
-from model.transformer.config import GPTConfig
-from model.transformer.stages import Stage, UnknownStage, match_stages
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
 
 def resolve_indices(

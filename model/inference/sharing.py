@@ -10,17 +10,17 @@ asked again while each is loaded.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.device import DeviceError
-from model.inference.memory import (
+from logitd.model.device import DeviceError
+from logitd.model.inference.memory import (
     MAX_SLOTS,
     SlotBudget,
     default_slots,
     slot_bytes,
     working_bytes,
 )
-from model.inference.options import KVCacheDType, MemoryShare, SlotDefault
-from model.memory import Available, format_bytes, free_of, model_bytes
-from model.transformer.config import GPTConfig
+from logitd.model.inference.options import KVCacheDType, MemoryShare, SlotDefault
+from logitd.model.memory import Available, format_bytes, free_of, model_bytes
+from logitd.model.transformer.config import GPTConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention, check_interventions
-from model.transformer.config import GPTConfig
-from model.transformer.stages import Stage, match_stages
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention, check_interventions
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import Stage, match_stages
 
 Axis = Literal["layers", "heads", "positions"]
 

@@ -23,8 +23,8 @@ from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from model.text.message_text import Hidden, MessageText
-from model.text.tokenizer import Tokenizer
+from logitd.model.text.message_text import Hidden, MessageText
+from logitd.model.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 2**16
 """Characters of a template."""

@@ -6,8 +6,8 @@ it. Does not decide what else ends a sequence.
 
 from collections.abc import Collection, Sequence
 
-from model.text.stop_strings import StopFinder
-from model.text.tokenizer import Tokenizer
+from logitd.model.text.stop_strings import StopFinder
+from logitd.model.text.tokenizer import Tokenizer
 
 
 class GrowingText:

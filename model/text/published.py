@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from model.files import VOCABULARY_BYTES, read_regular
-from model.text.tokenizer import END_OF_TEXT, PUBLISHED, Tokenizer, TokenizerError
+from logitd.model.files import VOCABULARY_BYTES, read_regular
+from logitd.model.text.tokenizer import END_OF_TEXT, PUBLISHED, Tokenizer, TokenizerError
 
 _FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
 

@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 
 import tiktoken
 
-from model.files import VOCABULARY_BYTES, read_regular
-from model.text.pieces import PieceEncoder, UnknownPiece, word_spans
+from logitd.model.files import VOCABULARY_BYTES, read_regular
+from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from model.data.sources.progress import Downloaded, Downloading
+from logitd.model.data.sources.progress import Downloaded, Downloading
 
 
 @dataclass(frozen=True)

@@ -22,30 +22,30 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from model.convert.exportable import describe as describe_export
-from model.convert.family import objections
-from model.data.batches import Batches, noise_seed
-from model.device import describe, to_device, use_threads
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
-from model.training.distributed.ranks import ALONE, Ranks, process_group
-from model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
-from model.training.optim.optimizers import Optimizers, lr_scale
-from model.training.recording.recorder import Due, RunRecorder
-from model.training.run.errors import diverged, last_good
-from model.training.run.state import load_state
-from model.training.run.step_log import Figures, StepLog
-from model.training.run.tensorboard import require_tensorboard, with_tensorboard
-from model.training.setup.begin import setup_run
-from model.training.setup.finetune import initial_model
-from model.training.setup.resolve import ResolvedRun
-from model.training.step.compile import choose_loss
-from model.training.step.flops import Meter
-from model.training.step.forward import Forward
-from model.training.stopping.counters import Counters
-from model.training.stopping.divergence import DivergenceMonitor, Observation
-from model.training.stopping.signals import StopSignals
-from model.training.stopping.worsening import ended_worse
+from logitd.model.convert.exportable import describe as describe_export
+from logitd.model.convert.family import objections
+from logitd.model.data.batches import Batches, noise_seed
+from logitd.model.device import describe, to_device, use_threads
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
+from logitd.model.training.distributed.ranks import ALONE, Ranks, process_group
+from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
+from logitd.model.training.optim.optimizers import Optimizers, lr_scale
+from logitd.model.training.recording.recorder import Due, RunRecorder
+from logitd.model.training.run.errors import diverged, last_good
+from logitd.model.training.run.state import load_state
+from logitd.model.training.run.step_log import Figures, StepLog
+from logitd.model.training.run.tensorboard import require_tensorboard, with_tensorboard
+from logitd.model.training.setup.begin import setup_run
+from logitd.model.training.setup.finetune import initial_model
+from logitd.model.training.setup.resolve import ResolvedRun
+from logitd.model.training.step.compile import choose_loss
+from logitd.model.training.step.flops import Meter
+from logitd.model.training.step.forward import Forward
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.divergence import DivergenceMonitor, Observation
+from logitd.model.training.stopping.signals import StopSignals
+from logitd.model.training.stopping.worsening import ended_worse
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)

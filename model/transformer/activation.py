@@ -15,7 +15,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.transformer.config import Activation
+from logitd.model.transformer.config import Activation
 
 
 def activate(h: Tensor, kind: Activation, *, fused: bool) -> Tensor:

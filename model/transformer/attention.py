@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.transformer.config import BLOCK
+from logitd.model.transformer.config import BLOCK
 
 
 class Attend(Protocol):

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.transformer.activation import activate
-from model.transformer.attention import Attend, CausalAttend, RecordingAttend
-from model.transformer.config import GPTConfig
-from model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
-from model.transformer.tap import UNTAPPED, Tap
+from logitd.model.transformer.activation import activate
+from logitd.model.transformer.attention import Attend, CausalAttend, RecordingAttend
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
+from logitd.model.transformer.tap import UNTAPPED, Tap
 
 VALUE_GATE_WIDTH = 32
 """Leading channels of the residual stream that steer the gate of a value embedding."""

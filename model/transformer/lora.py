@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.transformer.config import TARGETS, GPTConfig, Target
-from model.transformer.gpt import GPT
+from logitd.model.transformer.config import TARGETS, GPTConfig, Target
+from logitd.model.transformer.gpt import GPT
 
 NARROW = ("lora_a", "lora_b")
 """Names of the two matrices beside each."""

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.transformer.config import GPTConfig, RopeScaling
+from logitd.model.transformer.config import GPTConfig, RopeScaling
 
 TABLE_ROWS = 4096
 """Positions whose angles are computed at a time."""

@@ -8,8 +8,8 @@ count adapters.
 
 from dataclasses import dataclass
 
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import VALUE_GATE_WIDTH
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import VALUE_GATE_WIDTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from model.transformer.config import GPTConfig
+from logitd.model.transformer.config import GPTConfig
 
 Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.transformer.attention import RecordingAttend, mask_causal
-from model.transformer.gpt import GPT
-from model.transformer.stages import Stage, stages_of
-from model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.attention import RecordingAttend, mask_causal
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.stages import Stage, stages_of
+from logitd.model.transformer.tap import HEADS_FIRST
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
-from model.version import VERSION
-from service.api.routes import (
+from logitd.model.version import VERSION
+from logitd.service.api.routes import (
     activations,
     admin,
     attention,
@@ -39,14 +39,14 @@ from service.api.routes import (
     tgi,
     tokenize,
 )
-from service.app import docs as openapi
-from service.app.lifespan import live
-from service.app.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
-from service.core import errors
-from service.core.auth import ApiKeyCheck, is_public, read_api_keys
-from service.core.state import ServiceState
-from service.settings.serve import ServeSettings
-from service.tracing.traces import Traces, traces_of
+from logitd.service.app import docs as openapi
+from logitd.service.app.lifespan import live
+from logitd.service.app.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
+from logitd.service.core import errors
+from logitd.service.core.auth import ApiKeyCheck, is_public, read_api_keys
+from logitd.service.core.state import ServiceState
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.tracing.traces import Traces, traces_of
 
 DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
 

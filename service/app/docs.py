@@ -12,27 +12,27 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from service.schemas.activations import ActivationsRequest
-from service.schemas.admin import ReloadRequest
-from service.schemas.attributions import AttributionsRequest
-from service.schemas.generate import GenerateRequest
-from service.schemas.lens import LensRequest
-from service.schemas.ollama import (
+from logitd.service.schemas.activations import ActivationsRequest
+from logitd.service.schemas.admin import ReloadRequest
+from logitd.service.schemas.attributions import AttributionsRequest
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.lens import LensRequest
+from logitd.service.schemas.ollama import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from service.schemas.openai import ChatRequest, CompletionRequest
-from service.schemas.sweep import SweepRequest
-from service.schemas.tensors import (
+from logitd.service.schemas.openai import ChatRequest, CompletionRequest
+from logitd.service.schemas.sweep import SweepRequest
+from logitd.service.schemas.tensors import (
     AttentionRequest,
     HiddenStatesRequest,
     LogitsRequest,
     ProbsRequest,
     ScoreRequest,
 )
-from service.schemas.tgi import TextGenerationRequest
-from service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
+from logitd.service.schemas.tgi import TextGenerationRequest
+from logitd.service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES = (
     GenerateRequest,

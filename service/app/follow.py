@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 
-from service.core.models import Served
-from service.core.reloader import ReloadError
+from logitd.service.core.models import Served
+from logitd.service.core.reloader import ReloadError
 
 logger = logging.getLogger("logitd")
 

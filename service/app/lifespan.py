@@ -11,26 +11,32 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 
-from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
-from model.checkpoint.run_folder import checkpoint_of, name_of
-from model.inference.constraints.compiler import Compiler
-from model.inference.constraints.sandbox import Checker
-from service.app.follow import follow
-from service.core.constraints import Constraints
-from service.core.models import NotLoaded, Served
-from service.core.reloader import Reloader
-from service.core.state import ServiceState
-from service.engine.admission import AdmissionController, QueueLimits
-from service.engine.async_engine import AsyncEngine
-from service.engine.build import STARTUP_ERRORS, Computation, Unavailable, build, compiler_for
-from service.engine.driver import Compute, EngineDriver, LocalDriver
-from service.engine.process import EngineProcessError, ProcessDriver
-from service.engine.restarts import Restarts
-from service.engine.session import EngineSession
-from service.engine.shares import Shares, divide_memory
-from service.engine.turns import StepThread
-from service.settings.model_source import ModelSource
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
+from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
+from logitd.model.inference.constraints.compiler import Compiler
+from logitd.model.inference.constraints.sandbox import Checker
+from logitd.service.app.follow import follow
+from logitd.service.core.constraints import Constraints
+from logitd.service.core.models import NotLoaded, Served
+from logitd.service.core.reloader import Reloader
+from logitd.service.core.state import ServiceState
+from logitd.service.engine.admission import AdmissionController, QueueLimits
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.build import (
+    STARTUP_ERRORS,
+    Computation,
+    Unavailable,
+    build,
+    compiler_for,
+)
+from logitd.service.engine.driver import Compute, EngineDriver, LocalDriver
+from logitd.service.engine.process import EngineProcessError, ProcessDriver
+from logitd.service.engine.restarts import Restarts
+from logitd.service.engine.session import EngineSession
+from logitd.service.engine.shares import Shares, divide_memory
+from logitd.service.engine.turns import StepThread
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

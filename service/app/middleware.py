@@ -17,18 +17,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.responses.text import CHECKPOINT_HEADERS
-from service.connections.limits import MAX_HEADER_BYTES, head_size
-from service.connections.protocol import headers_too_large
-from service.core.auth import CALLER
-from service.core.errors import LIMIT, clip, internal_error
-from service.core.metrics import Metrics, endpoint_label
-from service.core.models import MODEL, USAGE
-from service.engine.admission import Limit
-from service.engine.usage import Usage
-from service.log import FIELDS
-from service.tracing.attributes import Ended
-from service.tracing.traces import Traces
+from logitd.service.api.responses.text import CHECKPOINT_HEADERS
+from logitd.service.connections.limits import MAX_HEADER_BYTES, head_size
+from logitd.service.connections.protocol import headers_too_large
+from logitd.service.core.auth import CALLER
+from logitd.service.core.errors import LIMIT, clip, internal_error
+from logitd.service.core.metrics import Metrics, endpoint_label
+from logitd.service.core.models import MODEL, USAGE
+from logitd.service.engine.admission import Limit
+from logitd.service.engine.usage import Usage
+from logitd.service.log import FIELDS
+from logitd.service.tracing.attributes import Ended
+from logitd.service.tracing.traces import Traces
 
 logger = logging.getLogger("logitd.http")
 

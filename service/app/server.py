@@ -22,17 +22,17 @@ from typing import Any
 
 import uvicorn
 
-from service.app.app import create_app
-from service.connections.limits import ConnectionLimitError, connection_limits
-from service.connections.protocol import Connection
-from service.connections.register import Register
-from service.core.auth import ApiKeyError
-from service.core.models import Models, Served
-from service.core.reloader import ReloadError
-from service.core.state import ServiceState
-from service.log import configure_logging
-from service.settings.serve import ServeSettings
-from service.tracing.traces import TracesError
+from logitd.service.app.app import create_app
+from logitd.service.connections.limits import ConnectionLimitError, connection_limits
+from logitd.service.connections.protocol import Connection
+from logitd.service.connections.register import Register
+from logitd.service.core.auth import ApiKeyError
+from logitd.service.core.models import Models, Served
+from logitd.service.core.reloader import ReloadError
+from logitd.service.core.state import ServiceState
+from logitd.service.log import configure_logging
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.tracing.traces import TracesError
 
 logger = logging.getLogger("logitd")
 

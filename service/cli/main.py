@@ -19,24 +19,29 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
-from model.version import VERSION
-from service.cli.arguments.completion import SHELLS
-from service.cli.arguments.flags import flags_of, known_words, split_words
-from service.cli.arguments.help import help_of, overview, usage
-from service.cli.arguments.mistakes import did_you_mean, unknown_variables, variable_of, way_out
-from service.cli.interrupts import INTERRUPTED, quits_when_interrupted
-from service.settings.common import PREFIX
-from service.settings.extract import ExtractSettings
-from service.settings.imports import ImportSettings
-from service.settings.serve import ServeSettings
-from service.settings.tools import (
+from logitd.model.version import VERSION
+from logitd.service.cli.arguments.completion import SHELLS
+from logitd.service.cli.arguments.flags import flags_of, known_words, split_words
+from logitd.service.cli.arguments.help import help_of, overview, usage
+from logitd.service.cli.arguments.mistakes import (
+    did_you_mean,
+    unknown_variables,
+    variable_of,
+    way_out,
+)
+from logitd.service.cli.interrupts import INTERRUPTED, quits_when_interrupted
+from logitd.service.settings.common import PREFIX
+from logitd.service.settings.extract import ExtractSettings
+from logitd.service.settings.imports import ImportSettings
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.settings.tools import (
     BenchSettings,
     ExportSettings,
     GenerateSettings,
     HealthSettings,
     InspectSettings,
 )
-from service.settings.train import EvalSettings, MergeSettings, TrainSettings
+from logitd.service.settings.train import EvalSettings, MergeSettings, TrainSettings
 
 COMMANDS: Mapping[str, type[BaseSettings]] = {
     "serve": ServeSettings,
@@ -196,7 +201,7 @@ def import_command(name: str) -> ModuleType:
     gc.disable()
     try:
         with quits_when_interrupted():
-            return importlib.import_module(f"service.cli.commands.{MODULES.get(name, name)}")
+            return importlib.import_module(f"logitd.service.cli.commands.{MODULES.get(name, name)}")
     finally:
         gc.freeze()
         if collecting:

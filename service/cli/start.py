@@ -2,13 +2,13 @@
 
 import importlib
 
-from service.cli.interrupts import quits_when_interrupted
+from logitd.service.cli.interrupts import quits_when_interrupted
 
 
 def main() -> None:
     """Import the command line and run it."""
     with quits_when_interrupted():
-        cli = importlib.import_module("service.cli.main")
+        cli = importlib.import_module("logitd")
     cli.main()
 
 

@@ -3,9 +3,9 @@
 Import it as `logitd`. It needs httpx and NumPy, neither torch nor anything of the server.
 """
 
-from service.client.async_client import AsyncClient, AsyncStream
-from service.client.client import Client, Stream
-from service.client.errors import (
+from logitd.service.client.async_client import AsyncClient, AsyncStream
+from logitd.service.client.client import Client, Stream
+from logitd.service.client.errors import (
     APIConnectionError,
     APIStatusError,
     APITimeoutError,
@@ -24,7 +24,7 @@ from service.client.errors import (
     UnavailableError,
     UnsupportedMediaTypeError,
 )
-from service.client.fields import (
+from logitd.service.client.fields import (
     ActivationsFields,
     AttentionFields,
     AttributionsFields,
@@ -45,7 +45,7 @@ from service.client.fields import (
     SweepFields,
     TokenizeFields,
 )
-from service.client.results import (
+from logitd.service.client.results import (
     Activations,
     Attention,
     AttributedToken,

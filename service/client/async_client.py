@@ -19,8 +19,8 @@ from typing import Self, TypeVar, Unpack, overload
 
 import httpx
 
-from service.client import calls, transport
-from service.client.fields import (
+from logitd.service.client import calls, transport
+from logitd.service.client.fields import (
     ActivationsFields,
     AttentionFields,
     AttributionsFields,
@@ -40,7 +40,7 @@ from service.client.fields import (
     TokenIds,
     TokenizeFields,
 )
-from service.client.results import (
+from logitd.service.client.results import (
     Activations,
     Attention,
     Attributions,
@@ -62,8 +62,8 @@ from service.client.results import (
     TopLogits,
     Usage,
 )
-from service.client.streaming import StreamState
-from service.client.transport import Exchange
+from logitd.service.client.streaming import StreamState
+from logitd.service.client.transport import Exchange
 
 Result = TypeVar("Result")
 

@@ -13,11 +13,11 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from service.client import errors
-from service.client.errors import MalformedReplyError
-from service.client.fields import Intervention, OneOrManyIds, OnePrompt, Prompt
-from service.client.reading import WrongShape, read
-from service.client.results import (
+from logitd.service.client import errors
+from logitd.service.client.errors import MalformedReplyError
+from logitd.service.client.fields import Intervention, OneOrManyIds, OnePrompt, Prompt
+from logitd.service.client.reading import WrongShape, read
+from logitd.service.client.results import (
     Activations,
     Attention,
     Attributions,
@@ -36,7 +36,7 @@ from service.client.results import (
     TokenizerInfo,
     TopLogits,
 )
-from service.client.tensors import TensorFile
+from logitd.service.client.tensors import TensorFile
 
 Result = TypeVar("Result")
 Results = TypeVar("Results", covariant=True)

@@ -10,11 +10,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.client import errors
-from service.client.calls import with_request_id
-from service.client.errors import LogitdError, MalformedReplyError, StreamError
-from service.client.reading import WrongShape, read
-from service.client.results import (
+from logitd.service.client import errors
+from logitd.service.client.calls import with_request_id
+from logitd.service.client.errors import LogitdError, MalformedReplyError, StreamError
+from logitd.service.client.reading import WrongShape, read
+from logitd.service.client.results import (
     Choice,
     Chunk,
     Generation,

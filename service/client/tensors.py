@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from service.client.reading import WrongShape, read
-from service.client.results import Checkpoint
+from logitd.service.client.reading import WrongShape, read
+from logitd.service.client.results import Checkpoint
 
 Array = npt.NDArray[Any]
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from service.client import errors
-from service.client.calls import Answer, Request
-from service.client.errors import (
+from logitd.service.client import errors
+from logitd.service.client.calls import Answer, Request
+from logitd.service.client.errors import (
     APIConnectionError,
     APITimeoutError,
     LogitdError,

@@ -6,7 +6,7 @@ Not here: limits of what is asked for (`service/engine/admission.py`, `service/a
 import resource
 from dataclasses import dataclass
 
-from service.settings.serve import ServeSettings
+from logitd.service.settings.serve import ServeSettings
 
 MAX_HEADER_BYTES = 64 * 1024
 """Request line and headers of one request, as `head_size` counts them; more is answered 431."""

@@ -13,7 +13,7 @@ Not here: what follows from it (`protocol.py`). Where the kernel does not tell w
 
 import asyncio
 
-from service.connections.tcp import RESET, tcp_info
+from logitd.service.connections.tcp import RESET, tcp_info
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_LOOK_SECONDS = 0.01

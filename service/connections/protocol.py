@@ -30,17 +30,17 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from service.connections.limits import (
+from logitd.service.connections.limits import (
     FRAMING_PER_BODY_BYTE,
     MAX_HEADER_BYTES,
     MAX_RAW_HEADER_BYTES,
     MIN_BYTES_PER_SECOND,
 )
-from service.connections.listening import Listening
-from service.connections.register import Register, Standing
-from service.connections.tcp import CLOSE_WAIT, RESET, tcp_info
-from service.core.errors import ApiError, unavailable
-from service.core.metrics import ConnectionEnd
+from logitd.service.connections.listening import Listening
+from logitd.service.connections.register import Register, Standing
+from logitd.service.connections.tcp import CLOSE_WAIT, RESET, tcp_info
+from logitd.service.core.errors import ApiError, unavailable
+from logitd.service.core.metrics import ConnectionEnd
 
 PIECE = 16 * 1024
 """Bytes that the parser gets at once: between two pieces it is decided whether to go on."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from service.connections.limits import SURPLUS, ConnectionLimits
-from service.core.metrics import ConnectionEnd, Metrics
+from logitd.service.connections.limits import SURPLUS, ConnectionLimits
+from logitd.service.core.metrics import ConnectionEnd, Metrics
 
 logger = logging.getLogger("logitd.http")
 

@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from model.files import read_text
-from service.core.errors import LIMIT, ApiError
-from service.core.key_limits import KeyLimit, KeyLimits
+from logitd.model.files import read_text
+from logitd.service.core.errors import LIMIT, ApiError
+from logitd.service.core.key_limits import KeyLimit, KeyLimits
 
 NO_KEY = "none"
 """The name of callers without a key of ours, so that no key may have it."""

@@ -10,7 +10,7 @@ import ipaddress
 
 from starlette.requests import HTTPConnection
 
-from service.core.auth import CALLER, NO_KEY
+from logitd.service.core.auth import CALLER, NO_KEY
 
 NETWORK_BITS = 64
 """Of an IPv6 address: a client can have as many addresses below that as it likes."""

@@ -18,19 +18,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.inference.constraints.cache import ConstraintCache
-from model.inference.constraints.compiler import (
+from logitd.model.inference.constraints.cache import ConstraintCache
+from logitd.model.inference.constraints.compiler import (
     Compiler,
     Constraint,
     ConstraintsUnavailable,
     Source,
 )
-from model.inference.constraints.sandbox import Checker
-from model.inference.errors import ConstraintError
-from service.core.errors import ApiError, bad_request
-from service.core.model_metrics import ModelMetrics
-from service.core.turns import Turns
-from service.engine.build import Unavailable
+from logitd.model.inference.constraints.sandbox import Checker
+from logitd.model.inference.errors import ConstraintError
+from logitd.service.core.errors import ApiError, bad_request
+from logitd.service.core.model_metrics import ModelMetrics
+from logitd.service.core.turns import Turns
+from logitd.service.engine.build import Unavailable
 
 MAX_COMPILING = 16
 """Different constraints that are being compiled, or wait to be. A caller with less than its share

@@ -23,13 +23,13 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from model.inference.engine.events import FinishEvent, FinishReason
-from model.inference.errors import ContextLengthExceeded, InvalidRequest
-from model.inference.interventions import PARAM
-from service.engine.admission import Limit, QueueFull
-from service.engine.submission import REPLACED, EngineStopped
-from service.schemas.base import MAX_IDS, MAX_PROMPTS, ErrorReply
-from service.schemas.generate import MAX_STOP_TEXTS
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.interventions import PARAM
+from logitd.service.engine.admission import Limit, QueueFull
+from logitd.service.engine.submission import REPLACED, EngineStopped
+from logitd.service.schemas.base import MAX_IDS, MAX_PROMPTS, ErrorReply
+from logitd.service.schemas.generate import MAX_STOP_TEXTS
 
 ErrorType = Literal[
     "invalid_request_error",

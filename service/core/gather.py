@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.inference.attribution.task import Attribution
-from model.inference.engine.events import (
+from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.engine.events import (
     AttributionEvent,
     FinishEvent,
     OutputsChunk,
     PromptEvent,
     PromptToken,
 )
-from service.core.errors import from_finish
-from service.engine.submission import Submission
+from logitd.service.core.errors import from_finish
+from logitd.service.engine.submission import Submission
 
 MOST_NATS = 700.0
 """exp of more leaves float64."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from service.core.errors import ApiError
-from service.engine.admission import Limit
+from logitd.service.core.errors import ApiError
+from logitd.service.engine.admission import Limit
 
 
 @dataclass(frozen=True, slots=True)

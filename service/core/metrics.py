@@ -18,9 +18,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-from model.version import VERSION
-from service.core.model_metrics import ModelFamilies, ModelMetrics
-from service.engine.admission import Limit
+from logitd.model.version import VERSION
+from logitd.service.core.model_metrics import ModelFamilies, ModelMetrics
+from logitd.service.engine.admission import Limit
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENDPOINTS = (

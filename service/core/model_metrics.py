@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.events import FinishEvent, FinishReason, StepResult, TokenEvent
-from service.engine.driver import StepReport
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, StepResult, TokenEvent
+from logitd.service.engine.driver import StepReport
 
 CONSTRAINT_OUTCOMES = ("kept", "compiled", "refused", "timed_out", "busy")
 

@@ -12,19 +12,19 @@ from typing import Literal
 
 from starlette.requests import Request
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from service.core.auth import KeyRing
-from service.core.callers import caller_of
-from service.core.constraints import Constraints
-from service.core.errors import ApiError, clip, not_loaded
-from service.core.reloader import Reloader
-from service.core.reply_budget import ReplyBudget
-from service.engine.admission import AdmissionController
-from service.engine.async_engine import AsyncEngine
-from service.engine.build import Computation
-from service.engine.quantization import QuantizationCost
-from service.engine.session import EngineSession
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.service.core.auth import KeyRing
+from logitd.service.core.callers import caller_of
+from logitd.service.core.constraints import Constraints
+from logitd.service.core.errors import ApiError, clip, not_loaded
+from logitd.service.core.reloader import Reloader
+from logitd.service.core.reply_budget import ReplyBudget
+from logitd.service.engine.admission import AdmissionController
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.build import Computation
+from logitd.service.engine.quantization import QuantizationCost
+from logitd.service.engine.session import EngineSession
+from logitd.service.settings.serve import ServeSettings
 
 USAGE = "usage"
 """Where the state of a request holds what it had the engine compute, for its line in the log."""

@@ -12,12 +12,12 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
-from model.checkpoint.run_folder import checkpoint_of, is_run
-from model.inference.load import check_replacement
-from service.core.model_metrics import ModelMetrics, ReloadResult
-from service.engine.async_engine import AsyncEngine, ReloadError
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
+from logitd.model.checkpoint.run_folder import checkpoint_of, is_run
+from logitd.model.inference.load import check_replacement
+from logitd.service.core.model_metrics import ModelMetrics, ReloadResult
+from logitd.service.engine.async_engine import AsyncEngine, ReloadError
+from logitd.service.settings.serve import ServeSettings
 
 __all__ = ["ReloadError", "Reloaded", "Reloader"]
 

@@ -5,8 +5,8 @@ an inner axis (hidden states, attention weights), and lists of logprobs and of a
 are counted in elements of an output, as float32. Belongs to the event loop.
 """
 
-from service.core.errors import bad_request, queue_full
-from service.engine.admission import Limit
+from logitd.service.core.errors import bad_request, queue_full
+from logitd.service.engine.admission import Limit
 
 LOGPROB_ELEMENTS = 64
 """Elements that one listed logprob or attribution counts as: in memory it is an object with the

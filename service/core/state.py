@@ -11,19 +11,19 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
-from model.checkpoint.run_folder import name_of
-from model.inference.engine.events import FinishEvent
-from service.core.auth import NO_KEY, ApiKeys, KeyRing, read_api_keys
-from service.core.errors import unavailable
-from service.core.key_limits import KeyLimit
-from service.core.metrics import Metrics
-from service.core.model_metrics import ModelMetrics
-from service.core.models import ModelChoice, Models, NotLoaded, Served
-from service.core.reply_budget import ReplyBudget
-from service.engine.driver import StepReport
-from service.engine.turns import StepThread
-from service.settings.model_source import ModelSource
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.run_folder import name_of
+from logitd.model.inference.engine.events import FinishEvent
+from logitd.service.core.auth import NO_KEY, ApiKeys, KeyRing, read_api_keys
+from logitd.service.core.errors import unavailable
+from logitd.service.core.key_limits import KeyLimit
+from logitd.service.core.metrics import Metrics
+from logitd.service.core.model_metrics import ModelMetrics
+from logitd.service.core.models import ModelChoice, Models, NotLoaded, Served
+from logitd.service.core.reply_budget import ReplyBudget
+from logitd.service.engine.driver import StepReport
+from logitd.service.engine.turns import StepThread
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

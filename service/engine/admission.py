@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.inference.engine.cost import output_elements, sequence_prices
-from model.inference.engine.events import FinishEvent
-from model.inference.engine.requests import Request
-from model.inference.errors import InvalidRequest
-from model.transformer.config import GPTConfig
+from logitd.model.inference.engine.cost import output_elements, sequence_prices
+from logitd.model.inference.engine.events import FinishEvent
+from logitd.model.inference.engine.requests import Request
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.transformer.config import GPTConfig
 
 FULLEST = 2
 """What all callers together may have waiting, in times of each limit."""

@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from model.inference.engine.events import FinishEvent, FinishReason
-from model.inference.engine.requests import Request
-from model.inference.engine.validation import check_request
-from service.engine.admission import AdmissionController, Load
-from service.engine.driver import (
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.requests import Request
+from logitd.model.inference.engine.validation import check_request
+from logitd.service.engine.admission import AdmissionController, Load
+from logitd.service.engine.driver import (
     Abort,
     Add,
     EngineDriver,
@@ -40,10 +40,10 @@ from service.engine.driver import (
     WeightsRefused,
     WeightsSwapped,
 )
-from service.engine.restarts import Restarts
-from service.engine.submission import REPLACED, EngineStopped, Submission
-from service.engine.usage import Usage
-from service.engine.wakeup import WakeupThrottle
+from logitd.service.engine.restarts import Restarts
+from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
+from logitd.service.engine.usage import Usage
+from logitd.service.engine.wakeup import WakeupThrottle
 
 logger = logging.getLogger("logitd.engine")
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
-from model.data.errors import DataError
-from model.device import (
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
+from logitd.model.data.errors import DataError
+from logitd.model.device import (
     DeviceError,
     Placement,
     choose_device,
@@ -19,13 +19,13 @@ from model.device import (
     one_thread,
     use_threads,
 )
-from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
-from model.inference.constraints.mask_worker import MaskWorker
-from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.errors import InvalidRequest
-from model.inference.kernels.select import KernelError
-from model.inference.load import (
+from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
+from logitd.model.inference.constraints.mask_worker import MaskWorker
+from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.load import (
     ChosenSlots,
     LoadedModel,
     Slots,
@@ -34,8 +34,8 @@ from model.inference.load import (
     load_replacement,
     release_memory,
 )
-from model.inference.memory import SlotBudget
-from model.inference.options import (
+from logitd.model.inference.memory import SlotBudget
+from logitd.model.inference.options import (
     SERVED_SLOTS,
     SlotDefault,
     TargetGap,
@@ -43,13 +43,13 @@ from model.inference.options import (
     parse_memory,
     parse_target_gap,
 )
-from model.memory import format_bytes
-from model.text.tokenizer import Tokenizer
-from model.transformer.gpt import GPT
-from model.transformer.size import parameter_count
-from service.engine.driver import WeightsLoader
-from service.engine.quantization import QuantizationCost, measure_quantization
-from service.settings.serve import ServeSettings
+from logitd.model.memory import format_bytes
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import parameter_count
+from logitd.service.engine.driver import WeightsLoader
+from logitd.service.engine.quantization import QuantizationCost, measure_quantization
+from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

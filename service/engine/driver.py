@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
-from model.inference.engine.requests import Request
-from model.inference.engine.runner import Passes
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
+from logitd.model.inference.engine.requests import Request
+from logitd.model.inference.engine.runner import Passes
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
 
 logger = logging.getLogger("logitd.engine")
 

@@ -27,14 +27,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from model.inference.constraints.compiler import Constraint, Source
-from model.inference.engine.requests import GenerationRequest
-from model.transformer.config import GPTConfig
-from service.engine.build import Computation
-from service.engine.driver import Add, Command, EngineLost, OnCompute, StepReport, ignore
-from service.settings.serve import ServeSettings
+from logitd.model.inference.constraints.compiler import Constraint, Source
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.transformer.config import GPTConfig
+from logitd.service.engine.build import Computation
+from logitd.service.engine.driver import Add, Command, EngineLost, OnCompute, StepReport, ignore
+from logitd.service.settings.serve import ServeSettings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 END_SECONDS = 10.0
 """Seconds within which a worker ends by itself before it is killed."""
 
@@ -88,7 +88,7 @@ class ProcessDriver:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.engine.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "logitd.service.engine.worker", str(theirs.fileno())],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

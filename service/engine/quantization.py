@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.data.errors import DataError
-from model.evaluation.held_out import held_out_windows
-from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
-from model.inference.kernels.select import KernelError, choose_decode_path
-from model.inference.load import LoadedModel
-from model.inference.options import KernelTarget, KVCacheDType, Quantization, parse_loss_limit
+from logitd.model.data.errors import DataError
+from logitd.model.evaluation.held_out import held_out_windows
+from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
+from logitd.model.inference.kernels.select import KernelError, choose_decode_path
+from logitd.model.inference.load import LoadedModel
+from logitd.model.inference.options import (
+    KernelTarget,
+    KVCacheDType,
+    Quantization,
+    parse_loss_limit,
+)
 
 logger = logging.getLogger("logitd")
 

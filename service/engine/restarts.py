@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.engine.driver import EngineDriver, EngineLost
+from logitd.service.engine.driver import EngineDriver, EngineLost
 
 logger = logging.getLogger("logitd.engine")
 

@@ -8,10 +8,10 @@ answer. Belongs to the event loop. Not here: how weights change (`async_engine.p
 
 from collections.abc import Sequence
 
-from model.inference.engine.requests import Request
-from service.engine.async_engine import AsyncEngine, Lease, Reservation
-from service.engine.submission import Submission
-from service.engine.usage import Usage
+from logitd.model.inference.engine.requests import Request
+from logitd.service.engine.async_engine import AsyncEngine, Lease, Reservation
+from logitd.service.engine.submission import Submission
+from logitd.service.engine.usage import Usage
 
 
 class EngineSession:

@@ -10,17 +10,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model.checkpoint.checkpoint import check_header, read_checkpoint
-from model.checkpoint.run_folder import checkpoint_of
-from model.device import choose_device, choose_placement
-from model.inference.kernels.select import choose_dtype
-from model.inference.memory import SlotBudget
-from model.inference.options import parse_memory
-from model.inference.sharing import Shape, divide_slots
-from model.memory import available
-from service.engine.build import STARTUP_ERRORS, default_slots
-from service.settings.model_source import ModelSource
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import check_header, read_checkpoint
+from logitd.model.checkpoint.run_folder import checkpoint_of
+from logitd.model.device import choose_device, choose_placement
+from logitd.model.inference.kernels.select import choose_dtype
+from logitd.model.inference.memory import SlotBudget
+from logitd.model.inference.options import parse_memory
+from logitd.model.inference.sharing import Shape, divide_slots
+from logitd.model.memory import available
+from logitd.service.engine.build import STARTUP_ERRORS, default_slots
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

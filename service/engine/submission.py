@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
-from service.engine.usage import Usage
+from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
+from logitd.service.engine.usage import Usage
 
 REPLACED = "the model's weights were replaced before the request was answered; ask again"
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from model.inference.engine.events import FinishEvent, FinishReason
-from model.inference.engine.requests import GenerationRequest, Request
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Ends of a sequence that the server has not failed at; ABORT is that of a client that went."""

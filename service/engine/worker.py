@@ -18,16 +18,16 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from model.inference.constraints.cache import ConstraintCache
-from model.inference.constraints.compiler import Compiler, Kind, Source
-from model.inference.constraints.protocol import TokenConstraint
-from model.inference.engine.requests import GenerationRequest
-from model.inference.errors import ConstraintError
-from service.engine.build import STARTUP_ERRORS, BuiltEngine, Unavailable, build
-from service.engine.driver import Command, Inbox, LocalDriver
-from service.engine.process import AddWithConstraint, Started, StartFailed, StepMessage
-from service.log import configure_logging
-from service.settings.serve import ServeSettings
+from logitd.model.inference.constraints.cache import ConstraintCache
+from logitd.model.inference.constraints.compiler import Compiler, Kind, Source
+from logitd.model.inference.constraints.protocol import TokenConstraint
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.errors import ConstraintError
+from logitd.service.engine.build import STARTUP_ERRORS, BuiltEngine, Unavailable, build
+from logitd.service.engine.driver import Command, Inbox, LocalDriver
+from logitd.service.engine.process import AddWithConstraint, Started, StartFailed, StepMessage
+from logitd.service.log import configure_logging
+from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     Examples,
     ModelName,
     Places,
@@ -13,8 +13,8 @@ from service.schemas.base import (
     ReplyBody,
     Timeout,
 )
-from service.schemas.interventions import Interventions, StageName
-from service.schemas.tensors import DType, HalfOrFull, OutputReply
+from logitd.service.schemas.interventions import Interventions, StageName
+from logitd.service.schemas.tensors import DType, HalfOrFull, OutputReply
 
 MAX_PATTERNS = 1024
 

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from service.schemas.base import Examples, ModelName, ReplyBody, RequestBody
-from service.schemas.generate import CheckpointName
+from logitd.service.schemas.base import Examples, ModelName, ReplyBody, RequestBody
+from logitd.service.schemas.generate import CheckpointName
 
 
 class ReloadRequest(RequestBody):

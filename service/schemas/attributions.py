@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     Examples,
     ModelName,
     Place,
@@ -14,7 +14,7 @@ from service.schemas.base import (
     Timeout,
     TokenId,
 )
-from service.schemas.tensors import OutputReply
+from logitd.service.schemas.tensors import OutputReply
 
 Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     ChosenIds,
     Examples,
     ModelName,
@@ -18,7 +18,7 @@ from service.schemas.base import (
     Timeout,
     TokenId,
 )
-from service.schemas.interventions import Interventions
+from logitd.service.schemas.interventions import Interventions
 
 MAX_STOP_TEXTS = 64
 

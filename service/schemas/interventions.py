@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     Examples,
     Places,
     PositionChoice,

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     ChosenIds,
     Examples,
     ModelName,
@@ -15,8 +15,8 @@ from service.schemas.base import (
     Text,
     Timeout,
 )
-from service.schemas.interventions import Interventions
-from service.schemas.tensors import OutputReply, TokenProb
+from logitd.service.schemas.interventions import Interventions
+from logitd.service.schemas.tensors import OutputReply, TokenProb
 
 MAX_NAMED = 1024
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.schemas.base import Examples, ModelName, ReplyBody, RequestBody, Text
-from service.schemas.openai import native, only, unsupported
+from logitd.service.schemas.base import Examples, ModelName, ReplyBody, RequestBody, Text
+from logitd.service.schemas.openai import native, only, unsupported
 
 TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
 """Ollama's own, where a request does not say."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     ChosenIds,
     Examples,
     ModelName,
@@ -22,7 +22,7 @@ from service.schemas.base import (
     Timeout,
     TokenId,
 )
-from service.schemas.generate import CheckpointName, GenerateRequest, Pattern
+from logitd.service.schemas.generate import CheckpointName, GenerateRequest, Pattern
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

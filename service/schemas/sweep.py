@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     Examples,
     ModelName,
     Place,
@@ -15,8 +15,8 @@ from service.schemas.base import (
     TokenId,
     TokenIds,
 )
-from service.schemas.interventions import Intervention, Interventions
-from service.schemas.tensors import OutputReply
+from logitd.service.schemas.interventions import Intervention, Interventions
+from logitd.service.schemas.tensors import OutputReply
 
 Axis = Literal["layers", "heads", "positions"]
 

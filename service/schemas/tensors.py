@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from service.schemas.base import (
+from logitd.service.schemas.base import (
     ChosenIds,
     Examples,
     ModelName,
@@ -23,7 +23,7 @@ from service.schemas.base import (
     Timeout,
     TokenIds,
 )
-from service.schemas.generate import (
+from logitd.service.schemas.generate import (
     CheckpointName,
     FrequencyPenalty,
     LogitBias,
@@ -35,7 +35,7 @@ from service.schemas.generate import (
     TopK,
     TopP,
 )
-from service.schemas.interventions import Interventions
+from logitd.service.schemas.interventions import Interventions
 
 MAX_CONTINUATIONS = 4096
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.schemas.base import Examples, ModelName, ReplyBody, RequestBody, Text
-from service.schemas.generate import MinP, Pattern, TopP
-from service.schemas.openai import native, only, unsupported
+from logitd.service.schemas.base import Examples, ModelName, ReplyBody, RequestBody, Text
+from logitd.service.schemas.generate import MinP, Pattern, TopP
+from logitd.service.schemas.openai import native, only, unsupported
 
 NEW_TOKENS = 100
 """`max_new_tokens` where it is not given."""

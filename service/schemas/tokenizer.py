@@ -8,8 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from service.schemas.base import MAX_PROMPTS, Examples, ModelName, ReplyBody, RequestBody, TokenIds
-from service.schemas.generate import CheckpointName
+from logitd.service.schemas.base import (
+    MAX_PROMPTS,
+    Examples,
+    ModelName,
+    ReplyBody,
+    RequestBody,
+    TokenIds,
+)
+from logitd.service.schemas.generate import CheckpointName
 
 MAX_PIECES = 2**14
 """Tokens that one reply describes one by one: about a megabyte and a half of JSON."""

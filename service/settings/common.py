@@ -13,13 +13,13 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from model.dtypes import DTypeName
-from model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
+from logitd.model.dtypes import DTypeName
+from logitd.model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
 
 PREFIX = "LOGITD_"
 """Of the variables that every command reads."""
 
-BUNDLED_CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "python-small"
+BUNDLED_CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "python-small"
 
 
 def settings_of(command: str, shorter: Mapping[str, str] | None = None) -> SettingsConfigDict:

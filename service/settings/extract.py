@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from service.settings.common import (
+from logitd.service.settings.common import (
     AsJson,
     CommandSettings,
     Device,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from model.convert.by_role.computation import (
+from logitd.model.convert.by_role.computation import (
     Computation,
     EmbeddingScale,
     GateOrder,
@@ -20,8 +20,8 @@ from model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
-from model.transformer.config import Activation, Norm, NormPosition, Residual
-from service.settings.common import CommandSettings, StoredDType, settings_of
+from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
+from logitd.service.settings.common import CommandSettings, StoredDType, settings_of
 
 
 class ImportSettings(CommandSettings):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.run_folder import name_of
+from logitd.model.checkpoint.run_folder import name_of
 
 MAX_NAME = 200
 

@@ -17,15 +17,15 @@ from pydantic import (
 )
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
-from model.inference.options import (
+from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from logitd.model.inference.options import (
     SERVED_SLOTS,
     Speculation,
     parse_loss_limit,
     parse_memory,
     parse_target_gap,
 )
-from service.settings.common import (
+from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     CommandSettings,
     Device,
@@ -40,7 +40,13 @@ from service.settings.common import (
     settings_of,
     split_list,
 )
-from service.settings.model_source import ModelSource, checked_name, listed, model_source, named
+from logitd.service.settings.model_source import (
+    ModelSource,
+    checked_name,
+    listed,
+    model_source,
+    named,
+)
 
 
 def _origin(text: str) -> str:

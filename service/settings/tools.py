@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from service.settings.common import (
+from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,
     CheckpointPath,

@@ -5,10 +5,10 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from model.inference.options import KVCacheDType, Quantization
-from model.training.configuration.config import TrainingConfig
-from model.training.configuration.presets import SaveDType, TrainingDType
-from service.settings.common import (
+from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.presets import SaveDType, TrainingDType
+from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,
     CommandSettings,

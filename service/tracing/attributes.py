@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from model.inference.engine.events import FinishReason
-from model.inference.engine.requests import GenerationRequest
-from service.api.requests.body import BODY
-from service.core.auth import CALLER
-from service.core.errors import clip
-from service.core.metrics import endpoint_label
-from service.core.models import SERVED, USAGE, Served
-from service.engine.usage import Usage
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.service.api.requests.body import BODY
+from logitd.service.core.auth import CALLER
+from logitd.service.core.errors import clip
+from logitd.service.core.metrics import endpoint_label
+from logitd.service.core.models import SERVED, USAGE, Served
+from logitd.service.engine.usage import Usage
 
 Value = str | int | float | bool | tuple[str, ...]
 

@@ -24,9 +24,9 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from model.version import VERSION
-from service.core.metrics import endpoint_label
-from service.tracing.attributes import (
+from logitd.model.version import VERSION
+from logitd.service.core.metrics import endpoint_label
+from logitd.service.tracing.attributes import (
     Ended,
     computed_attributes,
     error_type,

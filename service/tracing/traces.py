@@ -6,9 +6,9 @@ imported only where an endpoint for traces is set.
 
 from typing import Protocol
 
-from model.extras import installation
-from service.settings.serve import ServeSettings
-from service.tracing.attributes import Ended
+from logitd.model.extras import installation
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.tracing.attributes import Ended
 
 
 class TracesError(Exception):
@@ -35,7 +35,7 @@ def traces_of(settings: ServeSettings) -> Traces | None:
     if settings.otlp_endpoint is None:
         return None
     try:
-        from service.tracing.otlp import OtlpTraces
+        from logitd.service.tracing.otlp import OtlpTraces
     except ImportError as error:
         raise TracesError(
             "--otlp-endpoint sends traces by OpenTelemetry's SDK, and that is not installed: "

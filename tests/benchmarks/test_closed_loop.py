@@ -22,14 +22,14 @@ from benchmarks.closed_loop import (
     tokens_after,
 )
 from benchmarks.peers.servers import PeerServer
-from service.cli.commands.benchmark.load import (
+from logitd.service.cli.commands.benchmark.load import (
     Arrival,
     Failure,
     StreamFailed,
     StreamRecord,
     run_streams,
 )
-from service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
 from tests.service.client.scripted import SSE, reply, scripted
 
 QUESTION = Question(prompt_tokens=8, tokens=4, shared=0.5, seconds=1.0, warm_up=0.0)

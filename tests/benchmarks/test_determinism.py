@@ -18,9 +18,9 @@ from benchmarks.determinism import (
     prefill_price,
     prompt_length,
 )
-from model.benchmark.work import size_of
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.work import size_of
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 
@@ -29,7 +29,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ROUNDS", 1), ("PASSES", 2), ("STEPS", 6)):
         monkeypatch.setattr(determinism, name, value)
     monkeypatch.setattr("benchmarks.engine_step.STEPS", 6)
-    monkeypatch.setattr("model.benchmark.machine.ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("logitd.model.benchmark.machine.ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(determinism, "read_bandwidth", lambda device: 1e9)
 
 

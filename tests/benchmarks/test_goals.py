@@ -26,7 +26,7 @@ from benchmarks.peers.servers import PeerServer
 from benchmarks.peers.serving import parse as parse_serving
 from benchmarks.shapes import BATCHES, SHAPES
 from benchmarks.targets import Target
-from model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
 
 BENCH = {
     "engine": {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.sampling import WAYS, main
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 
 
 def test_every_filter_is_measured_both_ways(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,9 @@ from benchmarks.train import (
     summary,
     table,
 )
-from model.training.configuration.config import TrainingConfig
-from model.training.setup.autosize import SIZES
-from model.training.setup.resolve import resolve_config
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.setup.autosize import SIZES
+from logitd.model.training.setup.resolve import resolve_config
 
 RUN = Run(minutes=2, side="default", rate=0.03, batch=8, seed=1)
 OUTCOME = Outcome(

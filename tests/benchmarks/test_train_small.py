@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train_small import Outcome, configuration, fewer, of_passes, table
-from model.training.configuration.config import TrainingConfig
-from model.training.setup.autosize import SIZES, Choice, Measured
-from model.training.setup.resolve import resolve_config
-from model.training.step.forward import training_placement
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.setup.autosize import SIZES, Choice, Measured
+from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.step.forward import training_placement
 from tests.model.conftest import story
 
 OUTCOME = Outcome(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks.train_throughput import Step, own_step, plain_step
-from model.device import Placement
-from model.training.configuration.presets import preset
-from model.training.optim.optimizers import initialise
-from model.transformer.gpt import GPT
+from logitd.model.device import Placement
+from logitd.model.training.configuration.presets import preset
+from logitd.model.training.optim.optimizers import initialise
+from logitd.model.transformer.gpt import GPT
 
 
 @pytest.mark.parametrize("name", ["tiny", "nanogpt"])

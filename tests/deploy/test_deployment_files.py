@@ -16,10 +16,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.make_dashboard import PLACE, dashboard
-from model.inference.kernels.cpu.targets import targets_of
-from service.cli.arguments.flags import flags_of
-from service.core.metrics import Metrics
-from service.settings.serve import ServeSettings
+from logitd.model.inference.kernels.cpu.targets import targets_of
+from logitd.service.cli.arguments.flags import flags_of
+from logitd.service.core.metrics import Metrics
+from logitd.service.settings.serve import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from model.checkpoint.checkpoint import read_checkpoint
-from service.app.app import create_app
-from service.cli.arguments.flags import flags_of
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.service.app.app import create_app
+from logitd.service.cli.arguments.flags import flags_of
+from logitd.service.settings.serve import ServeSettings
 from tests.model.conftest import story
 from tests.service.serving import serve_settings
 

@@ -23,8 +23,8 @@ import pytest
 pytest.importorskip("ray.serve", reason="the extra `ray`, which `make test-slow` installs")
 
 from deploy.ray_serve import RaySettings, application, main
-from model.inference.engine.config import EngineConfig
-from service.settings.serve import ServeSettings
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.service.settings.serve import ServeSettings
 from tests.service.serving import eventually
 from tests.service.spelling import save_spelling_checkpoint, spelled
 

@@ -40,7 +40,7 @@ class ServedProcess:
         self.process: subprocess.Popen[bytes] | ForkedProcess
         if cold:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "service.cli.main", *arguments],
+                [sys.executable, "-m", "logitd", *arguments],
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,

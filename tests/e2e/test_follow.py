@@ -12,9 +12,9 @@ import httpx
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.inference.reference import generate
-from model.inference.sampling.params import SamplingParams
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.inference.reference import generate
+from logitd.model.inference.sampling.params import SamplingParams
 from tests.conftest import MATPLOTLIB
 from tests.e2e.server import STARTUP_SECONDS, ServedProcess
 from tests.zygote import ForkedProcess

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.footprint import besides, peak, resident
 from benchmarks.synthetic import save_synthetic
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.transformer.config import gpt2_shape
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.transformer.config import gpt2_shape
 from tests.e2e.server import ServedProcess
 
 READY_SECONDS = 10

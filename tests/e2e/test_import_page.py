@@ -20,7 +20,7 @@ from tests.zygote import completed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "model" / "convert" / "README.md"
-LOGITD = [sys.executable, "-m", "service.cli.main"]
+LOGITD = [sys.executable, "-m", "logitd"]
 
 SCRIPT = """
 import torch

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.inference.reference import generate
-from model.inference.sampling.params import SamplingParams
-from model.text.tokenizer import Tokenizer
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.inference.reference import generate
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "python-small"

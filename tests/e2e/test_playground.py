@@ -18,9 +18,9 @@ import httpx
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from model.text.tokenizer import Tokenizer
-from service.settings.common import BUNDLED_CHECKPOINT
+from logitd.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt
 

@@ -39,7 +39,16 @@ class Started:
 
     def command(self, out: str, *flags: str, checkpoint: Path | None = None) -> list[str]:
         words = ["extract", str(checkpoint or self._checkpoint), "--data", "text.txt"]
-        return [sys.executable, "-m", "service.cli.start", *words, "--out", out, *FLAGS, *flags]
+        return [
+            sys.executable,
+            "-m",
+            "logitd",
+            *words,
+            "--out",
+            out,
+            *FLAGS,
+            *flags,
+        ]
 
     @property
     def environment(self) -> dict[str, str]:

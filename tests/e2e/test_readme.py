@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.device import use_threads
-from model.llm import LLM
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.device import use_threads
+from logitd.model.llm import LLM
+from logitd.model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess
 from tests.model.inference.served import forward_as_served
 

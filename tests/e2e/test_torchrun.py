@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from model.checkpoint.adapter import read_adapter
-from model.checkpoint.checkpoint import read_checkpoint
-from model.training.configuration.config import TrainingConfig
-from model.training.run.state import read_state
-from model.training.trainer import train
+from logitd.model.checkpoint.adapter import read_adapter
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.run.state import read_state
+from logitd.model.training.trainer import train
 from tests.conftest import MATPLOTLIB
 from tests.model.conftest import story
 from tests.zygote import ForkedProcess, written
@@ -98,7 +98,7 @@ class Torchrun:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--no-python", *meeting,
              "--nproc-per-node", str(processes),
-             sys.executable, "-m", "service.cli.main", "train", *flags(config)],
+             sys.executable, "-m", "logitd", "train", *flags(config)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

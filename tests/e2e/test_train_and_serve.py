@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
-from model.inference import reference
-from model.inference.sampling.distribution import log_softmax
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
-from service.cli import main as cli
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.inference import reference
+from logitd.model.inference.sampling.distribution import log_softmax
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
+from logitd.service.cli import main as cli
 from tests.conftest import MATPLOTLIB
 from tests.e2e.server import ServedProcess
 from tests.zygote import completed

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from service.schemas import (
+from logitd.service.schemas import (
     activations,
     attributions,
     generate,

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS
+from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS
 from tests.e2e.server import ServedProcess
 from tests.faults.attack import Attack, Ground
 

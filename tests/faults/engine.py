@@ -68,7 +68,7 @@ def _worker(server: ServedProcess) -> int:
     """The engine's process: of the server's children, the one that runs the worker."""
     for children in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in children.read_text(encoding="ascii").split():
-            if b"service.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"logitd.service.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
     raise AssertionError("there is no process of the engine")
 

@@ -22,7 +22,7 @@ SECONDS, MIB = 40.0, 1200
 """Within which an import has to end, most of them for importing torch, and the most it may take."""
 MEASURED = """
 import sys
-from service.cli.main import run
+from logitd.service.cli.main import run
 code = run(["import", *sys.argv[1:]])
 lines = open("/proc/self/status", encoding="ascii")
 print("MiB", int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) // 1024)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from model.text.tokenizer import Tokenizer
+from logitd.model.text.tokenizer import Tokenizer
 from tests.e2e.server import ServedProcess
 from tests.faults.attack import Attack, Ground, resident_mib
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt

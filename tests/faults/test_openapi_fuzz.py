@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess
 from tests.model.factories import (
     byte_tokenizer,

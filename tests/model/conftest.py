@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.training.configuration.config import TrainingConfig
-from model.training.step import flops
-from model.training.trainer import train
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.step import flops
+from logitd.model.training.trainer import train
 
 Configure = Callable[..., TrainingConfig]
 
@@ -96,7 +96,7 @@ def processes() -> ForkServerContext:
     """New processes that have imported the trainer and computed nothing."""
     context = multiprocessing.get_context("forkserver")
     used = ["torch._dynamo", "hypothesis"]  # torch's optimizers import the first when they begin
-    context.set_forkserver_preload(["model.training.trainer", *used, __name__])
+    context.set_forkserver_preload(["logitd.model.training.trainer", *used, __name__])
     return context
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.checkpoint.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
-from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 VOCAB_SIZE = 257
 """Ids of `byte_tokenizer`: the 256 bytes and END_OF_TEXT."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT, Block, sinusoidal_table
-from model.transformer.rotary import rotary_tables
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT, Block, sinusoidal_table
+from logitd.model.transformer.rotary import rotary_tables
 
 Change = Callable[[str, Tensor], Tensor]
 

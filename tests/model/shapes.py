@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from model.transformer.config import Activation, Norm, Positions
+from logitd.model.transformer.config import Activation, Norm, Positions
 
 SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     "unscaled": None,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.device import (
+from logitd.model.device import (
     DeviceError,
     Placement,
     available_processors,
@@ -27,7 +27,7 @@ def test_a_card_is_unproven_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -
     told = unproven("cuda:0 (NVIDIA A100-SXM4-80GB)")
     assert told is not None
     assert "benchmarks.gpu" in told
-    monkeypatch.setattr("model.device.CARDS_RUN", ("NVIDIA A100",))
+    monkeypatch.setattr("logitd.model.device.CARDS_RUN", ("NVIDIA A100",))
     assert unproven("cuda:0 (NVIDIA A100-SXM4-80GB)") is None
     assert unproven("cuda:0 (NVIDIA L4)") is not None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.extras import EXTRAS, installation
+from logitd.model.extras import EXTRAS, installation
 
 ROOT = Path(__file__).parents[2]
 

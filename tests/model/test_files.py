@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.files import (
+from logitd.model.files import (
     FileError,
     open_regular,
     parse_json,

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import model.llm
-from model.checkpoint.checkpoint import load_checkpoint
-from model.inference import reference
-from model.inference.attribution.attribute import attribute
-from model.inference.attribution.task import METHODS, AttributionTask
-from model.llm import (
+from logitd.model import llm as llm_module
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.inference import reference
+from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.task import METHODS, AttributionTask
+from logitd.model.llm import (
     LLM,
     Completion,
     GenerationError,
@@ -26,7 +26,7 @@ from model.llm import (
     LoadError,
     SamplingParams,
 )
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.inference.served import forward_as_served
 from tests.model.plain_stages import plain_stages
@@ -360,7 +360,7 @@ def test_the_example_runs(
 ) -> None:
     """The example of the module's docstring, as it stands there."""
     monkeypatch.chdir(ROOT)
-    text = inspect.getdoc(model.llm)
+    text = inspect.getdoc(llm_module)
     assert text is not None
     lines = text.splitlines()[1:]
     example = [line for line in lines if not line or line.startswith("    ")]

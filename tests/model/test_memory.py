@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.device import DeviceError, free_memory, machine_memory, memory_groups
-from model.memory import Available, available, check_weights_fit, format_bytes, model_bytes
-from model.transformer.attention import block_mask
-from model.transformer.config import gpt2_shape
-from model.transformer.size import parameter_count
+from logitd.model.device import DeviceError, free_memory, machine_memory, memory_groups
+from logitd.model.memory import Available, available, check_weights_fit, format_bytes, model_bytes
+from logitd.model.transformer.attention import block_mask
+from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 GIB = 2**30

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.transformer.attention import CausalAttend, attention_probs, attention_scores
-from model.transformer.config import gpt2_shape
-from model.transformer.gpt import Block
+from logitd.model.transformer.attention import CausalAttend, attention_probs, attention_scores
+from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.gpt import Block
 from tests.model import textbook
 
 INPUTS = torch.tensor(

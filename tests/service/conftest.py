@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.transformer.gpt import GPT
-from service.api.requests import resolve
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.transformer.gpt import GPT
+from logitd.service.api.requests import resolve
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,

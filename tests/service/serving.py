@@ -19,18 +19,18 @@ import pytest
 import torch
 import uvicorn
 
-from model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
-from model.inference.engine.engine import Engine
-from model.inference.load import LoadedModel, load_model
-from service.app.app import create_app
-from service.app.server import uvicorn_config
-from service.connections.limits import connection_limits
-from service.connections.register import Register
-from service.core.models import Served
-from service.core.state import ServiceState
-from service.engine.driver import LocalDriver
-from service.settings.model_source import ModelSource
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.load import LoadedModel, load_model
+from logitd.service.app.app import create_app
+from logitd.service.app.server import uvicorn_config
+from logitd.service.connections.limits import connection_limits
+from logitd.service.connections.register import Register
+from logitd.service.core.models import Served
+from logitd.service.core.state import ServiceState
+from logitd.service.engine.driver import LocalDriver
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 
 TEST_TIMEOUT = 60.0
@@ -221,7 +221,7 @@ def held_loading() -> Iterator[threading.Event]:
         return load_model(*arguments, **flags)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("service.engine.build.load_model", load)
+        patch.setattr("logitd.service.engine.build.load_model", load)
         try:
             yield gate
         finally:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.transformer.gpt import GPT, Block
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import VOCAB_SIZE, random_ids, save_tiny_checkpoint, tiny_config
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz é€😀."

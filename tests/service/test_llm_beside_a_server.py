@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from logitd import Client
-from model.inference.attribution.task import METHODS
-from model.llm import LLM, SamplingParams
+from logitd.model.inference.attribution.task import METHODS
+from logitd.model.llm import LLM, SamplingParams
 from tests.service.serving import Serving
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"

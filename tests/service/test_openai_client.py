@@ -14,7 +14,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 from tests.service.serving import TEST_TIMEOUT, Serving, engine_of, occupy, serving
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is é?"}]

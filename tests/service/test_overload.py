@@ -10,10 +10,10 @@ import httpx
 import orjson
 import pytest
 
-from model.inference.constraints.compiler import Source
-from model.inference.constraints.sandbox import Checker
-from service.api.responses import sse
-from service.schemas.base import ErrorReply
+from logitd.model.inference.constraints.compiler import Source
+from logitd.model.inference.constraints.sandbox import Checker
+from logitd.service.api.responses import sse
+from logitd.service.schemas.base import ErrorReply
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
@@ -122,7 +122,7 @@ def test_a_full_queue_is_reported_before_a_text_is_encoded(
         occupy(server, stack)
         accepted = Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
-        monkeypatch.setattr("service.api.requests.encode.encode_text", encode)
+        monkeypatch.setattr("logitd.service.api.requests.encode.encode_text", encode)
         for path, body in POSTS.items():
             queue_full(server.post(path, body))
         assert encoded == []

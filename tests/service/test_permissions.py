@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from model.training.trainer import train
-from service.cli.main import run
+from logitd.model.training.trainer import train
+from logitd.service.cli.main import run
 from tests.model.conftest import configuration, story
 from tests.model.convert.theirs import save_theirs
 
@@ -74,7 +74,7 @@ def test_what_is_converted_is_for_whom_the_umask_says(umask: int, tmp_path: Path
 
 WITHOUT_PRIVILEGES = """
 import ctypes, json, sys
-from service.cli.main import run
+from logitd.service.cli.main import run
 # Root may read everything; without its capabilities it is a user like others.
 header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(header, none) == 0

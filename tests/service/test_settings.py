@@ -7,13 +7,13 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
-from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
-from model.inference.options import SERVED_SLOTS
-from service.cli.main import COMMANDS, parse
-from service.settings.model_source import ModelSource
-from service.settings.serve import ServeSettings
-from service.settings.tools import BenchSettings, GenerateSettings, HealthSettings
-from service.settings.train import TrainSettings
+from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from logitd.model.inference.options import SERVED_SLOTS
+from logitd.service.cli.main import COMMANDS, parse
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.settings.tools import BenchSettings, GenerateSettings, HealthSettings
+from logitd.service.settings.train import TrainSettings
 
 
 @pytest.fixture(autouse=True)

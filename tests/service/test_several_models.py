@@ -15,13 +15,13 @@ import httpx
 import openai
 import pytest
 
-from model.inference.reference import generate
-from model.inference.sampling.params import SamplingParams
-from model.memory import Available, format_bytes
-from service.app.app import create_app
-from service.cli.commands.serve import print_banner
-from service.core.models import NotLoaded
-from service.settings.common import BUNDLED_CHECKPOINT
+from logitd.model.inference.reference import generate
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.memory import Available, format_bytes
+from logitd.service.app.app import create_app
+from logitd.service.cli.commands.serve import print_banner
+from logitd.service.core.models import NotLoaded
+from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,
@@ -472,7 +472,7 @@ def test_what_does_not_fit_together_is_refused_with_numbers(
     """Before any weights are read. How much is free is made up, where there is too much of it."""
     if free is not None:
         small = Available("this machine", 2 * free, free)
-        monkeypatch.setattr("service.engine.shares.available", lambda device: small)
+        monkeypatch.setattr("logitd.service.engine.shares.available", lambda device: small)
     both = {"one": paths["small"], "two": paths["large"]}
     with settled(both, **settings) as server:
         status, reason = server.state.status()

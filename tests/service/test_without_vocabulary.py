@@ -12,10 +12,10 @@ import numpy as np
 import openai
 import pytest
 
-from model.llm import LLM, InvalidRequest, SamplingParams
-from model.text.tokenizer import NO_VOCABULARY, Tokenizer
-from service.cli.main import run
-from service.client import BadRequestError, Client
+from logitd.model.llm import LLM, InvalidRequest, SamplingParams
+from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer
+from logitd.service.cli.main import run
+from logitd.service.client import BadRequestError, Client
 from tests.model.factories import VOCAB_SIZE, save_tiny_checkpoint
 from tests.service.serving import Serving, serving
 

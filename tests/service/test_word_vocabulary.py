@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from model.convert.vocabulary.words import word_tokenizer
-from model.inference.constraints.compiler import Compiler, Source
-from model.text.tokenizer import Tokenizer
+from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.text.tokenizer import Tokenizer
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, serving
 

@@ -7,7 +7,7 @@ elements. Does not say what a mask or a table means for the computation: see `qu
 import torch
 from torch import Tensor
 
-from model.convert.by_role import names as words
+from logitd.model.convert.by_role import names as words
 
 
 def is_buffer(name: str, tensor: Tensor) -> bool:

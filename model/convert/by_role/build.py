@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.convert.by_role.computation import Computation
-from model.convert.by_role.tensor_map import MappedTensors, Part, Role
-from model.convert.foreign import ConvertError
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import sinusoidal_table
+from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.tensor_map import MappedTensors, Part, Role
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import sinusoidal_table
 
 PARTS: tuple[Part, ...] = ("weight", "bias")
 QKV: tuple[Role, ...] = ("qkv", "query", "key", "value")

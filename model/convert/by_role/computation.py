@@ -7,7 +7,7 @@ Each field has a flag of its own name. `questions.py` lists the values that a fi
 from dataclasses import dataclass
 from typing import Literal
 
-from model.transformer.config import Activation, Norm, NormPosition, Residual
+from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
 
 ScoreScale = Literal["head_dim", "d_model", "none"]
 """What a query times a key is divided by: the square root of either width, or nothing."""

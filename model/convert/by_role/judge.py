@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.checkpoint.checkpoint import empty_gpt
-from model.convert.by_role.build import Built
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import empty_gpt
+from logitd.model.convert.by_role.build import Built
+from logitd.model.transformer.gpt import GPT
 
 Look = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Look, int] = {"quick": 768, "full": 8192, "thorough": 65536}

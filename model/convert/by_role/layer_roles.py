@@ -7,10 +7,10 @@ matrices, and one or two norms. Does not say which way round a matrix lies: see 
 import re
 from collections.abc import Callable, Sequence
 
-from model.convert.by_role import names as words
-from model.convert.by_role.modules import Module, projection_of
-from model.convert.by_role.tensor_map import IDENTITY, Part, Role
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.modules import Module, projection_of
+from logitd.model.convert.by_role.tensor_map import IDENTITY, Part, Role
+from logitd.model.convert.foreign import ConvertError
 
 _Give = Callable[[Role, Module], None]
 """Notes the role of a module."""

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from model.convert.by_role import names as words
-from model.convert.by_role.modules import Shape, module_name, projection_of
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.modules import Shape, module_name, projection_of
+from logitd.model.convert.foreign import ConvertError
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
-from model.convert.by_role.computation import Computation
-from model.convert.by_role.questions import FIELDS, Finding, Findings
-from model.convert.by_role.tensor_map import (
+from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.questions import FIELDS, Finding, Findings
+from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     LAYER_ROLES,
     OUTER_ROLES,
@@ -37,9 +37,9 @@ from model.convert.by_role.tensor_map import (
     TensorMap,
     glob,
 )
-from model.convert.foreign import ConvertError
-from model.convert.source_file import source_text
-from model.files import CONFIG_BYTES
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.source_file import source_text
+from logitd.model.files import CONFIG_BYTES
 
 SECTIONS = ("state", "tensors", "computation", "files")
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model.convert.by_role import names as words
-from model.convert.by_role.tensor_map import Role
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.tensor_map import Role
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from model.convert.by_role.tensor_map import Role, TensorMap
+from logitd.model.convert.by_role.tensor_map import Role, TensorMap
 
 READS_STREAM: tuple[Role, ...] = (
     "qkv", "query", "key", "value", "mlp_gate", "mlp_up", "mlp_gate_up",

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.convert.by_role import names as words
-from model.convert.by_role.modules import Module, Shape
-from model.convert.by_role.tensor_map import Part, Role
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.modules import Module, Shape
+from logitd.model.convert.by_role.tensor_map import Part, Role
+from logitd.model.convert.foreign import ConvertError
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.convert.by_role import owner_process
-from model.convert.by_role.judge import LogitsJudge
-from model.convert.by_role.names import SETTINGS
-from model.convert.by_role.questions import Findings, setting
-from model.convert.by_role.tensor_map import MappedTensors
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role import owner_process
+from logitd.model.convert.by_role.judge import LogitsJudge
+from logitd.model.convert.by_role.names import SETTINGS
+from logitd.model.convert.by_role.questions import Findings, setting
+from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.foreign import ConvertError
 
 TIMEOUT_SECONDS = 300
 TOKENS = 24

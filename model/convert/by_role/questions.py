@@ -18,10 +18,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from model.convert.by_role import names as words
-from model.convert.by_role.buffers import is_causal_mask
-from model.convert.by_role.build import query_rows
-from model.convert.by_role.computation import (
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.buffers import is_causal_mask
+from logitd.model.convert.by_role.build import query_rows
+from logitd.model.convert.by_role.computation import (
     Computation,
     EmbeddingScale,
     GateOrder,
@@ -29,8 +29,8 @@ from model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
-from model.convert.by_role.tensor_map import MappedTensors
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.foreign import ConvertError
 
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024

@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
-from model.convert.by_role.buffers import is_buffer
-from model.convert.by_role.build import build
-from model.convert.by_role.judge import text_judge
-from model.convert.by_role.map_file import (
+from logitd.model.convert.by_role.buffers import is_buffer
+from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.judge import text_judge
+from logitd.model.convert.by_role.map_file import (
     MapFile,
     check_answers,
     draft,
     settled_findings,
     tensor_map,
 )
-from model.convert.by_role.owner_code import owner_logits, parse_owner_code
-from model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, Finding, find, setting
-from model.convert.by_role.recognise import recognise
-from model.convert.by_role.report import understood
-from model.convert.by_role.settle import OpenQuestions, Settled, answer, settle
-from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
-from model.convert.foreign import ConvertError, ForeignModel
-from model.convert.state_file import StateFile
-from model.files import write_whole
-from model.transformer.config import ConfigError
+from logitd.model.convert.by_role.owner_code import owner_logits, parse_owner_code
+from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, Finding, find, setting
+from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.report import understood
+from logitd.model.convert.by_role.settle import OpenQuestions, Settled, answer, settle
+from logitd.model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
+from logitd.model.convert.foreign import ConvertError, ForeignModel
+from logitd.model.convert.state_file import StateFile
+from logitd.model.files import write_whole
+from logitd.model.transformer.config import ConfigError
 
 KIND = "its own code"
 

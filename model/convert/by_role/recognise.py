@@ -16,13 +16,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from model.convert.by_role.buffers import is_buffer
-from model.convert.by_role.layer_roles import layer_roles
-from model.convert.by_role.layers import find_layers
-from model.convert.by_role.modules import modules_of
-from model.convert.by_role.orientation import orient
-from model.convert.by_role.outer_roles import outer_roles
-from model.convert.by_role.tensor_map import LAYER_ROLES, OUTER_ROLES, Part, Role, TensorMap
+from logitd.model.convert.by_role.buffers import is_buffer
+from logitd.model.convert.by_role.layer_roles import layer_roles
+from logitd.model.convert.by_role.layers import find_layers
+from logitd.model.convert.by_role.modules import modules_of
+from logitd.model.convert.by_role.orientation import orient
+from logitd.model.convert.by_role.outer_roles import outer_roles
+from logitd.model.convert.by_role.tensor_map import LAYER_ROLES, OUTER_ROLES, Part, Role, TensorMap
 
 
 def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:

@@ -6,10 +6,10 @@ changes of weights, and, where variants were compared, the table. Decides nothin
 
 from collections.abc import Iterator, Mapping
 
-from model.convert.by_role.questions import FIELDS
-from model.convert.by_role.settle import Alternative, Settled
-from model.convert.by_role.tensor_map import IDENTITY, MappedTensors
-from model.transformer.config import GPTConfig
+from logitd.model.convert.by_role.questions import FIELDS
+from logitd.model.convert.by_role.settle import Alternative, Settled
+from logitd.model.convert.by_role.tensor_map import IDENTITY, MappedTensors
+from logitd.model.transformer.config import GPTConfig
 
 NOT_SHOWN = {"rotary_layout": "rotary", "rope_theta": "rotary"}
 """Fields that mean something with one kind of positions alone."""

@@ -19,10 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.by_role.build import build
-from model.convert.by_role.computation import Computation
-from model.convert.by_role.judge import Judge, LogitsJudge, Look, TextJudge, logits_of, open_gpt
-from model.convert.by_role.questions import (
+from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.judge import (
+    Judge,
+    LogitsJudge,
+    Look,
+    TextJudge,
+    logits_of,
+    open_gpt,
+)
+from logitd.model.convert.by_role.questions import (
     FIELDS,
     UNUSED_LAYOUT,
     UNUSED_THETA,
@@ -30,9 +37,9 @@ from model.convert.by_role.questions import (
     Findings,
     canonical,
 )
-from model.convert.by_role.tensor_map import MappedTensors
-from model.convert.foreign import ConvertError
-from model.transformer.config import ConfigError
+from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.transformer.config import ConfigError
 
 ORDERS = ("qkv_layout", "gate_order")
 """Rows taken in a wrong order leave nothing of a model, so that no field looks better than another:

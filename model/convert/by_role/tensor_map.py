@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from model.convert.foreign import FLOATS, ConvertError
+from logitd.model.convert.foreign import FLOATS, ConvertError
 
 OuterRole = Literal["token_embedding", "positions", "final_norm", "head"]
 LayerRole = Literal[

@@ -5,8 +5,8 @@ Covers those of GPT-2's, GPT-NeoX's and OPT's feed-forwards; Llama's gate is SiL
 
 from collections.abc import Mapping
 
-from model.convert.foreign import Settings
-from model.transformer.config import Activation
+from logitd.model.convert.foreign import Settings
+from logitd.model.transformer.config import Activation
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",

@@ -9,12 +9,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from model.convert.foreign import ForeignTokenizer
-from model.convert.hf.config import read_object
-from model.convert.hf.tokenizer import TOKENIZER_CONFIG
-from model.convert.source_file import source_text
-from model.files import CONFIG_BYTES
-from model.text.chat_template import ChatTemplate, ChatTemplateError
+from logitd.model.convert.foreign import ForeignTokenizer
+from logitd.model.convert.hf.config import read_object
+from logitd.model.convert.hf.tokenizer import TOKENIZER_CONFIG
+from logitd.model.convert.source_file import source_text
+from logitd.model.files import CONFIG_BYTES
+from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 
 TEMPLATE = "chat_template.jinja"
 

@@ -19,14 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from model.convert.hf.activation import read_activation
-from model.convert.hf.neox import read_neox
-from model.convert.hf.opt import read_opt
-from model.convert.hf.rope import read_rope, reject_part_of_a_head
-from model.convert.pt_file import read_pt
-from model.convert.source_file import require_source, source_json
-from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
+from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
+from logitd.model.convert.hf.activation import read_activation
+from logitd.model.convert.hf.neox import read_neox
+from logitd.model.convert.hf.opt import read_opt
+from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
+from logitd.model.convert.pt_file import read_pt
+from logitd.model.convert.source_file import require_source, source_json
+from logitd.model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"

@@ -14,7 +14,7 @@ Unicode of their own age: a letter that was added last year may be a letter to o
 import re
 from collections.abc import Callable
 
-from model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError
 
 _ESCAPE = re.compile(r"\\(?:[pPxuN]\{[^}]*\}|.)", re.DOTALL)
 _OPENING = re.compile(r"\((?:\?(?:[:=!>]|<[=!]|(?P<options>[a-zA-Z-]+)[:)]))?")

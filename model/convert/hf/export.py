@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.checkpoint.weights_file import write_weights
-from model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
-from model.convert.foreign import FLOATS, ConvertError
-from model.convert.hf.activation import activation_name
-from model.convert.hf.config import CONFIG, WEIGHTS
-from model.convert.hf.dialect import to_oniguruma
-from model.convert.hf.merges import byte_characters, merges_of, written
-from model.convert.hf.neox import neox_config, neox_weights
-from model.convert.hf.rope import rope_parameters
-from model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG
-from model.text.tokenizer import Tokenizer
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.weights_file import write_weights
+from logitd.model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
+from logitd.model.convert.foreign import FLOATS, ConvertError
+from logitd.model.convert.hf.activation import activation_name
+from logitd.model.convert.hf.config import CONFIG, WEIGHTS
+from logitd.model.convert.hf.dialect import to_oniguruma
+from logitd.model.convert.hf.merges import byte_characters, merges_of, written
+from logitd.model.convert.hf.neox import neox_config, neox_weights
+from logitd.model.convert.hf.rope import rope_parameters
+from logitd.model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
 
 CLASSES = {
     GPT2: "GPT2LMHeadModel",

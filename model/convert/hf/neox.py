@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, Settings, StateDictReader
-from model.convert.hf.activation import activation_name, read_activation
-from model.convert.hf.rope import half_split, read_rope, rope_parameters
-from model.transformer.config import GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.convert.foreign import ConvertError, Settings, StateDictReader
+from logitd.model.convert.hf.activation import activation_name, read_activation
+from logitd.model.convert.hf.rope import half_split, read_rope, rope_parameters
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 PREFIX = "gpt_neox."
 """Of everything but the head, in a model that has one."""

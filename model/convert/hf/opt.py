@@ -9,8 +9,8 @@ ReLU (Galactica has both).
 import torch
 from torch import Tensor
 
-from model.convert.foreign import Settings, StateDictReader
-from model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.convert.foreign import Settings, StateDictReader
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
 
 BEFORE_THE_FIRST = 2
 """Rows of the table of positions that no position has."""

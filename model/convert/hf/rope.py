@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from model.convert.foreign import Settings
-from model.transformer.config import GPTConfig, RopeScaling
+from logitd.model.convert.foreign import Settings
+from logitd.model.transformer.config import GPTConfig, RopeScaling
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),

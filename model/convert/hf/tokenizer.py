@@ -18,14 +18,14 @@ from typing import Any
 
 import regex
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.hf.config import read_object
-from model.convert.hf.dialect import from_oniguruma
-from model.convert.hf.merges import byte_characters, last_pair, merge_piece
-from model.convert.hf.word_level import is_word_level, word_level_tokenizer
-from model.convert.probe import probe_text
-from model.convert.vocabulary.characters import CHARACTER_PATTERN
-from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.config import read_object
+from logitd.model.convert.hf.dialect import from_oniguruma
+from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece
+from logitd.model.convert.hf.word_level import is_word_level, word_level_tokenizer
+from logitd.model.convert.probe import probe_text
+from logitd.model.convert.vocabulary.characters import CHARACTER_PATTERN
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.convert.foreign import ConvertError
-from model.convert.vocabulary.words import word_tokenizer
-from model.text.tokenizer import Tokenizer
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.text.tokenizer import Tokenizer
 
 CUTS = {"Whitespace": r"\w+|[^\w\s]+", "WhitespaceSplit": r"\S+"}
 

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import regex
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.hf.tokenizer import tokenizer_of_document
-from model.convert.vocabulary.byte_pairs import (
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.tokenizer import tokenizer_of_document
+from logitd.model.convert.vocabulary.byte_pairs import (
     byte_pair_tokenizer,
     is_byte_level,
     ranks_tokenizer,
     string_pair_tokenizer,
 )
-from model.convert.vocabulary.characters import character_tokenizer
-from model.convert.vocabulary.special import (
+from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.convert.vocabulary.special import (
     MOST_NAMELESS,
     is_bare_name,
     looks_special,
     nameless,
 )
-from model.convert.vocabulary.table import Table, checked
-from model.convert.vocabulary.words import word_tokenizer
+from logitd.model.convert.vocabulary.table import Table, checked
+from logitd.model.convert.vocabulary.words import word_tokenizer
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:

@@ -19,13 +19,13 @@ from itertools import pairwise
 
 import regex
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.hf.merges import byte_characters, last_pair
-from model.convert.hf.tokenizer import GPT2_PATTERN
-from model.convert.vocabulary.special import end_name, looks_special, special_names
-from model.convert.vocabulary.table import Table, Text
-from model.convert.vocabulary.words import word_tokenizer
-from model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.merges import byte_characters, last_pair
+from logitd.model.convert.hf.tokenizer import GPT2_PATTERN
+from logitd.model.convert.vocabulary.special import end_name, looks_special, special_names
+from logitd.model.convert.vocabulary.table import Table, Text
+from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 GPT4_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"

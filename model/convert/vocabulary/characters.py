@@ -10,8 +10,8 @@ gives one either.
 
 from collections.abc import Mapping
 
-from model.convert.vocabulary.special import end_name, special_names
-from model.text.tokenizer import Tokenizer
+from logitd.model.convert.vocabulary.special import end_name, special_names
+from logitd.model.text.tokenizer import Tokenizer
 
 CHARACTER_PATTERN = r"[\s\S]"
 """Every character by itself, line breaks too."""

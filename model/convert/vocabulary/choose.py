@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.source_file import source_text
-from model.convert.vocabulary.build import build_tokenizer
-from model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
-from model.convert.vocabulary.named import FORMS, named_vocabulary
-from model.convert.vocabulary.rows import (
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.source_file import source_text
+from logitd.model.convert.vocabulary.build import build_tokenizer
+from logitd.model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
+from logitd.model.convert.vocabulary.named import FORMS, named_vocabulary
+from logitd.model.convert.vocabulary.rows import (
     hold_against_rows,
     ids_of,
     misfit,
     size_of,
     stated_sizes,
 )
-from model.convert.vocabulary.table import table_in
-from model.text.tokenizer import PUBLISHED
+from logitd.model.convert.vocabulary.table import table_in
+from logitd.model.text.tokenizer import PUBLISHED
 
 
 def choose_vocabulary(

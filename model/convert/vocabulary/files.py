@@ -14,16 +14,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.hf.chat_template import read_template
-from model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, read_tokenizer
-from model.convert.pt_file import read_plain_pickle
-from model.convert.source_file import source_bytes, source_json, source_text
-from model.convert.vocabulary.build import build_tokenizer
-from model.convert.vocabulary.table import Table, id_merges, string_merges, table_of
-from model.files import VOCABULARY_BYTES
-from model.text.published import published_tokenizer
-from model.text.tokenizer import TokenizerError
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.chat_template import read_template
+from logitd.model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, read_tokenizer
+from logitd.model.convert.pt_file import read_plain_pickle
+from logitd.model.convert.source_file import source_bytes, source_json, source_text
+from logitd.model.convert.vocabulary.build import build_tokenizer
+from logitd.model.convert.vocabulary.table import Table, id_merges, string_merges, table_of
+from logitd.model.files import VOCABULARY_BYTES
+from logitd.model.text.published import published_tokenizer
+from logitd.model.text.tokenizer import TokenizerError
 
 META = "meta.pkl"
 

@@ -11,17 +11,17 @@ none                              token ids alone
 import re
 from pathlib import Path
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.source_file import source_bytes, source_json, source_text
-from model.convert.vocabulary.build import build_tokenizer
-from model.convert.vocabulary.files import (
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.source_file import source_bytes, source_json, source_text
+from logitd.model.convert.vocabulary.build import build_tokenizer
+from logitd.model.convert.vocabulary.files import (
     Candidate,
     table_of_lines,
     vocabulary_in,
 )
-from model.convert.vocabulary.table import Table, table_of
-from model.text.published import published_tokenizer
-from model.text.tokenizer import PUBLISHED, Tokenizer, TokenizerError
+from logitd.model.convert.vocabulary.table import Table, table_of
+from logitd.model.text.published import published_tokenizer
+from logitd.model.text.tokenizer import PUBLISHED, Tokenizer, TokenizerError
 
 NONE = "none"
 _RULE = re.compile(r"(characters|words):(.+?)((?:,(?:first|last)=\d+)*)", re.DOTALL)

@@ -8,7 +8,7 @@ very number of ids. Anything else is another model's vocabulary, or a damaged on
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 
 PADDED_TO = (8, 16, 32, 64, 128)
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)

@@ -7,8 +7,8 @@ without any text get a name here, so that every id below the last has one.
 import re
 from collections.abc import Collection, Mapping
 
-from model.convert.foreign import ConvertError
-from model.text.tokenizer import END_OF_TEXT
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.text.tokenizer import END_OF_TEXT
 
 _LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\}|__[^\W_]\w*__")
 _BARE = frozenset(

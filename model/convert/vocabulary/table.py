@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError
 
 Text = str | bytes
 Texts = Mapping[int, Text]

@@ -16,9 +16,9 @@ every letter of their words by itself.
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from model.convert.foreign import ConvertError
-from model.convert.vocabulary.special import end_name, looks_special, special_names
-from model.text.tokenizer import Tokenizer, TokenizerKind
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.vocabulary.special import end_name, looks_special, special_names
+from logitd.model.text.tokenizer import Tokenizer, TokenizerKind
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",

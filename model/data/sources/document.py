@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model.data.errors import DataError
+from logitd.model.data.errors import DataError
 
 PIECE = 100_000
 """Most characters in a piece. Tokenizers overflow their stack on runs of a million spaces."""

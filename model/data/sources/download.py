@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import httpx
 
-from model.data.sources.document import TextError
-from model.data.sources.files import GZIP
-from model.data.sources.progress import Downloaded, Downloading, Report
-from model.files import file_aside
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.files import GZIP
+from logitd.model.data.sources.progress import Downloaded, Downloading, Report
+from logitd.model.files import file_aside
 
 MB = 1_000_000
 

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from model.data.sources.document import PIECE, Document, TextError
-from model.data.sources.records import json_documents, parquet_documents
+from logitd.model.data.sources.document import PIECE, Document, TextError
+from logitd.model.data.sources.records import json_documents, parquet_documents
 
 GZIP = b"\x1f\x8b"
 """How gzip begins, and no UTF-8 does."""

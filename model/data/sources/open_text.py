@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from model.data.sources.document import Documents, Text, TextError
-from model.data.sources.download import download, is_address
-from model.data.sources.files import (
+from logitd.model.data.sources.document import Documents, Text, TextError
+from logitd.model.data.sources.download import download, is_address
+from logitd.model.data.sources.files import (
     documents_of,
     documents_of_all,
     each_once,
     holds_records,
     named_files,
 )
-from model.data.sources.progress import Report, unreported
-from model.data.sources.python_text import python_text
-from model.data.sources.stories import stories_text
+from logitd.model.data.sources.progress import Report, unreported
+from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.sources.stories import stories_text
 
 BUILT_IN = "builtin:"
 

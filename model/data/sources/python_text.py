@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from model.data.sources.document import Document, Text, TextError, text_document
-from model.data.sources.files import plain_file
+from logitd.model.data.sources.document import Document, Text, TextError, text_document
+from logitd.model.data.sources.files import plain_file
 
 STDLIB_WITHOUT = frozenset(
     (

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from model.data.sources.document import Document, TextError, text_document
-from model.extras import installation
+from logitd.model.data.sources.document import Document, TextError, text_document
+from logitd.model.extras import installation
 
 LONGEST_LINE = 2**28
 """Characters. A line is held in memory whole."""

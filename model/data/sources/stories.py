@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from model.data.sources.document import Document, Documents, Text, text_document
+from logitd.model.data.sources.document import Document, Documents, Text, text_document
 
 SEED = 1
 """Of the built-in stories. Another one is another corpus."""

@@ -11,16 +11,16 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from model.inference.attribution.direct import BlockRow, OneRow, direct_parts
-from model.inference.attribution.gradients import TextPasses, Watch, per_token
-from model.inference.attribution.task import (
+from logitd.model.inference.attribution.direct import BlockRow, OneRow, direct_parts
+from logitd.model.inference.attribution.gradients import TextPasses, Watch, per_token
+from logitd.model.inference.attribution.task import (
     Attribution,
     AttributionTask,
     IntegratedGradients,
     padded_length,
 )
-from model.transformer.gpt import GPT
-from model.transformer.tap import UNTAPPED
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.tap import UNTAPPED
 
 Pieces = Generator[None, None, Attribution]
 

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.inference.attribution.task import Part
-from model.transformer.gpt import GPT, Block
+from logitd.model.inference.attribution.task import Part
+from logitd.model.transformer.gpt import GPT, Block
 
 RECORDED = ("attention.heads", "attention.out", "mlp.out")
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.device import one_thread
-from model.transformer.gpt import GPT
-from model.transformer.tap import UNTAPPED, Tap
+from logitd.model.device import one_thread
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.tap import UNTAPPED, Tap
 
 Watch = Callable[[int], AbstractContextManager[None]]
 """Is put around what a block computes on so many rows; it may give torch fewer threads, where

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from model.transformer.config import BLOCK, GPTConfig
+from logitd.model.transformer.config import BLOCK, GPTConfig
 
 Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)

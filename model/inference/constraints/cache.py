@@ -6,7 +6,7 @@ process of its own); one thread.
 
 from collections import OrderedDict
 
-from model.inference.constraints.compiler import Constraint, Source
+from logitd.model.inference.constraints.compiler import Constraint, Source
 
 MAX_CONSTRAINTS = 32
 MAX_BYTES = 2**27

@@ -35,10 +35,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from model.inference.constraints.json_bounds import bounded
-from model.inference.constraints.json_schema import enforceable
-from model.inference.errors import ConstraintError
-from model.text.tokenizer import Tokenizer
+from logitd.model.inference.constraints.json_bounds import bounded
+from logitd.model.inference.constraints.json_schema import enforceable
+from logitd.model.inference.errors import ConstraintError
+from logitd.model.text.tokenizer import Tokenizer
 
 Kind = Literal["regex", "json_schema", "choice", "grammar"]
 

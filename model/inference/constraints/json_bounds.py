@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model.inference.constraints.json_schema import ANNOTATIONS, BY_NAME
+from logitd.model.inference.constraints.json_schema import ANNOTATIONS, BY_NAME
 
 MAX_STRING = 256
 MAX_NAME = 64

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from model.inference.errors import ConstraintError
+from logitd.model.inference.errors import ConstraintError
 
 ENFORCED = {
     *("type", "enum", "const", "anyOf", "allOf", "oneOf", "$ref"),

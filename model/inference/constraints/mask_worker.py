@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from model.inference.constraints.protocol import TokenMatcher
+from logitd.model.inference.constraints.protocol import TokenMatcher
 
 ENOUGH = 16
 """From so many matchers on the thread is used. It takes a core from the forward for that time: with

@@ -24,11 +24,11 @@ from typing import Any
 if sys.platform != "win32":
     import resource
 
-from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Source
-from model.inference.errors import ConstraintError
-from model.text.tokenizer import Tokenizer
+from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Source
+from logitd.model.inference.errors import ConstraintError
+from logitd.model.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 STACK_BYTES = 2**20
 MEMORY_BYTES = 2**28
 """Address space that a check may take beyond what the process has at first."""
@@ -69,7 +69,7 @@ class Checker:
             return
         self.close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "model.inference.constraints.sandbox"],
+            [sys.executable, "-m", "logitd.model.inference.constraints.sandbox"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

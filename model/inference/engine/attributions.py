@@ -10,8 +10,8 @@ sequences, not tensors.
 
 from collections import deque
 
-from model.inference.engine.queue import WaitingQueue
-from model.inference.engine.sequence import Sequence, State
+from logitd.model.inference.engine.queue import WaitingQueue
+from logitd.model.inference.engine.sequence import Sequence, State
 
 AT_ONCE = 2
 """Attributions that are begun and not ended. Each keeps a residual stream before each block."""

@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.inference.options import DecodeSteps, TargetGap
-from model.transformer.config import BLOCK
+from logitd.model.inference.options import DecodeSteps, TargetGap
+from logitd.model.transformer.config import BLOCK
 
 WINDOW = 9
 """Steps that the costs are taken from."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import get_args
 
-from model.inference.errors import InvalidRequest
-from model.inference.options import DecodeSteps, KVCacheDType, Speculation, TargetGap
-from model.transformer.config import BLOCK
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.options import DecodeSteps, KVCacheDType, Speculation, TargetGap
+from logitd.model.transformer.config import BLOCK
 
 SERVED_TARGET_GAP = DecodeSteps(4)
 """Where tokens are waited for one by one. The longest gaps of eight streams of GPT-2 124M in int8

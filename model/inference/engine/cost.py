@@ -11,8 +11,8 @@ counted in sequences.
 import math
 from typing import Any
 
-from model.inference.attribution.task import kept_elements
-from model.inference.engine.requests import (
+from logitd.model.inference.attribution.task import kept_elements
+from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     AttributionRequest,
@@ -25,9 +25,9 @@ from model.inference.engine.requests import (
     ScoreRequest,
     sequence_lengths,
 )
-from model.inference.sampling.lens import lens_width
-from model.transformer.config import GPTConfig
-from model.transformer.stages import stages_of
+from logitd.model.inference.sampling.lens import lens_width
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import stages_of
 
 
 def position_elements(request: OutputsRequest, config: GPTConfig) -> int:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.cost import position_elements
-from model.inference.engine.events import (
+from logitd.model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.cost import position_elements
+from logitd.model.inference.engine.events import (
     AttributionEvent,
     EngineStats,
     Event,
@@ -30,22 +30,22 @@ from model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
-from model.inference.engine.ngram import Draft
-from model.inference.engine.requests import Request, sequence_lengths
-from model.inference.engine.runner import DecoderMaker, Passes, Runner, Scores, StepOutput
-from model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
-from model.inference.engine.sequence import Group, Sequence, State
-from model.inference.engine.validation import check_request
-from model.inference.errors import ConstraintError, InvalidRequest
-from model.inference.interventions import PARAM
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.options import TargetGap
-from model.inference.sampling.results import (
+from logitd.model.inference.engine.ngram import Draft
+from logitd.model.inference.engine.requests import Request, sequence_lengths
+from logitd.model.inference.engine.runner import DecoderMaker, Passes, Runner, Scores, StepOutput
+from logitd.model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
+from logitd.model.inference.engine.sequence import Group, Sequence, State
+from logitd.model.inference.engine.validation import check_request
+from logitd.model.inference.errors import ConstraintError, InvalidRequest
+from logitd.model.inference.interventions import PARAM
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.options import TargetGap
+from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
 )
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 
 
 class Engine:

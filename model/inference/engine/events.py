@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from model.inference.attribution.task import Attribution
-from model.inference.sampling.params import TokenLogprob
+from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.sampling.params import TokenLogprob
 
 
 class FinishReason(StrEnum):

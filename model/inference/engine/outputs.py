@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from model.inference.engine import sequence as engine_sequence
-from model.inference.engine.requests import (
+from logitd.model.inference.engine import sequence as engine_sequence
+from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     HiddenStates,
@@ -28,16 +28,16 @@ from model.inference.engine.requests import (
     Output,
     OutputsRequest,
 )
-from model.inference.engine.scheduler import PrefillChunk
-from model.inference.kernels.base import AttentionSelection, Decoder, Prefilled, PrefillInput
-from model.inference.kernels.eager.tapped import TappedDecoder
-from model.inference.kernels.eager.taps import Changes, Key, PieceTap
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.lens import LensDigest, lens_width
-from model.inference.sampling.sampler import RowContext, process
-from model.transformer.config import BLOCK, GPTConfig
-from model.transformer.gpt import GPT
-from model.transformer.stages import match_stages
+from logitd.model.inference.engine.scheduler import PrefillChunk
+from logitd.model.inference.kernels.base import AttentionSelection, Decoder, Prefilled, PrefillInput
+from logitd.model.inference.kernels.eager.tapped import TappedDecoder
+from logitd.model.inference.kernels.eager.taps import Changes, Key, PieceTap
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.lens import LensDigest, lens_width
+from logitd.model.inference.sampling.sampler import RowContext, process
+from logitd.model.transformer.config import BLOCK, GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.stages import match_stages
 
 NOT_FINITE = "a layer's logits are not finite"
 

@@ -25,12 +25,12 @@ logits processing (penalties, logprobs, a mask). Knows decoders by `Launcher`, a
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from model.inference.engine.scheduler import StepPlan
-from model.inference.engine.sequence import Sequence
-from model.inference.kernels.base import Collect, Launcher
-from model.inference.sampling.results import SampleResult
-from model.inference.sampling.sampler import sample_results
-from model.inference.sampling.state import SamplingState
+from logitd.model.inference.engine.scheduler import StepPlan
+from logitd.model.inference.engine.sequence import Sequence
+from logitd.model.inference.kernels.base import Collect, Launcher
+from logitd.model.inference.sampling.results import SampleResult
+from logitd.model.inference.sampling.sampler import sample_results
+from logitd.model.inference.sampling.state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)

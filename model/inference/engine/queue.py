@@ -16,7 +16,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from model.inference.engine.sequence import Sequence
+from logitd.model.inference.engine.sequence import Sequence
 
 
 class _Line:

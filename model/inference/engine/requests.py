@@ -8,9 +8,9 @@ only: texts, stop strings and the end-of-text token are the caller's business.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model.inference.attribution.task import AttributionTask
-from model.inference.interventions import Intervention
-from model.inference.sampling.params import SamplingParams
+from logitd.model.inference.attribution.task import AttributionTask
+from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

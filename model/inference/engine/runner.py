@@ -19,43 +19,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.device import one_thread
-from model.inference.attribution import gradients
-from model.inference.attribution.attribute import Attributing
-from model.inference.attribution.task import Attribution
-from model.inference.constraints.protocol import BackgroundMasks
-from model.inference.engine.ngram import Draft
-from model.inference.engine.outputs import (
+from logitd.model.device import one_thread
+from logitd.model.inference.attribution import gradients
+from logitd.model.inference.attribution.attribute import Attributing
+from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.constraints.protocol import BackgroundMasks
+from logitd.model.inference.engine.ngram import Draft
+from logitd.model.inference.engine.outputs import (
     Outputs,
     OutputsComputer,
     TappedPasses,
     prefill_input,
 )
-from model.inference.engine.overlap import OverlapScheduler
-from model.inference.engine.scheduler import PrefillChunk, StepPlan
-from model.inference.engine.sequence import Sequence
-from model.inference.errors import ConstraintError
-from model.inference.kernels.base import Decoder, DecodeRows, MixedPass
-from model.inference.kernels.eager.contention import ContentionMonitor
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.options import KVCacheDType
-from model.inference.sampling.results import (
+from logitd.model.inference.engine.overlap import OverlapScheduler
+from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
+from logitd.model.inference.engine.sequence import Sequence
+from logitd.model.inference.errors import ConstraintError
+from logitd.model.inference.kernels.base import Decoder, DecodeRows, MixedPass
+from logitd.model.inference.kernels.eager.contention import ContentionMonitor
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import KVCacheDType
+from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
     TokenWithLogprobs,
 )
-from model.inference.sampling.sampler import (
+from logitd.model.inference.sampling.sampler import (
     RowContext,
     ScoredRows,
     sample,
     score,
     score_rows,
 )
-from model.inference.sampling.state import SamplingState
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.sampling.state import SamplingState
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
 NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})

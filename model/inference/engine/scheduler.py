@@ -40,16 +40,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from model.inference.engine.attributions import AttributionTurns
-from model.inference.engine.budget import ChunkLengths, PrefillBudget, positions_for
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.ngram import Draft, Drafter, split_evenly
-from model.inference.engine.queue import WaitingQueue
-from model.inference.engine.requests import OutputsRequest
-from model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Sequence, State
-from model.inference.engine.slots import SlotPool
-from model.inference.options import DRAFTED_ROWS
-from model.transformer.config import BLOCK
+from logitd.model.inference.engine.attributions import AttributionTurns
+from logitd.model.inference.engine.budget import ChunkLengths, PrefillBudget, positions_for
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.ngram import Draft, Drafter, split_evenly
+from logitd.model.inference.engine.queue import WaitingQueue
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Sequence, State
+from logitd.model.inference.engine.slots import SlotPool
+from logitd.model.inference.options import DRAFTED_ROWS
+from logitd.model.transformer.config import BLOCK
 
 OUTPUT_ELEMENTS = 2**21
 """Elements of outputs in one step; a single block of positions may have more."""

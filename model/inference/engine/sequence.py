@@ -7,11 +7,11 @@ the engine alone. Decides nothing: see `scheduler.py`.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
-from model.inference.engine.cost import sequence_prices
-from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
-from model.inference.engine.ngram import Drafter
-from model.inference.engine.requests import (
+from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from logitd.model.inference.engine.cost import sequence_prices
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from logitd.model.inference.engine.ngram import Drafter
+from logitd.model.inference.engine.requests import (
     Activations,
     AttributionRequest,
     GenerationRequest,

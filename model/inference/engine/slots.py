@@ -9,7 +9,7 @@ Accounting alone: the tensors are in `model/inference/kv_cache.py`, copying is t
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
-from model.transformer.config import BLOCK
+from logitd.model.transformer.config import BLOCK
 
 Block = tuple[int, ...]
 

@@ -10,8 +10,8 @@ model (`model/inference/sampling/params.py`), and how much may wait (admission).
 
 from collections.abc import Collection, Iterable
 
-from model.inference.attribution.task import MAX_STEPS, METHODS, AttributionTask
-from model.inference.engine.requests import (
+from logitd.model.inference.attribution.task import MAX_STEPS, METHODS, AttributionTask
+from logitd.model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
     Activations,
     AttentionWeights,
@@ -24,11 +24,11 @@ from model.inference.engine.requests import (
     Request,
     ScoreRequest,
 )
-from model.inference.errors import ContextLengthExceeded, InvalidRequest
-from model.inference.interventions import check_interventions
-from model.inference.sampling.params import SamplingParams
-from model.inference.selection import resolve_heads, resolve_indices, resolve_stages
-from model.transformer.config import GPTConfig
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.interventions import check_interventions
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
+from logitd.model.transformer.config import GPTConfig
 
 
 def check_request(request: Request, config: GPTConfig) -> None:

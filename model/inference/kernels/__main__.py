@@ -1,7 +1,7 @@
 """Build the native kernels now rather than at the first start: `python -m
 model.inference.kernels`."""
 
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.inference.sampling.sample import SamplingRows
+from logitd.model.inference.sampling.sample import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,23 +11,23 @@ from functools import partial
 
 import torch
 
-from model.dtypes import DTypeName, FloatName
-from model.inference.kernels.base import Decoder
-from model.inference.kernels.cpu.decoder import NativeDecoder, not_covered, prefills_natively
-from model.inference.kernels.cpu.library import (
+from logitd.model.dtypes import DTypeName, FloatName
+from logitd.model.inference.kernels.base import Decoder
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, not_covered, prefills_natively
+from logitd.model.inference.kernels.cpu.library import (
     KernelsUnavailable,
     NativeLibrary,
     TargetRefused,
     load_library,
 )
-from model.inference.kernels.cpu.targets import target_named
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
-from model.processor import bfloat16_instructions, processor_features
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.cpu.targets import target_named
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
+from logitd.model.processor import bfloat16_instructions, processor_features
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
 
 
 class KernelError(ValueError):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.inference.constraints.protocol import TokenConstraint
-from model.inference.errors import InvalidRequest
+from logitd.model.inference.constraints.protocol import TokenConstraint
+from logitd.model.inference.errors import InvalidRequest
 
 Stage = Literal["raw", "processed"]
 """Logprobs before (raw) or after (processed) bias, penalties, temperature and filters."""

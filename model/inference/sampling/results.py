@@ -6,7 +6,7 @@ are plain ints: no object is made for them.
 
 from dataclasses import dataclass
 
-from model.inference.sampling.params import TokenLogprob
+from logitd.model.inference.sampling.params import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

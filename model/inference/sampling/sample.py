@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.inference.sampling.philox import uniform
+from logitd.model.inference.sampling.philox import uniform
 
 LARGEST_LOGIT = 1e30
 """Up to here no step can leave float32, whatever the parameters."""

@@ -41,16 +41,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.inference.sampling.params import SamplingParams, TokenLogprob
-from model.inference.sampling.results import SampleError, SampleResult, TokenWithLogprobs
-from model.inference.sampling.sample import (
+from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
+from logitd.model.inference.sampling.results import SampleError, SampleResult, TokenWithLogprobs
+from logitd.model.inference.sampling.sample import (
     SampleFn,
     SamplingRows,
     filtered,
     sample_tokens,
     sampling_rows,
 )
-from model.inference.sampling.state import row_of
+from logitd.model.inference.sampling.state import row_of
 
 
 @dataclass(frozen=True, slots=True)

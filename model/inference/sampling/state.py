@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.sample import (
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.sample import (
     SAMPLING_ROW,
     SamplingRow,
     SamplingRows,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from model.training.configuration.presets import (
+from logitd.model.training.configuration.presets import (
     Compile,
     Decay,
     Init,
@@ -21,7 +21,7 @@ from model.training.configuration.presets import (
     Shard,
     TrainingDType,
 )
-from model.transformer.config import (
+from logitd.model.transformer.config import (
     TARGETS,
     Activation,
     Norm,

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from model.convert.family import nearest, objections
-from model.convert.foreign import ConvertError
-from model.training.configuration.config import TrainingError
-from model.transformer.config import GPTConfig
+from logitd.model.convert.family import nearest, objections
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.transformer.config import GPTConfig
 
 
 def exportable_changes(model: GPTConfig, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 
 NANOGPT: Mapping[str, Any] = {"bias": False, "qkv_bias": False, "activation": "gelu"}
 """Overrides that make `gpt2_shape` nanoGPT's model: learned positions, LayerNorm without bias,

@@ -35,12 +35,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from model.device import Placement, machine_memory
-from model.training.distributed.ranks import Ranks
-from model.transformer.config import TARGETS, GPTConfig
-from model.transformer.gpt import GPT
-from model.transformer.lora import load_trained_weights, trained_weights
-from model.transformer.size import parameter_count
+from logitd.model.device import Placement, machine_memory
+from logitd.model.training.distributed.ranks import Ranks
+from logitd.model.transformer.config import TARGETS, GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.lora import load_trained_weights, trained_weights
+from logitd.model.transformer.size import parameter_count
 
 WEIGHT, TRAINED = 4, 16
 """Bytes of a parameter: in float32, and with its gradient and AdamW's two moments. Muon has one."""

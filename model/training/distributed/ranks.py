@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.device import DeviceError, available_processors, choose_device
-from model.training.configuration.config import TrainingError
+from logitd.model.device import DeviceError, available_processors, choose_device
+from logitd.model.training.configuration.config import TrainingError
 
 NO_LIMIT = timedelta(days=365)
 """How long one process waits for another: gloo wants a number."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from model.training.distributed.fsdp import ParamShard, all_gather
-from model.training.distributed.ranks import Ranks
+from logitd.model.training.distributed.fsdp import ParamShard, all_gather
+from logitd.model.training.distributed.ranks import Ranks
 
 WIDEST_STACKED = 128
 """Rows up to which matrices are stacked on a CPU. On a GPU all are."""

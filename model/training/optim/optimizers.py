@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from model.training.configuration.presets import Recipe
-from model.training.distributed.fsdp import ParamShard, gather, local, shard_of
-from model.training.distributed.ranks import ALONE, Ranks
-from model.training.optim import muon
-from model.training.step.forward import native_bfloat16
-from model.transformer.gpt import GPT, Block
-from model.transformer.lora import NARROW
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.distributed.fsdp import ParamShard, gather, local, shard_of
+from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.training.optim import muon
+from logitd.model.training.step.forward import native_bfloat16
+from logitd.model.transformer.gpt import GPT, Block
+from logitd.model.transformer.lora import NARROW
 
 Kind = Literal["matrix", "embedding", "head", "scalar"]
 

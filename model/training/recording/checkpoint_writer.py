@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.adapter import save_adapter
-from model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
-from model.device import describe
-from model.training.distributed.fsdp import gather_weights
-from model.training.events import EventHandler, Saved
-from model.training.recording.sample_writer import TEMPERATURE, SampleWriter
-from model.training.run.card import CardFacts, write_card
-from model.training.run.errors import saving
-from model.training.setup.resolve import ResolvedRun
-from model.training.stopping.counters import Counters
-from model.transformer.gpt import GPT
-from model.transformer.size import parameter_count
+from logitd.model.checkpoint.adapter import save_adapter
+from logitd.model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
+from logitd.model.device import describe
+from logitd.model.training.distributed.fsdp import gather_weights
+from logitd.model.training.events import EventHandler, Saved
+from logitd.model.training.recording.sample_writer import TEMPERATURE, SampleWriter
+from logitd.model.training.run.card import CardFacts, write_card
+from logitd.model.training.run.errors import saving
+from logitd.model.training.setup.resolve import ResolvedRun
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import parameter_count
 
 
 class CheckpointWriter:

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from model.data.windows import ValidationWindows
-from model.training.distributed.fsdp import is_sharded
-from model.training.events import Evaluated, EventHandler, Noticed
-from model.training.run import plot
-from model.training.run.errors import diverged, saving
-from model.training.setup.resolve import ResolvedRun
-from model.training.step.validate import validate
-from model.training.stopping.counters import Counters
-from model.training.stopping.worsening import worsening
-from model.transformer.gpt import GPT
+from logitd.model.data.windows import ValidationWindows
+from logitd.model.training.distributed.fsdp import is_sharded
+from logitd.model.training.events import Evaluated, EventHandler, Noticed
+from logitd.model.training.run import plot
+from logitd.model.training.run.errors import diverged, saving
+from logitd.model.training.setup.resolve import ResolvedRun
+from logitd.model.training.step.validate import validate
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.worsening import worsening
+from logitd.model.transformer.gpt import GPT
 
 
 class Evaluator:

@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.training.distributed.fsdp import is_sharded, local, without_backward
-from model.training.events import EventHandler
-from model.training.optim.optimizers import Optimizers
-from model.training.recording.checkpoint_writer import CheckpointWriter
-from model.training.recording.evaluator import Evaluator
-from model.training.recording.sample_writer import SampleWriter
-from model.training.run.errors import diverged, saving
-from model.training.run.state import Environment, save_state
-from model.training.setup.resolve import ResolvedRun
-from model.training.step.forward import Forward
-from model.training.stopping.counters import Counters
-from model.transformer.gpt import GPT
+from logitd.model.training.distributed.fsdp import is_sharded, local, without_backward
+from logitd.model.training.events import EventHandler
+from logitd.model.training.optim.optimizers import Optimizers
+from logitd.model.training.recording.checkpoint_writer import CheckpointWriter
+from logitd.model.training.recording.evaluator import Evaluator
+from logitd.model.training.recording.sample_writer import SampleWriter
+from logitd.model.training.run.errors import diverged, saving
+from logitd.model.training.run.state import Environment, save_state
+from logitd.model.training.setup.resolve import ResolvedRun
+from logitd.model.training.step.forward import Forward
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True)

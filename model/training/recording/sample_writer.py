@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from model.training.distributed.fsdp import is_sharded
-from model.training.distributed.ranks import ALONE
-from model.training.events import EventHandler, Sampled
-from model.training.run.errors import saving
-from model.training.run.samples import sample_text
-from model.training.setup.resolve import ResolvedRun
-from model.transformer.gpt import GPT
+from logitd.model.training.distributed.fsdp import is_sharded
+from logitd.model.training.distributed.ranks import ALONE
+from logitd.model.training.events import EventHandler, Sampled
+from logitd.model.training.run.errors import saving
+from logitd.model.training.run.samples import sample_text
+from logitd.model.training.setup.resolve import ResolvedRun
+from logitd.model.transformer.gpt import GPT
 
 TEMPERATURE = 0.8
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from model.training.configuration.presets import Recipe
-from model.transformer.config import GPTConfig
-from model.transformer.lora import LoraShape
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.lora import LoraShape
 
 ROWS = 12
 """Rows of the curve at most."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from model.training.configuration.config import TrainingConfig
-from model.training.configuration.presets import Recipe
-from model.transformer.config import GPTConfig
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.transformer.config import GPTConfig
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.beside import METRICS
-from model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
-from model.data.shards import DATA
-from model.files import CONFIG_BYTES, parse_json, read_regular
-from model.training.configuration.config import TrainingError
-from model.training.run.description import RunDescription
-from model.training.run.lock import LOCK, RunLock
+from logitd.model.checkpoint.beside import METRICS
+from logitd.model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
+from logitd.model.data.shards import DATA
+from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.run.description import RunDescription
+from logitd.model.training.run.lock import LOCK, RunLock
 
 SAMPLES, PLOT = "samples.txt", "loss.png"
 _STEP = re.compile(r"step-(\d{6,})")

@@ -8,9 +8,9 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from model.checkpoint.run_folder import is_run
-from model.training.configuration.config import TrainingError
-from model.training.run.directory import RunDirectory
+from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.run.directory import RunDirectory
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota, a limit on the size of a file."""

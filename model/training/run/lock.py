@@ -6,8 +6,8 @@ and started from while it is trained. Of several processes of one run the main o
 
 from pathlib import Path
 
-from model.folder_lock import FolderLock, FolderLocked
-from model.training.configuration.config import TrainingError
+from logitd.model.folder_lock import FolderLock, FolderLocked
+from logitd.model.training.configuration.config import TrainingError
 
 LOCK = "run.lock"
 

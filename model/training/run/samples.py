@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model.text.tokenizer import Tokenizer
-from model.training.distributed.ranks import ALONE, Ranks
-from model.transformer.gpt import GPT
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.transformer.gpt import GPT
 
 
 def sample_text(

@@ -20,15 +20,15 @@ from typing import Any, BinaryIO
 
 import torch
 
-from model.device import Placement, describe
-from model.files import file_aside, require_regular
-from model.training.configuration.config import TrainingError
-from model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
-from model.training.distributed.ranks import ALONE, Ranks
-from model.training.optim.optimizers import Optimizers
-from model.training.run.directory import sync
-from model.training.stopping.counters import Counters
-from model.transformer.gpt import GPT
+from logitd.model.device import Placement, describe
+from logitd.model.files import file_aside, require_regular
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
+from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.training.optim.optimizers import Optimizers
+from logitd.model.training.run.directory import sync
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.transformer.gpt import GPT
 
 VERSION = 2
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from model.training.step.flops import Meter
+from logitd.model.training.step.flops import Meter
 
 SMOOTHING = 0.8
 """Share of the past in the smoothed loss, at each report."""

@@ -13,15 +13,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.beside import METRICS
-from model.checkpoint.run_folder import RUN, is_run
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.configuration.presets import PresetError, Recipe, preset
-from model.training.run.directory import SAMPLES, RunDirectory
-from model.training.stopping.counters import Counters
-from model.training.stopping.length import resolve_length
-from model.transformer.config import GPTConfig
-from model.transformer.size import parameter_count
+from logitd.model.checkpoint.beside import METRICS
+from logitd.model.checkpoint.run_folder import RUN, is_run
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import PresetError, Recipe, preset
+from logitd.model.training.run.directory import SAMPLES, RunDirectory
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.length import resolve_length
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.size import parameter_count
 
 _SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from model.extras import installation
-from model.training.configuration.config import TrainingError
-from model.training.events import Evaluated, Event, EventHandler, Progress, Sampled, Started
+from logitd.model.extras import installation
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.events import Evaluated, Event, EventHandler, Progress, Sampled, Started
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

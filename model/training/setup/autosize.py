@@ -36,19 +36,19 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from model.data.ready_made import ready_made
-from model.device import Placement, use_threads
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.configuration.presets import Recipe
-from model.training.configuration.repetition import enough_bytes, passes, regularisation
-from model.training.events import EventHandler, Noticed
-from model.training.optim.optimizers import Optimizers, initialise
-from model.training.setup.resolve import resolve_config
-from model.training.step.flops import flops_per_token
-from model.training.step.forward import Forward, training_placement
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
-from model.transformer.size import count_elements
+from logitd.model.data.ready_made import ready_made
+from logitd.model.device import Placement, use_threads
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.configuration.repetition import enough_bytes, passes, regularisation
+from logitd.model.training.events import EventHandler, Noticed
+from logitd.model.training.optim.optimizers import Optimizers, initialise
+from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.step.flops import flops_per_token
+from logitd.model.training.step.forward import Forward, training_placement
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import count_elements
 
 TOKENS_PER_PARAMETER = 0.9
 """Of the block matrices."""

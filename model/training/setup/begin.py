@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from model.data.amount import count_bytes
-from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
-from model.data.sources.document import Text
-from model.data.sources.open_text import open_text
-from model.files import CONFIG_BYTES, read_text
-from model.text.chat_template import ChatTemplate, ChatTemplateError
-from model.text.tokenizer import Tokenizer, TokenizerError
-from model.training.configuration.config import TrainingConfig, TrainingError, run_name
-from model.training.configuration.presets import Recipe
-from model.training.configuration.repetition import MANY, dropout_of
-from model.training.distributed.ranks import Ranks
-from model.training.events import EventHandler, Noticed, Prepared
-from model.training.run.description import RunDescription
-from model.training.run.directory import RunDirectory
-from model.training.run.errors import preparing
-from model.training.run.state import read_state
-from model.training.setup.autosize import choose, chooses
-from model.training.setup.finetune import Base, open_base, reopen_base
-from model.training.setup.resolve import (
+from logitd.model.data.amount import count_bytes
+from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
+from logitd.model.data.sources.document import Text
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.files import CONFIG_BYTES, read_text
+from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError, run_name
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.configuration.repetition import MANY, dropout_of
+from logitd.model.training.distributed.ranks import Ranks
+from logitd.model.training.events import EventHandler, Noticed, Prepared
+from logitd.model.training.run.description import RunDescription
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.run.errors import preparing
+from logitd.model.training.run.state import read_state
+from logitd.model.training.setup.autosize import choose, chooses
+from logitd.model.training.setup.finetune import Base, open_base, reopen_base
+from logitd.model.training.setup.resolve import (
     Resolution,
     ResolvedRun,
     agree_on_sharding,
@@ -39,8 +39,8 @@ from model.training.setup.resolve import (
     resolve_resumed,
     resolve_run,
 )
-from model.training.stopping.length import resolve_length
-from model.transformer.config import GPTConfig
+from logitd.model.training.stopping.length import resolve_length
+from logitd.model.transformer.config import GPTConfig
 
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:

@@ -22,20 +22,20 @@ from typing import Any
 
 import torch
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     load_weights,
     read_checkpoint,
 )
-from model.checkpoint.run_folder import is_run
-from model.training.configuration.config import SHAPE_FIELDS, TrainingError
-from model.training.configuration.presets import Recipe
-from model.training.events import EventHandler, Noticed
-from model.training.optim.optimizers import initialise
-from model.transformer.config import TARGETS, ConfigError, GPTConfig
-from model.transformer.gpt import GPT
-from model.transformer.lora import LoraError, LoraShape, adapt, check_rank, trained_weights
+from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.training.configuration.config import SHAPE_FIELDS, TrainingError
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.events import EventHandler, Noticed
+from logitd.model.training.optim.optimizers import initialise
+from logitd.model.transformer.config import TARGETS, ConfigError, GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.lora import LoraError, LoraShape, adapt, check_rank, trained_weights
 
 SLOWER = 10
 """Times slower than from scratch."""

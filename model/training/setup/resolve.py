@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.data.batches import RankBatch, rank_batch
-from model.data.prepare import PreparedText
-from model.device import Placement
-from model.training.configuration.config import (
+from logitd.model.data.batches import RankBatch, rank_batch
+from logitd.model.data.prepare import PreparedText
+from logitd.model.device import Placement
+from logitd.model.training.configuration.config import (
     RECIPE_FIELDS,
     RESUMABLE,
     SHAPE_FIELDS,
@@ -31,18 +31,18 @@ from model.training.configuration.config import (
     command,
     run_name,
 )
-from model.training.configuration.exportable import exportable_changes, require_exportable
-from model.training.configuration.presets import Compile, Recipe, preset
-from model.training.distributed.fsdp import worth_sharding
-from model.training.distributed.ranks import Ranks
-from model.training.run.description import RunDescription
-from model.training.run.directory import RunDirectory
-from model.training.setup.finetune import Base, resolve_finetune, resolve_lora
-from model.training.step.compile import compiles, worth_compiling
-from model.training.step.forward import training_placement
-from model.training.stopping.length import Length, resolve_length
-from model.transformer.config import GPTConfig, gpt2_shape
-from model.transformer.lora import LoraShape
+from logitd.model.training.configuration.exportable import exportable_changes, require_exportable
+from logitd.model.training.configuration.presets import Compile, Recipe, preset
+from logitd.model.training.distributed.fsdp import worth_sharding
+from logitd.model.training.distributed.ranks import Ranks
+from logitd.model.training.run.description import RunDescription
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.setup.finetune import Base, resolve_finetune, resolve_lora
+from logitd.model.training.step.compile import compiles, worth_compiling
+from logitd.model.training.step.forward import training_placement
+from logitd.model.training.stopping.length import Length, resolve_length
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.lora import LoraShape
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.training.configuration.config import TrainingError
-from model.training.configuration.presets import Compile, Recipe
-from model.training.distributed.ranks import ALONE, Ranks
-from model.training.step.flops import flops_per_token
-from model.training.step.forward import Forward
-from model.training.stopping.length import Length
-from model.transformer.config import GPTConfig
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.configuration.presets import Compile, Recipe
+from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.training.step.flops import flops_per_token
+from logitd.model.training.step.forward import Forward
+from logitd.model.training.stopping.length import Length
+from logitd.model.transformer.config import GPTConfig
 
 LONG_MINUTES = 15.0
 LONG_OPERATIONS = 1.5e14

@@ -12,10 +12,10 @@ window instead, and so gives larger shares at long contexts.
 
 from dataclasses import dataclass
 
-from model.benchmark.machine import matrix_rate
-from model.device import Placement
-from model.transformer.config import GPTConfig
-from model.transformer.size import attention_operations, count_elements
+from logitd.model.benchmark.machine import matrix_rate
+from logitd.model.device import Placement
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.size import attention_operations, count_elements
 
 RATE_WIDTH = 512
 """Of the square matrices that a CPU's rate is measured with: wide enough for its full rate, and

@@ -12,12 +12,12 @@ Shapes: B sequences, T positions, V = vocab_size.
 import torch
 from torch import Tensor
 
-from model.device import Placement, choose_placement
-from model.training.configuration.presets import TrainingDType
-from model.training.step.loss import cross_entropy
-from model.training.step.matrix_attention import MatrixAttend
-from model.transformer.attention import Attend, CausalAttend
-from model.transformer.gpt import GPT
+from logitd.model.device import Placement, choose_placement
+from logitd.model.training.configuration.presets import TrainingDType
+from logitd.model.training.step.loss import cross_entropy
+from logitd.model.training.step.matrix_attention import MatrixAttend
+from logitd.model.transformer.attention import Attend, CausalAttend
+from logitd.model.transformer.gpt import GPT
 
 LONGEST = 1024
 """Window up to which attention weights are kept for the backward pass."""

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.data.windows import UNCOUNTED, Windows
-from model.training.distributed.ranks import ALONE, Ranks
-from model.transformer.gpt import GPT
+from logitd.model.data.windows import UNCOUNTED, Windows
+from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ can be repeated exactly.
 import math
 from dataclasses import dataclass
 
-from model.training.configuration.config import TrainingConfig
-from model.training.configuration.presets import Recipe
-from model.training.stopping.counters import Counters
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.stopping.counters import Counters
 
 
 @dataclass(frozen=True)

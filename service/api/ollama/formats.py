@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import orjson
 
-from service.api.responses import sse
-from service.core.errors import ApiError
-from service.core.models import Served
+from logitd.service.api.responses import sse
+from logitd.service.core.errors import ApiError
+from logitd.service.core.models import Served
 
 MEDIA_TYPE = "application/x-ndjson"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.api.openai.chat import render_chat, turn_ends
-from service.core.errors import bad_request, from_validation
-from service.core.models import Served
-from service.schemas.generate import GenerateRequest
-from service.schemas.ollama import (
+from logitd.service.api.openai.chat import render_chat, turn_ends
+from logitd.service.core.errors import bad_request, from_validation
+from logitd.service.core.models import Served
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.ollama import (
     TEMPERATURE,
     TOP_K,
     TOP_P,

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.text.chat_template import ChatTemplateError, Message
-from model.text.tokenizer import Tokenizer
-from service.api.openai.envelope import head, usage, usage_member
-from service.api.openai.logprobs import ShownTokens, chat_logprobs
-from service.api.openai.tools import GrowingCall, NewOfCall, text_of_calls
-from service.api.requests.encode import encode_within, no_vocabulary
-from service.core.errors import bad_request
-from service.core.models import Served
-from service.schemas import openai as schemas
-from service.schemas.openai import ChatRequest
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.text.chat_template import ChatTemplateError, Message
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.api.openai.envelope import head, usage, usage_member
+from logitd.service.api.openai.logprobs import ShownTokens, chat_logprobs
+from logitd.service.api.openai.tools import GrowingCall, NewOfCall, text_of_calls
+from logitd.service.api.requests.encode import encode_within, no_vocabulary
+from logitd.service.core.errors import bad_request
+from logitd.service.core.models import Served
+from logitd.service.schemas import openai as schemas
+from logitd.service.schemas.openai import ChatRequest
 
 
 async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from service.api.openai.envelope import head, usage, usage_member
-from service.api.openai.logprobs import ShownTokens, completion_logprobs
-from service.schemas.openai import CompletionRequest
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.service.api.openai.envelope import head, usage, usage_member
+from logitd.service.api.openai.logprobs import ShownTokens, completion_logprobs
+from logitd.service.schemas.openai import CompletionRequest
 
 
 @dataclass(slots=True)

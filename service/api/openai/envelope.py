@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from service.api.responses.text import envelope
-from service.core.ids import new_id
-from service.schemas.openai import StreamOptions
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.service.api.responses.text import envelope
+from logitd.service.core.ids import new_id
+from logitd.service.schemas.openai import StreamOptions
 
 
 def head(kind: str, form: str, checkpoint: CheckpointInfo) -> dict[str, Any]:

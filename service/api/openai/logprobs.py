@@ -18,7 +18,7 @@ import codecs
 from dataclasses import dataclass
 from typing import Any
 
-from model.text.tokenizer import Tokenizer
+from logitd.model.text.tokenizer import Tokenizer
 
 SPELLED = ("bytes:", "token_id:")
 

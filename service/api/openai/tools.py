@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.ids import new_id
-from service.schemas.openai import FunctionDefinition, ToolCall
+from logitd.service.core.ids import new_id
+from logitd.service.schemas.openai import FunctionDefinition, ToolCall
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 LITERAL = ("const", "enum", "default", "examples")

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.inference.errors import InvalidRequest
-from model.text.tokenizer import Tokenizer
-from service.api.openai.tools import call_schema
-from service.core.errors import ApiError, bad_request, from_validation
-from service.schemas.generate import GenerateRequest
-from service.schemas.openai import (
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.api.openai.tools import call_schema
+from logitd.service.core.errors import ApiError, bad_request, from_validation
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.openai import (
     COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,

@@ -1,13 +1,13 @@
 """Attributions: from a body to the engine's requests, one for each prompt."""
 
-from model.inference.attribution.task import DEFAULT_STEPS, AttributionTask
-from model.inference.engine.requests import AttributionRequest
-from model.inference.selection import resolve_indices
-from service.api.requests.encode import encode_all
-from service.api.requests.resolve import deadline_of, single_token
-from service.core.ids import new_id
-from service.core.models import Served
-from service.schemas.attributions import AttributionsRequest
+from logitd.model.inference.attribution.task import DEFAULT_STEPS, AttributionTask
+from logitd.model.inference.engine.requests import AttributionRequest
+from logitd.model.inference.selection import resolve_indices
+from logitd.service.api.requests.encode import encode_all
+from logitd.service.api.requests.resolve import deadline_of, single_token
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.schemas.attributions import AttributionsRequest
 
 
 async def resolve_attributions(

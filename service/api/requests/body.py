@@ -11,8 +11,8 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from service.api.requests.structure import count_structure
-from service.core.errors import (
+from logitd.service.api.requests.structure import count_structure
+from logitd.service.core.errors import (
     MAX_PROBLEMS,
     ApiError,
     bad_request,
@@ -21,7 +21,7 @@ from service.core.errors import (
     clip,
     from_validation,
 )
-from service.schemas.base import MAX_IDS, RequestBody
+from logitd.service.schemas.base import MAX_IDS, RequestBody
 
 MAX_VALUES = MAX_IDS + 2**14
 """JSON values in a body: the ids of the longest list, and what else is said."""

@@ -8,10 +8,10 @@ Everything else about its ids is checked when the request is submitted
 import asyncio
 from collections.abc import Sequence
 
-from model.inference.errors import ContextLengthExceeded
-from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
-from service.core.errors import ApiError, bad_request
-from service.core.models import Served
+from logitd.model.inference.errors import ContextLengthExceeded
+from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
+from logitd.service.core.errors import ApiError, bad_request
+from logitd.service.core.models import Served
 
 THREAD_CHARACTERS = 100_000
 """Longer texts are encoded in a thread, off the event loop."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from fastapi import Request
 
-from model.inference.errors import InvalidRequest
-from model.inference.interventions import (
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import (
     PARAM,
     Intervention,
     Span,
@@ -22,13 +22,13 @@ from model.inference.interventions import (
     about,
     resolve_target,
 )
-from model.transformer.config import GPTConfig
-from model.transformer.stages import Stage
-from service.api.requests.encode import encode_all
-from service.api.requests.positions import resolve_positions
-from service.api.requests.readings import Reading, Readings, Rows, compute_readings
-from service.core.models import Served
-from service.schemas import interventions as schemas
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import Stage
+from logitd.service.api.requests.encode import encode_all
+from logitd.service.api.requests.positions import resolve_positions
+from logitd.service.api.requests.readings import Reading, Readings, Rows, compute_readings
+from logitd.service.core.models import Served
+from logitd.service.schemas import interventions as schemas
 
 MAX_CARRIED_OUT = 2**13
 """Interventions of a request once there is one for each layer that it names and each prompt. Every

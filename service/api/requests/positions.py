@@ -1,8 +1,8 @@
 """Positions: which positions of a prompt a body chooses."""
 
-from model.inference.errors import InvalidRequest
-from model.inference.selection import resolve_indices
-from service.schemas.base import PositionChoice, PositionRange
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.selection import resolve_indices
+from logitd.service.schemas.base import PositionChoice, PositionRange
 
 
 def resolve_positions(positions: PositionChoice, length: int) -> tuple[int, ...]:

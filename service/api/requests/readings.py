@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from fastapi import Request
 
-from model.inference.engine.cost import split_activations
-from model.inference.engine.requests import Activations, OutputsRequest
-from model.inference.errors import InvalidRequest
-from model.inference.interventions import about
-from service.api.requests.body import unless_gone
-from service.core.gather import gather
-from service.core.ids import new_id
-from service.core.models import Served
+from logitd.model.inference.engine.cost import split_activations
+from logitd.model.inference.engine.requests import Activations, OutputsRequest
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import about
+from logitd.service.api.requests.body import unless_gone
+from logitd.service.core.gather import gather
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
 
 Rows = npt.NDArray[np.float32]
 """Values of a stage: (positions, ...)."""

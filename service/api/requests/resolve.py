@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from model.inference.constraints.compiler import Constraint, Source
-from model.inference.engine.requests import (
+from logitd.model.inference.constraints.compiler import Constraint, Source
+from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     GenerationRequest,
@@ -29,22 +29,22 @@ from model.inference.engine.requests import (
     OutputsRequest,
     ScoreRequest,
 )
-from model.inference.engine.validation import check_count, check_token_ids
-from model.inference.sampling.params import SamplingParams
-from model.inference.selection import resolve_heads, resolve_indices, resolve_stages
-from model.text.tokenizer import NO_VOCABULARY, Tokenizer
-from service.api.requests.body import unless_gone
-from service.api.requests.encode import encode_all, encode_text, no_vocabulary
-from service.api.requests.interventions import resolve_interventions
-from service.api.requests.positions import resolve_positions
-from service.core.errors import bad_request, clip
-from service.core.ids import new_id
-from service.core.models import Served
-from service.schemas import generate as schemas
-from service.schemas import tensors
-from service.schemas.activations import ActivationsRequest
-from service.schemas.lens import LensRequest
-from service.schemas.tensors import Processing
+from logitd.model.inference.engine.validation import check_count, check_token_ids
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
+from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer
+from logitd.service.api.requests.body import unless_gone
+from logitd.service.api.requests.encode import encode_all, encode_text, no_vocabulary
+from logitd.service.api.requests.interventions import resolve_interventions
+from logitd.service.api.requests.positions import resolve_positions
+from logitd.service.core.errors import bad_request, clip
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.schemas import generate as schemas
+from logitd.service.schemas import tensors
+from logitd.service.schemas.activations import ActivationsRequest
+from logitd.service.schemas.lens import LensRequest
+from logitd.service.schemas.tensors import Processing
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """An id as the key of a JSON object: one spelling each, so that no key overwrites another."""

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
-from model.inference.engine.requests import Logits, OutputsRequest
-from model.inference.engine.validation import check_token_ids
-from model.inference.errors import InvalidRequest
-from model.inference.sampling.distribution import largest
-from model.inference.sweep import Cell, Grid, make_grid
-from service.api.requests.body import unless_gone
-from service.api.requests.encode import encode_all
-from service.api.requests.interventions import resolve_interventions, resolve_varied
-from service.api.requests.positions import resolve_positions
-from service.api.requests.resolve import deadline_of, single_token
-from service.core.gather import gather
-from service.core.ids import new_id
-from service.core.models import Served
-from service.schemas.sweep import SweepRequest
+from logitd.model.inference.engine.requests import Logits, OutputsRequest
+from logitd.model.inference.engine.validation import check_token_ids
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.sampling.distribution import largest
+from logitd.model.inference.sweep import Cell, Grid, make_grid
+from logitd.service.api.requests.body import unless_gone
+from logitd.service.api.requests.encode import encode_all
+from logitd.service.api.requests.interventions import resolve_interventions, resolve_varied
+from logitd.service.api.requests.positions import resolve_positions
+from logitd.service.api.requests.resolve import deadline_of, single_token
+from logitd.service.core.gather import gather
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.schemas.sweep import SweepRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from model.inference.engine.events import FinishEvent, PromptEvent, TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from service.api.requests.body import unless_gone
-from service.api.responses import sse
-from service.api.responses.text import (
+from logitd.model.inference.engine.events import FinishEvent, PromptEvent, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.service.api.requests.body import unless_gone
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.text import (
     Completion,
     envelope,
     first_likeliest,
@@ -25,11 +25,11 @@ from service.api.responses.text import (
     timings,
     usage,
 )
-from service.core.errors import EXPECTED, as_api_error, from_finish
-from service.core.ids import new_id
-from service.core.models import Served
-from service.engine.submission import Submission
-from service.schemas.generate import GenerateRequest
+from logitd.service.core.errors import EXPECTED, as_api_error, from_finish
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.engine.submission import Submission
+from logitd.service.schemas.generate import GenerateRequest
 
 
 class ResponseFormat(Protocol):

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from model.inference.engine.events import OutputsChunk
-from model.inference.engine.requests import Lens, OutputsRequest
-from model.inference.sampling.lens import read_lens
-from service.api.responses.tensors.reader import OutputsReader, paced
-from service.api.responses.text import envelope, token_json
-from service.core.ids import new_id
-from service.core.models import Served
+from logitd.model.inference.engine.events import OutputsChunk
+from logitd.model.inference.engine.requests import Lens, OutputsRequest
+from logitd.model.inference.sampling.lens import read_lens
+from logitd.service.api.responses.tensors.reader import OutputsReader, paced
+from logitd.service.api.responses.text import envelope, token_json
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
 
 PART_TOKENS = 256
 """Tokens that are turned into JSON at once, or those of a layer where these are more: the event

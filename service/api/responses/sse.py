@@ -18,7 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.core.errors import ERRORS, EXPECTED, ApiError, as_api_error
+from logitd.service.core.errors import ERRORS, EXPECTED, ApiError, as_api_error
 
 logger = logging.getLogger("logitd.http")
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from model.inference.engine.requests import OutputsRequest
-from model.inference.sweep import Cell
-from service.api.requests.sweep import ResolvedSweep
-from service.api.responses import sse
-from service.api.responses.text import envelope, token_json
-from service.core.errors import EXPECTED, as_api_error
-from service.core.gather import gather
-from service.core.ids import new_id
-from service.core.models import Served
-from service.engine.admission import QueueFull
-from service.engine.submission import Submission
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.model.inference.sweep import Cell
+from logitd.service.api.requests.sweep import ResolvedSweep
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.text import envelope, token_json
+from logitd.service.core.errors import EXPECTED, as_api_error
+from logitd.service.core.gather import gather
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.engine.admission import QueueFull
+from logitd.service.engine.submission import Submission
 
 AT_ONCE = 8
 """Cells of one sweep in the queue or in the batch."""

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.events import FinishEvent, FinishReason, PromptToken, TokenEvent
-from model.inference.sampling.params import TokenLogprob
-from model.text.growing_text import GrowingText
-from model.text.tokenizer import Tokenizer
-from service.engine.usage import Usage
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, PromptToken, TokenEvent
+from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.model.text.growing_text import GrowingText
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.engine.usage import Usage
 
 CHECKPOINT_HEADERS = tuple(
     f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from model.inference.engine.cost import activation_shapes
-from model.inference.engine.requests import Activations, OutputsRequest
-from service.api.requests.resolve import resolve_activations
-from service.api.responses.tensors.arrays import ArrayOutput, NamedArray
-from service.api.routes.arrays import array_route
-from service.core.models import Served
-from service.schemas.activations import ActivationsReply, ActivationsRequest
+from logitd.model.inference.engine.cost import activation_shapes
+from logitd.model.inference.engine.requests import Activations, OutputsRequest
+from logitd.service.api.requests.resolve import resolve_activations
+from logitd.service.api.responses.tensors.arrays import ArrayOutput, NamedArray
+from logitd.service.api.routes.arrays import array_route
+from logitd.service.core.models import Served
+from logitd.service.schemas.activations import ActivationsReply, ActivationsRequest
 
 
 def _output(requests: Sequence[OutputsRequest], served: Served) -> ArrayOutput:

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from service.api.requests.body import body_of, described_by
-from service.api.responses.text import checkpoint_name
-from service.core.auth import bearer_token
-from service.core.errors import ERRORS, ApiError
-from service.core.reloader import ReloadError
-from service.core.state import Ready, State
-from service.schemas.admin import ReloadReply, ReloadRequest
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.responses.text import checkpoint_name
+from logitd.service.core.auth import bearer_token
+from logitd.service.core.errors import ERRORS, ApiError
+from logitd.service.core.reloader import ReloadError
+from logitd.service.core.state import Ready, State
+from logitd.service.schemas.admin import ReloadReply, ReloadRequest
 
 router = APIRouter(tags=["operations"])
 

@@ -8,15 +8,20 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from model.inference.engine.requests import OutputsRequest
-from service.api.requests.body import body_of, described_by
-from service.api.responses.tensors.arrays import ArrayOutput, ArrayWriter
-from service.api.responses.tensors.negotiation import NPY, RESPONSES, check_one_array, negotiate
-from service.api.responses.tensors.stream import stream_tensors
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.activations import ActivationsRequest
-from service.schemas.tensors import AttentionRequest, HiddenStatesRequest
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.responses.tensors.arrays import ArrayOutput, ArrayWriter
+from logitd.service.api.responses.tensors.negotiation import (
+    NPY,
+    RESPONSES,
+    check_one_array,
+    negotiate,
+)
+from logitd.service.api.responses.tensors.stream import stream_tensors
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.activations import ActivationsRequest
+from logitd.service.schemas.tensors import AttentionRequest, HiddenStatesRequest
 
 Body = TypeVar("Body", HiddenStatesRequest, AttentionRequest, ActivationsRequest)
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from model.inference.engine.requests import AttentionWeights, OutputsRequest
-from service.api.requests.resolve import resolve_attention
-from service.api.responses.tensors.arrays import ArrayOutput, NamedArray
-from service.api.routes.arrays import array_route
-from service.core.models import Served
-from service.schemas.tensors import AttentionReply, AttentionRequest
+from logitd.model.inference.engine.requests import AttentionWeights, OutputsRequest
+from logitd.service.api.requests.resolve import resolve_attention
+from logitd.service.api.responses.tensors.arrays import ArrayOutput, NamedArray
+from logitd.service.api.routes.arrays import array_route
+from logitd.service.core.models import Served
+from logitd.service.schemas.tensors import AttentionReply, AttentionRequest
 
 
 def _output(requests: Sequence[OutputsRequest], served: Served) -> ArrayOutput:

@@ -8,18 +8,18 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.attribution.task import Attribution, AttributionTask
-from model.inference.engine.requests import AttributionRequest
-from model.text.tokenizer import Tokenizer
-from service.api.requests.attributions import resolve_attributions
-from service.api.requests.body import body_of, described_by, unless_gone
-from service.api.responses.text import envelope, server_timing, token_json
-from service.core.errors import ERRORS
-from service.core.gather import Gathered, gather
-from service.core.ids import new_id
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.attributions import AttributionsReply, AttributionsRequest
+from logitd.model.inference.attribution.task import Attribution, AttributionTask
+from logitd.model.inference.engine.requests import AttributionRequest
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.api.requests.attributions import resolve_attributions
+from logitd.service.api.requests.body import body_of, described_by, unless_gone
+from logitd.service.api.responses.text import envelope, server_timing, token_json
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.gather import Gathered, gather
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.attributions import AttributionsReply, AttributionsRequest
 
 router = APIRouter()
 

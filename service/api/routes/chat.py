@@ -5,15 +5,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.api.openai.chat import ChatFormat, chat_prompt
-from service.api.openai.translate import constraint_names, native_chat, param_names
-from service.api.requests.body import body_of, described_by
-from service.api.requests.resolve import resolve_generation
-from service.api.responses import sse
-from service.api.responses.generation import Generation, respond
-from service.core.auth import note_user
-from service.core.state import Ready
-from service.schemas.openai import ChatReply, ChatRequest
+from logitd.service.api.openai.chat import ChatFormat, chat_prompt
+from logitd.service.api.openai.translate import constraint_names, native_chat, param_names
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.requests.resolve import resolve_generation
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.generation import Generation, respond
+from logitd.service.core.auth import note_user
+from logitd.service.core.state import Ready
+from logitd.service.schemas.openai import ChatReply, ChatRequest
 
 router = APIRouter()
 

@@ -5,14 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.api.requests.body import body_of, described_by
-from service.api.requests.resolve import resolve_generation
-from service.api.responses import sse
-from service.api.responses.generation import Generation, NativeFormat, respond
-from service.api.routes.tgi import generated
-from service.core.state import Ready
-from service.schemas.generate import GenerateReply, GenerateRequest
-from service.schemas.tgi import TextGenerationReply, TextGenerationRequest
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.requests.resolve import resolve_generation
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.generation import Generation, NativeFormat, respond
+from logitd.service.api.routes.tgi import generated
+from logitd.service.core.state import Ready
+from logitd.service.schemas.generate import GenerateReply, GenerateRequest
+from logitd.service.schemas.tgi import TextGenerationReply, TextGenerationRequest
 
 router = APIRouter()
 

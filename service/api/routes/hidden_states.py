@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from model.inference.engine.requests import HiddenStates, OutputsRequest
-from service.api.requests.resolve import resolve_hidden_states
-from service.api.responses.tensors.arrays import ArrayOutput, NamedArray
-from service.api.routes.arrays import array_route
-from service.core.models import Served
-from service.schemas.tensors import HiddenStatesReply, HiddenStatesRequest
+from logitd.model.inference.engine.requests import HiddenStates, OutputsRequest
+from logitd.service.api.requests.resolve import resolve_hidden_states
+from logitd.service.api.responses.tensors.arrays import ArrayOutput, NamedArray
+from logitd.service.api.routes.arrays import array_route
+from logitd.service.core.models import Served
+from logitd.service.schemas.tensors import HiddenStatesReply, HiddenStatesRequest
 
 
 def _output(requests: Sequence[OutputsRequest], served: Served) -> ArrayOutput:

@@ -5,14 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.api.requests.body import body_of, described_by
-from service.api.requests.resolve import resolve_lens
-from service.api.responses.lens import LensWriter
-from service.api.responses.tensors.negotiation import JSON
-from service.api.responses.tensors.stream import stream_tensors
-from service.core.errors import ERRORS
-from service.core.state import Ready
-from service.schemas.lens import LensReply, LensRequest
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.requests.resolve import resolve_lens
+from logitd.service.api.responses.lens import LensWriter
+from logitd.service.api.responses.tensors.negotiation import JSON
+from logitd.service.api.responses.tensors.stream import stream_tensors
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.state import Ready
+from logitd.service.schemas.lens import LensReply, LensRequest
 
 router = APIRouter()
 

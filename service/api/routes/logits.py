@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.api.requests.body import body_of, described_by
-from service.api.requests.resolve import resolve_logits
-from service.api.responses.tensors.logits import LogitsWriter
-from service.api.responses.tensors.negotiation import RESPONSES, negotiate
-from service.api.responses.tensors.stream import stream_tensors
-from service.core.state import Ready
-from service.schemas.tensors import LogitsReply, LogitsRequest
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.requests.resolve import resolve_logits
+from logitd.service.api.responses.tensors.logits import LogitsWriter
+from logitd.service.api.responses.tensors.negotiation import RESPONSES, negotiate
+from logitd.service.api.responses.tensors.stream import stream_tensors
+from logitd.service.core.state import Ready
+from logitd.service.schemas.tensors import LogitsReply, LogitsRequest
 
 router = APIRouter()
 

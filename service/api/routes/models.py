@@ -5,11 +5,11 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from service.api.responses.text import checkpoint_name
-from service.core.errors import ERRORS
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.openai import Model, ModelList
+from logitd.service.api.responses.text import checkpoint_name
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.openai import Model, ModelList
 
 router = APIRouter(tags=["openai"])
 

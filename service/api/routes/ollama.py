@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.version import VERSION
-from service.api.ollama.formats import (
+from logitd.model.version import VERSION
+from logitd.service.api.ollama.formats import (
     LINES,
     MEDIA_TYPE,
     OllamaFormat,
@@ -15,16 +15,16 @@ from service.api.ollama.formats import (
     line,
     modified,
 )
-from service.api.ollama.translate import PARAMS, model_name, native_chat, native_completion
-from service.api.openai.translate import param_names
-from service.api.requests.body import body_of, described_by
-from service.api.requests.resolve import resolve_generation
-from service.api.responses.generation import Generation, respond
-from service.core.errors import ERRORS
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.generate import GenerateRequest
-from service.schemas.ollama import (
+from logitd.service.api.ollama.translate import PARAMS, model_name, native_chat, native_completion
+from logitd.service.api.openai.translate import param_names
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.requests.resolve import resolve_generation
+from logitd.service.api.responses.generation import Generation, respond
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.ollama import (
     OllamaChatReply,
     OllamaChatRequest,
     OllamaGenerateReply,

@@ -8,14 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from model.checkpoint.beside import Point, read_card, read_curve
-from model.version import VERSION
-from service.api.responses.text import checkpoint_name
-from service.core.errors import ERRORS
-from service.core.metrics import CONTENT_TYPE
-from service.core.models import Models
-from service.core.state import AskedModel, Chosen, Ready, ServiceState, State
-from service.schemas.generate import CardReply, Health, Info, ModelStatus, Version
+from logitd.model.checkpoint.beside import Point, read_card, read_curve
+from logitd.model.version import VERSION
+from logitd.service.api.responses.text import checkpoint_name
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.metrics import CONTENT_TYPE
+from logitd.service.core.models import Models
+from logitd.service.core.state import AskedModel, Chosen, Ready, ServiceState, State
+from logitd.service.schemas.generate import CardReply, Health, Info, ModelStatus, Version
 
 router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
 

@@ -7,18 +7,18 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.requests import OutputsRequest
-from model.inference.sampling.distribution import Summary, summarise
-from model.text.tokenizer import Tokenizer
-from service.api.requests.body import body_of, described_by, unless_gone
-from service.api.requests.resolve import ResolvedProbs, resolve_probs
-from service.api.responses.text import envelope, server_timing, token_json
-from service.core.errors import ERRORS
-from service.core.gather import Gathered, gather, perplexity
-from service.core.ids import new_id
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.tensors import ProbsReply, ProbsRequest
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.model.inference.sampling.distribution import Summary, summarise
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.api.requests.body import body_of, described_by, unless_gone
+from logitd.service.api.requests.resolve import ResolvedProbs, resolve_probs
+from logitd.service.api.responses.text import envelope, server_timing, token_json
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.gather import Gathered, gather, perplexity
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.tensors import ProbsReply, ProbsRequest
 
 router = APIRouter()
 

@@ -8,18 +8,18 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.events import PromptToken
-from model.inference.engine.requests import ScoreRequest as EngineScoreRequest
-from model.text.tokenizer import Tokenizer
-from service.api.requests.body import body_of, described_by, unless_gone
-from service.api.requests.resolve import resolve_score
-from service.api.responses.text import envelope, first_likeliest, scored_json, server_timing
-from service.core.errors import ERRORS
-from service.core.gather import Gathered, gather, logprobs_of, perplexity
-from service.core.ids import new_id
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.tensors import ScoreReply, ScoreRequest
+from logitd.model.inference.engine.events import PromptToken
+from logitd.model.inference.engine.requests import ScoreRequest as EngineScoreRequest
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.api.requests.body import body_of, described_by, unless_gone
+from logitd.service.api.requests.resolve import resolve_score
+from logitd.service.api.responses.text import envelope, first_likeliest, scored_json, server_timing
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.gather import Gathered, gather, logprobs_of, perplexity
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.tensors import ScoreReply, ScoreRequest
 
 router = APIRouter()
 

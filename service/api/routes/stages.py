@@ -4,11 +4,11 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from model.transformer.config import GPTConfig
-from model.transformer.stages import StageKind, stages_of
-from service.core.errors import ERRORS
-from service.core.state import Chosen
-from service.schemas.activations import StagesReply
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import StageKind, stages_of
+from logitd.service.core.errors import ERRORS
+from logitd.service.core.state import Chosen
+from logitd.service.schemas.activations import StagesReply
 
 router = APIRouter()
 

@@ -6,13 +6,13 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.api.requests.body import body_of, described_by, unless_gone
-from service.api.requests.sweep import resolve_sweep
-from service.api.responses import sse
-from service.api.responses.sweep import Sweeping
-from service.api.responses.text import checkpoint_headers
-from service.core.state import Ready
-from service.schemas.sweep import SweepReply, SweepRequest
+from logitd.service.api.requests.body import body_of, described_by, unless_gone
+from logitd.service.api.requests.sweep import resolve_sweep
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.sweep import Sweeping
+from logitd.service.api.responses.text import checkpoint_headers
+from logitd.service.core.state import Ready
+from logitd.service.schemas.sweep import SweepReply, SweepRequest
 
 router = APIRouter()
 

@@ -5,16 +5,16 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.api.openai.translate import param_names
-from service.api.requests.body import body_of, described_by
-from service.api.requests.resolve import resolve_generation
-from service.api.responses import sse
-from service.api.responses.generation import Generation, respond
-from service.api.tgi.formats import EVENTS, TgiFormat
-from service.api.tgi.translate import PARAMS, native_generation
-from service.core.models import Served
-from service.core.state import Ready
-from service.schemas.tgi import TextGenerationReply, TextGenerationRequest
+from logitd.service.api.openai.translate import param_names
+from logitd.service.api.requests.body import body_of, described_by
+from logitd.service.api.requests.resolve import resolve_generation
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.generation import Generation, respond
+from logitd.service.api.tgi.formats import EVENTS, TgiFormat
+from logitd.service.api.tgi.translate import PARAMS, native_generation
+from logitd.service.core.models import Served
+from logitd.service.core.state import Ready
+from logitd.service.schemas.tgi import TextGenerationReply, TextGenerationRequest
 
 router = APIRouter(tags=["text-generation-inference"])
 

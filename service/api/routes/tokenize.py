@@ -13,15 +13,15 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
-from service.api.requests.body import body_of, described_by, unless_gone
-from service.api.requests.encode import THREAD_CHARACTERS, encode_text
-from service.api.responses.text import checkpoint_name, envelope, token_json
-from service.core.errors import ERRORS, bad_request
-from service.core.ids import new_id
-from service.core.models import Served
-from service.core.state import Chosen, Ready, ServiceState, State
-from service.schemas.tokenizer import (
+from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
+from logitd.service.api.requests.body import body_of, described_by, unless_gone
+from logitd.service.api.requests.encode import THREAD_CHARACTERS, encode_text
+from logitd.service.api.responses.text import checkpoint_name, envelope, token_json
+from logitd.service.core.errors import ERRORS, bad_request
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.core.state import Chosen, Ready, ServiceState, State
+from logitd.service.schemas.tokenizer import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,

@@ -7,11 +7,11 @@ token is told when the next is known, or the end: the event of the last one also
 from collections.abc import Iterator
 from typing import Any
 
-from model.text.tokenizer import Tokenizer
-from service.api.openai.logprobs import PlacedToken, ShownTokens
-from service.api.responses import sse
-from service.core.errors import ApiError
-from service.schemas.tgi import TextGenerationParameters, TextGenerationRequest
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.service.api.openai.logprobs import PlacedToken, ShownTokens
+from logitd.service.api.responses import sse
+from logitd.service.core.errors import ApiError
+from logitd.service.schemas.tgi import TextGenerationParameters, TextGenerationRequest
 
 
 def error_event(error: ApiError) -> dict[str, Any]:

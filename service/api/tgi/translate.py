@@ -4,11 +4,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.api.requests.encode import encode_all
-from service.core.errors import bad_request, from_validation
-from service.core.models import Served
-from service.schemas.generate import GenerateRequest
-from service.schemas.tgi import (
+from logitd.service.api.requests.encode import encode_all
+from logitd.service.core.errors import bad_request, from_validation
+from logitd.service.core.models import Served
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.tgi import (
     NEW_TOKENS,
     TextGenerationParameters,
     TextGenerationRequest,

@@ -12,7 +12,7 @@ def called() -> str:
     """`logitd` where that finds this program, else the path by which it was called, relative to the
     working directory where it lies below: `.venv/bin/logitd`."""
     script = Path(sys.argv[0])
-    if script.name != NAME:  # `python -m service.cli.main`, or a program that has other business
+    if script.name != NAME:  # `python -m logitd`, or a program that has other business
         return NAME
     on_path = shutil.which(NAME)
     if on_path is not None and os.path.realpath(on_path) == os.path.realpath(script):

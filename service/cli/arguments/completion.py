@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from pydantic_settings import BaseSettings
 
-from service.cli.arguments.flags import flags_of, known_words
+from logitd.service.cli.arguments.flags import flags_of, known_words
 
 Commands = Mapping[str, type[BaseSettings]]
 OTHERS = ("help", "completion", "version")

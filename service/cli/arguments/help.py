@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from pydantic_settings import BaseSettings
 
-from service.cli.arguments.flags import Flag, flags_of
-from service.cli.arguments.groups import EXAMPLES, GROUPS
+from logitd.service.cli.arguments.flags import Flag, flags_of
+from logitd.service.cli.arguments.groups import EXAMPLES, GROUPS
 
 INDENT = " " * 8
 

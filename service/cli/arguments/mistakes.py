@@ -9,8 +9,8 @@ from pathlib import Path
 from dotenv import dotenv_values
 from pydantic_settings import BaseSettings
 
-from service.cli.arguments.flags import flags_of
-from service.settings.common import PREFIX, own_prefix
+from logitd.service.cli.arguments.flags import flags_of
+from logitd.service.settings.common import PREFIX, own_prefix
 
 NEAR = 0.7
 """Twice the letters that two words have in common in order, as a share of the letters of both."""

@@ -17,17 +17,17 @@ from datetime import UTC, datetime
 import httpx
 from uvicorn.loops.auto import auto_loop_factory
 
-from model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
-from model.benchmark.machine import Surroundings, measure_machine, surroundings
-from model.benchmark.profile import Profile, ProfileError, profile_engine
-from model.benchmark.workload import Workload, WorkloadError, choose_workload
-from model.checkpoint.checkpoint import (
+from logitd.model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
+from logitd.model.benchmark.machine import Surroundings, measure_machine, surroundings
+from logitd.model.benchmark.profile import Profile, ProfileError, profile_engine
+from logitd.model.benchmark.workload import Workload, WorkloadError, choose_workload
+from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     load_weights,
     read_checkpoint,
 )
-from model.device import (
+from logitd.model.device import (
     DeviceError,
     Placement,
     choose_device,
@@ -35,23 +35,29 @@ from model.device import (
     keep_freed_memory,
     use_threads,
 )
-from model.inference.engine.config import EngineConfig
-from model.inference.kernels.select import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.kernels.select import (
     DecodePath,
     KernelError,
     check_kv_cache_dtype,
     choose_decode_path,
     choose_dtype,
 )
-from model.inference.options import KernelChoice
-from model.transformer.gpt import GPT
-from service.cli.commands.benchmark.load import asking, measure_server
-from service.cli.commands.benchmark.profile_report import profile_lines, profile_summary
-from service.cli.commands.benchmark.raw_client import RawClient
-from service.cli.commands.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
-from service.cli.commands.benchmark.server import ServerError, started_server
-from service.client import AsyncClient, Info, LogitdError
-from service.settings.tools import BenchSettings
+from logitd.model.inference.options import KernelChoice
+from logitd.model.transformer.gpt import GPT
+from logitd.service.cli.commands.benchmark.load import asking, measure_server
+from logitd.service.cli.commands.benchmark.profile_report import profile_lines, profile_summary
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.cli.commands.benchmark.report import (
+    HttpMeasured,
+    Measured,
+    Profiled,
+    lines,
+    summary,
+)
+from logitd.service.cli.commands.benchmark.server import ServerError, started_server
+from logitd.service.client import AsyncClient, Info, LogitdError
+from logitd.service.settings.tools import BenchSettings
 
 STARTUP_ERRORS = (
     CheckpointError,

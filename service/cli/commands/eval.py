@@ -4,13 +4,13 @@ import json
 import sys
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.data.errors import DataError
-from model.device import DeviceError
-from model.evaluation.text_loss import TextLoss, text_loss
-from model.inference.kernels.select import KernelError
-from model.training.configuration.config import TrainingError
-from service.settings.train import EvalSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.data.errors import DataError
+from logitd.model.device import DeviceError
+from logitd.model.evaluation.text_loss import TextLoss, text_loss
+from logitd.model.inference.kernels.select import KernelError
+from logitd.model.training.configuration.config import TrainingError
+from logitd.service.settings.train import EvalSettings
 
 
 def run(settings: EvalSettings) -> int:

@@ -2,11 +2,11 @@
 
 import sys
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.convert.exporting import export_model
-from model.convert.foreign import ConvertError
-from model.device import DeviceError
-from service.settings.tools import ExportSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.convert.exporting import export_model
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.device import DeviceError
+from logitd.service.settings.tools import ExportSettings
 
 
 def run(settings: ExportSettings) -> int:

@@ -9,18 +9,18 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.data.errors import DataError
-from model.data.sources.progress import Downloaded, Downloading
-from model.device import DeviceError
-from model.extraction.amounts import counted
-from model.extraction.compute import Placing
-from model.extraction.errors import ExtractionError
-from model.extraction.on_ray import Cluster
-from model.extraction.run import Asked, Extracted, Progress, Surveyed, extract
-from model.inference.errors import InvalidRequest
-from model.inference.kernels.select import KernelError
-from service.settings.extract import ExtractSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.device import DeviceError
+from logitd.model.extraction.amounts import counted
+from logitd.model.extraction.compute import Placing
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.on_ray import Cluster
+from logitd.model.extraction.run import Asked, Extracted, Progress, Surveyed, extract
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.kernels.select import KernelError
+from logitd.service.settings.extract import ExtractSettings
 
 SECONDS_BETWEEN_LINES = 10.0
 """Of progress, where it is not drawn in place."""

@@ -6,10 +6,10 @@ Of a model of token ids alone, prompt and completion are ids with spaces between
 import secrets
 import sys
 
-from model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
-from model.text.tokenizer import NO_VOCABULARY
-from service.cli.arguments.called import called
-from service.settings.tools import GenerateSettings
+from logitd.model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
+from logitd.model.text.tokenizer import NO_VOCABULARY
+from logitd.service.cli.arguments.called import called
+from logitd.service.settings.tools import GenerateSettings
 
 
 def run(settings: GenerateSettings) -> int:

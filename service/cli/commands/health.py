@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 
-from service.settings.tools import HealthSettings
+from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """What a server binds to be reached by all, and where it is reached from its own machine."""

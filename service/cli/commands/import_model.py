@@ -6,14 +6,14 @@ Also what `logitd serve` does with one: it names the command, or imports it.
 import sys
 from pathlib import Path
 
-from model.checkpoint.checkpoint import CheckpointError, read_checkpoint
-from model.convert.by_role.map_file import read_map_file
-from model.convert.by_role.read import RoleOptions, draft_of
-from model.convert.foreign import ConvertError
-from model.convert.importing import fingerprint, import_model, importable
-from model.convert.state_file import SUFFIXES
-from service.cli.arguments.called import called
-from service.settings.imports import ImportSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.convert.by_role.map_file import read_map_file
+from logitd.model.convert.by_role.read import RoleOptions, draft_of
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.importing import fingerprint, import_model, importable
+from logitd.model.convert.state_file import SUFFIXES
+from logitd.service.cli.arguments.called import called
+from logitd.service.settings.imports import ImportSettings
 
 IMPORTED = Path("checkpoints")
 """Where `logitd serve --import` puts a checkpoint, below the working directory."""

@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
-from model.checkpoint.run_folder import is_run
-from model.device import DeviceError, choose_placement
-from model.text.tokenizer import NoVocabularyError, TokenizerError
-from model.training.configuration.config import TrainingError
-from model.training.run.summary import summarise
-from model.transformer.config import GPTConfig
-from model.transformer.stages import stages_of
-from model.transformer.trace import TracedStage, trace
-from service.cli.commands.generate import token_ids_of
-from service.cli.commands.inspect_runs import show_runs
-from service.settings.tools import InspectSettings
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.device import DeviceError, choose_placement
+from logitd.model.text.tokenizer import NoVocabularyError, TokenizerError
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.run.summary import summarise
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import stages_of
+from logitd.model.transformer.trace import TracedStage, trace
+from logitd.service.cli.commands.generate import token_ids_of
+from logitd.service.cli.commands.inspect_runs import show_runs
+from logitd.service.settings.tools import InspectSettings
 
 
 def run(settings: InspectSettings) -> int:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from model.training.events import duration
-from model.training.run.summary import RunSummary, differences
+from logitd.model.training.events import duration
+from logitd.model.training.run.summary import RunSummary, differences
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:

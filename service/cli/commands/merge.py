@@ -2,11 +2,11 @@
 
 import sys
 
-from model.checkpoint.adapter import merge
-from model.checkpoint.checkpoint import CheckpointError
-from model.device import DeviceError
-from service.cli.arguments.called import called
-from service.settings.train import MergeSettings
+from logitd.model.checkpoint.adapter import merge
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.device import DeviceError
+from logitd.service.cli.arguments.called import called
+from logitd.service.settings.train import MergeSettings
 
 
 def run(settings: MergeSettings) -> int:

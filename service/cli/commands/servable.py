@@ -10,10 +10,10 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
-from model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run
-from model.files import CONFIG_BYTES, parse_json, read_regular
-from service.cli.arguments.called import called
+from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
+from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run
+from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
+from logitd.service.cli.arguments.called import called
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
 """Where checkpoints and runs usually are, below the working directory."""

@@ -16,14 +16,14 @@ from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.text import Text
 
-from model.checkpoint.checkpoint import is_checkpoint
-from model.device import unproven
-from model.memory import format_bytes
-from service.app.server import serve
-from service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
-from service.core.models import Models, NotLoaded, Served
-from service.settings.model_source import ModelSource
-from service.settings.serve import ServeSettings
+from logitd.model.checkpoint.checkpoint import is_checkpoint
+from logitd.model.device import unproven
+from logitd.model.memory import format_bytes
+from logitd.service.app.server import serve
+from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
+from logitd.service.core.models import Models, NotLoaded, Served
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
 
 
 def run(settings: ServeSettings) -> int:
@@ -59,7 +59,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
     if is_checkpoint(checkpoint):
         return source
     # Imported by name: a server has no use for what reads other people's models.
-    foreign = importlib.import_module("service.cli.commands.import_model")
+    foreign = importlib.import_module("logitd.service.cli.commands.import_model")
     imported: Path | None = foreign.for_serving(checkpoint, may_import=settings.import_model)
     return None if imported is None else replace(source, path=imported)
 

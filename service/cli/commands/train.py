@@ -2,17 +2,17 @@
 
 import sys
 
-from model.data.errors import DataError
-from model.data.sources.progress import Downloading
-from model.device import DeviceError, keep_freed_memory
-from model.training.configuration.config import TrainingError
-from model.training.configuration.presets import PresetError
-from model.training.events import Event, Progress, line
-from model.training.stopping.signals import errors_outlive_sigterm
-from model.training.trainer import train
-from model.transformer.config import ConfigError
-from service.cli.arguments.called import called
-from service.settings.train import TrainSettings
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.progress import Downloading
+from logitd.model.device import DeviceError, keep_freed_memory
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.configuration.presets import PresetError
+from logitd.model.training.events import Event, Progress, line
+from logitd.model.training.stopping.signals import errors_outlive_sigterm
+from logitd.model.training.trainer import train
+from logitd.model.transformer.config import ConfigError
+from logitd.service.cli.arguments.called import called
+from logitd.service.settings.train import TrainSettings
 
 
 class TerminalReporter:

@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.gpu.plan import Finding, Plan
 from benchmarks.gpu.targets import targets
-from model.benchmark.machine import Machine
-from model.device import Placement
+from logitd.model.benchmark.machine import Machine
+from logitd.model.device import Placement
 
 
 def test_targets_are_read_off_what_was_found_and_the_rest_stays_open() -> None:

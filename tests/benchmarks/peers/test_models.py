@@ -17,9 +17,9 @@ from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.weights import HUGGINGFACE, LOGITD
 from benchmarks.shapes import SHAPES, SMALL, SMALL_LLAMA, Shape
 from benchmarks.synthetic import config_of
-from model.checkpoint.checkpoint import load_checkpoint
-from model.convert.exporting import export_model
-from model.convert.family import family_of
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.convert.exporting import export_model
+from logitd.model.convert.family import family_of
 
 TWO = pytest.mark.parametrize("shape", [SMALL, SMALL_LLAMA], ids=["gpt2", "llama"])
 

@@ -13,7 +13,7 @@ from benchmarks.peers.serving import (
     summarise,
     table,
 )
-from service.cli.commands.benchmark.load import Arrival, Failure, StreamRecord
+from logitd.service.cli.commands.benchmark.load import Arrival, Failure, StreamRecord
 
 
 def stream(sent: float, *times: float) -> StreamRecord:

@@ -22,7 +22,7 @@ from benchmarks.peers.transformers_server import (
     tokens_in,
     transformers_server,
 )
-from service.cli.commands.benchmark.load import StreamFailed, StreamRecord, run_streams
+from logitd.service.cli.commands.benchmark.load import StreamFailed, StreamRecord, run_streams
 from tests.benchmarks.peers.conftest import Saved
 
 

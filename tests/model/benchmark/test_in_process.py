@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from model.benchmark.in_process import (
+from logitd.model.benchmark.in_process import (
     MeasuringError,
     full_steps,
     measure_engine,
     requests,
 )
-from model.benchmark.work import decode_work, prefill_work, size_of
-from model.benchmark.workload import Workload, tokens_for
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.work import decode_work, prefill_work, size_of
+from logitd.model.benchmark.workload import Workload, tokens_for
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, tiny_config, tiny_gpt
 
 STEPS = 9
@@ -106,7 +106,7 @@ def test_rates_are_tokens_over_the_time_of_whole_steps(
             now += 1000.0
 
     clock = ticking().__next__
-    monkeypatch.setattr("model.benchmark.in_process.time.perf_counter", clock)
+    monkeypatch.setattr("logitd.model.benchmark.in_process.time.perf_counter", clock)
     asked = workload(4, 40, batches=(4,), rounds=3)
     figures = measure_engine(gpt, PlainDecoder, asked)
     (decode,) = figures.decode

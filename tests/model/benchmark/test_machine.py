@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.benchmark import machine
-from model.benchmark.machine import (
+from logitd.model.benchmark import machine
+from logitd.model.benchmark.machine import (
     Machine,
     best_of,
     matrix_rate,
@@ -17,7 +17,7 @@ from model.benchmark.machine import (
     read_bandwidth,
     surroundings,
 )
-from model.device import choose_placement
+from logitd.model.device import choose_placement
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def test_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         now[0] += pauses.pop(0)
 
-    monkeypatch.setattr("model.benchmark.machine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("logitd.model.benchmark.machine.time.perf_counter", lambda: now[0])
     assert machine._quickest(run, CPU) == 0.125
     assert pauses == []
 

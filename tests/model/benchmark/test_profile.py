@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.benchmark.profile import (
+from logitd.model.benchmark.profile import (
     Profile,
     ProfileError,
     WatchedStep,
@@ -18,21 +18,21 @@ from model.benchmark.profile import (
     summarise,
     summed,
 )
-from model.benchmark.stages import Stage, decode_stage_works, prefill_stage_works
-from model.benchmark.timeline import Timeline, Watch
-from model.benchmark.work import Work
-from model.benchmark.workload import Workload, tokens_for
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.stages import Stage, decode_stage_works, prefill_stage_works
+from logitd.model.benchmark.timeline import Timeline, Watch
+from logitd.model.benchmark.work import Work
+from logitd.model.benchmark.workload import Workload, tokens_for
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, VOCAB_SIZE, random_ids, tiny_config, tiny_gpt
 
 STEPS = 12
@@ -281,7 +281,7 @@ def test_the_steps_of_a_prompt_are_one() -> None:
 
 def test_a_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 6.0, 8.0, 12.0, 13.0])
-    monkeypatch.setattr("model.benchmark.timeline.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("logitd.model.benchmark.timeline.time.perf_counter", lambda: next(times))
     timeline = Timeline()
     timeline.mark("head")  # nobody looks on: not even at the clock
     timeline.begin()

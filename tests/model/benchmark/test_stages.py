@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from model.benchmark.stages import STAGES, Stage, decode_stage_works, prefill_stage_works
-from model.benchmark.work import Work, decode_work, prefill_work, size_of
-from model.inference.options import Quantization
-from model.transformer.config import gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.benchmark.stages import STAGES, Stage, decode_stage_works, prefill_stage_works
+from logitd.model.benchmark.work import Work, decode_work, prefill_work, size_of
+from logitd.model.inference.options import Quantization
+from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 CASES = [(3, 100.5, "none"), (3, 100.5, "int8"), (3, 100.5, "int4"), (1, 7, "none")]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.benchmark.machine import Machine
-from model.benchmark.work import (
+from logitd.model.benchmark.machine import Machine
+from logitd.model.benchmark.work import (
     Limit,
     ModelSize,
     Work,
@@ -18,11 +18,11 @@ from model.benchmark.work import (
     prefill_work,
     size_of,
 )
-from model.checkpoint.checkpoint import load_checkpoint
-from model.inference.kv_cache import KVCache
-from model.inference.options import KVCacheDType
-from model.transformer.config import gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import KVCacheDType
+from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 GPT2 = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)

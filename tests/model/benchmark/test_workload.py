@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from model.benchmark.workload import (
+from logitd.model.benchmark.workload import (
     FEWEST_STEPS,
     Workload,
     WorkloadError,

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CONFIG,
     RANKS,
     WEIGHTS,
     CheckpointError,
     load_checkpoint,
 )
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 
 CPU = torch.device("cpu")
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.adapter import WEIGHTS, merge, read_adapter, save_adapter
-from model.checkpoint.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
-from model.transformer.config import TARGETS
-from model.transformer.gpt import GPT
-from model.transformer.lora import LoraShape, trained_weights
-from service.cli.main import run
+from logitd.model.checkpoint.adapter import WEIGHTS, merge, read_adapter, save_adapter
+from logitd.model.checkpoint.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.lora import LoraShape, trained_weights
+from logitd.service.cli.main import run
 from tests.model.factories import (
     random_ids,
     save_tiny_checkpoint,

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, CheckpointError
-from model.device import DeviceError
-from model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, CheckpointError
+from logitd.model.device import DeviceError
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from tests.model.checkpoint.files import load, rehash
 from tests.model.damage import damaged, edited, written
 from tests.model.factories import save_tiny_checkpoint

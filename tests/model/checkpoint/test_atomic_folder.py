@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.atomic_folder import atomic_folder
+from logitd.model.checkpoint.atomic_folder import atomic_folder
 
 
 def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.checkpoint.beside import (
+from logitd.model.checkpoint.beside import (
     CARD_BYTES,
     METRICS,
     METRICS_BYTES,
@@ -16,7 +16,7 @@ from model.checkpoint.beside import (
     read_card,
     read_curve,
 )
-from model.training.run.card import _curve
+from logitd.model.training.run.card import _curve
 
 
 def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:
@@ -76,7 +76,7 @@ def test_a_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
 
 @given(count=st.integers(0, 5 * MOST_POINTS))
 def test_thinning_keeps_the_ends_and_the_order(count: int) -> None:
-    from model.checkpoint.beside import _thinned
+    from logitd.model.checkpoint.beside import _thinned
 
     points = [Point(step, 1.0) for step in range(count)]
     steps = [point.step for point in _thinned(points)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CARD,
     CONFIG,
     RANKS,
@@ -27,9 +27,9 @@ from model.checkpoint.checkpoint import (
     load_checkpoint,
     read_checkpoint,
 )
-from model.checkpoint.hashed_file import HashedFile
-from model.checkpoint.weights_file import StoredTensor, read_header
-from model.text.tokenizer import Tokenizer
+from logitd.model.checkpoint.hashed_file import HashedFile
+from logitd.model.checkpoint.weights_file import StoredTensor, read_header
+from logitd.model.text.tokenizer import Tokenizer
 from tests.model.checkpoint.files import CPU, contents, edit_config, load, refuse
 from tests.model.factories import (
     CHAT_TEMPLATE,
@@ -158,7 +158,7 @@ def test_what_is_hashed_is_what_is_loaded(saved: Path, monkeypatch: pytest.Monke
         return tensors
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr("model.checkpoint.checkpoint.read_header", change_then)
+        meanwhile.setattr("logitd.model.checkpoint.checkpoint.read_header", change_then)
         refuse(
             saved,
             "{path}/model.safetensors (...) has sha256 ..., config.json says ...: "
@@ -175,7 +175,7 @@ def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> Non
         import re, sys
         from pathlib import Path
         import torch
-        from model.checkpoint.checkpoint import load_weights, read_checkpoint
+        from logitd.model.checkpoint.checkpoint import load_weights, read_checkpoint
 
         def peak():
             status = Path("/proc/self/status").read_text()
@@ -281,7 +281,7 @@ def test_a_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
-        from model.text.tokenizer import Tokenizer
+        from logitd.model.text.tokenizer import Tokenizer
         from tests.model.factories import byte_tokenizer, save_tiny_checkpoint
 
         class KilledTokenizer(Tokenizer):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CONFIG,
     RANKS,
     WEIGHTS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.hashed_file import PIECE, HashedFile
+from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
 
 
 @pytest.fixture

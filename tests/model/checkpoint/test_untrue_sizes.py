@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.checkpoint import (
+from logitd.model.checkpoint.checkpoint import (
     CONFIG,
     RANKS,
     WEIGHTS,
@@ -15,7 +15,7 @@ from model.checkpoint.checkpoint import (
     check_header,
     read_checkpoint,
 )
-from model.device import DeviceError
+from logitd.model.device import DeviceError
 from tests.model.checkpoint.files import edit_config, load, refuse
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 

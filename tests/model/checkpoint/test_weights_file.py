@@ -12,8 +12,8 @@ from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.hashed_file import PIECE, HashedFile
-from model.checkpoint.weights_file import (
+from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
+from logitd.model.checkpoint.weights_file import (
     DTYPES,
     LARGEST_HEADER,
     WeightsFileError,

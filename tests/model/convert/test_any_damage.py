@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from service.cli.main import run
+from logitd.service.cli.main import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.damage import damaged, edited, written
 from tests.profiles import examples

@@ -9,15 +9,15 @@ import transformers
 from hypothesis import assume, given, reject
 from torch.testing import assert_close
 
-from model.convert.exportable import describe, gguf_objections, hf_objections
-from model.convert.exporting import export_model
-from model.convert.family import GPT_NEOX, family_of, nearest, objections
-from model.convert.foreign import ConvertError
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.events import Event, Started
-from model.training.setup.resolve import resolve_config
-from model.training.trainer import train
-from model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
+from logitd.model.convert.exportable import describe, gguf_objections, hf_objections
+from logitd.model.convert.exporting import export_model
+from logitd.model.convert.family import GPT_NEOX, family_of, nearest, objections
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.events import Event, Started
+from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.trainer import train
+from logitd.model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
 from tests.model.convert.theirs import loaded
 from tests.model.factories import (
     FAMILIES,

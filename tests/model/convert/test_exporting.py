@@ -9,15 +9,15 @@ import torch
 import transformers
 from torch.testing import assert_close
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.convert.exporting import export_model
-from model.convert.foreign import ConvertError
-from model.convert.hf.tokenizer import QWEN2_PATTERN
-from model.convert.importing import import_model
-from model.convert.vocabulary.characters import character_tokenizer
-from model.convert.vocabulary.words import word_tokenizer
-from model.files import FileError
-from model.transformer.config import MODERN, ORIGINAL
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.convert.exporting import export_model
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN
+from logitd.model.convert.importing import import_model
+from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.files import FileError
+from logitd.model.transformer.config import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
     CHAT_TEMPLATE,

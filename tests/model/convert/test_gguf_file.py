@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.convert.exporting import export_model
-from model.convert.foreign import ConvertError
-from model.convert.gguf_file import interleaved
-from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
-from model.convert.importing import import_model
-from model.files import FileError
+from logitd.model.convert.exporting import export_model
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.gguf_file import interleaved
+from logitd.model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from logitd.model.convert.importing import import_model
+from logitd.model.files import FileError
 from tests.model.convert.theirs import (
     ROTARY,
     SAMPLE,

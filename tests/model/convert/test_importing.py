@@ -2,8 +2,8 @@
 
 import torch
 
-from model.convert.foreign import ForeignModel, ForeignTokenizer
-from model.convert.importing import _fitted
+from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
+from logitd.model.convert.importing import _fitted
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 
 

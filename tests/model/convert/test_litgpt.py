@@ -10,8 +10,8 @@ import yaml
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.convert.foreign import ConvertError
-from model.convert.importing import import_model
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.importing import import_model
 from tests.model.convert.theirs import ROWS, SAMPLE, loaded, their_model, their_tokenizer
 
 CONFIG: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model.convert.foreign import ConvertError
-from model.convert.importing import import_model
-from model.text.tokenizer import TokenizerError
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.importing import import_model
+from logitd.model.text.tokenizer import TokenizerError
 from tests.model.convert.theirs import NanoGPT, loaded
 from tests.model.factories import merging_tokenizer
 

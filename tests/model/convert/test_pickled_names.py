@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from model.convert.pickled_names import PickledNames, pickled_names
+from logitd.model.convert.pickled_names import PickledNames, pickled_names
 
 
 class Own:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.convert.foreign import ConvertError
-from model.convert.pt_archive import REPEATED_BYTES
-from model.convert.pt_file import read_pt
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.pt_archive import REPEATED_BYTES
+from logitd.model.convert.pt_file import read_pt
 from tests.model.convert.theirs import their_model
 
 KEEP = "model.state_dict()"

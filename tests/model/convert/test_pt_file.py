@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from model.convert.foreign import ConvertError
-from model.convert.pt_file import read_plain_pickle, read_pt
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.pt_file import read_plain_pickle, read_pt
 
 KEEP = "model.state_dict()"
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(2)}

@@ -11,9 +11,9 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
-from model.convert.probe import probe_text
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.convert.probe import probe_text
+from logitd.model.transformer.gpt import GPT
 
 TEXT = probe_text()
 SAMPLE = "def main(): it's 12345 naïve\n\n   \t x  "

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.amount import count_bytes
-from model.data.prepare import prepare_text
-from model.data.sources.document import Document, Text, text_document
-from model.data.sources.open_text import open_text
+from logitd.model.data.amount import count_bytes
+from logitd.model.data.prepare import prepare_text
+from logitd.model.data.sources.document import Document, Text, text_document
+from logitd.model.data.sources.open_text import open_text
 
 
 @given(st.lists(st.text(min_size=1, max_size=20), min_size=1), st.integers(0, 200))

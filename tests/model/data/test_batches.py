@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.batches import Batches, RankBatch, noise_seed, rank_batch
-from model.data.errors import DataError
-from model.data.shards import Shard
+from logitd.model.data.batches import Batches, RankBatch, noise_seed, rank_batch
+from logitd.model.data.errors import DataError
+from logitd.model.data.shards import Shard
 
 
 def _shard(count: int) -> Shard:

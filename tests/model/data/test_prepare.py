@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from model.convert.vocabulary.characters import character_tokenizer
-from model.convert.vocabulary.words import word_tokenizer
-from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
-from model.data.shards import Shard
-from model.data.sources.document import Text, TextError, text_document
-from model.data.sources.open_text import open_text
-from model.data.sources.stories import story
-from model.data.split import MANY, sides
-from model.text.tokenizer import Tokenizer
-from model.training.configuration.presets import preset
+from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
+from logitd.model.data.shards import Shard
+from logitd.model.data.sources.document import Text, TextError, text_document
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.stories import story
+from logitd.model.data.split import MANY, sides
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.training.configuration.presets import preset
 from tests.model.conftest import story as sentences
 
 RECIPE = preset("tiny").recipe
@@ -157,9 +157,9 @@ MEASURE = """
 import resource, sys
 from functools import partial
 from pathlib import Path
-from model.data.prepare import prepare_text
-from model.data.sources.document import Documents, Text, text_document, PIECE
-from model.data.sources.stories import story
+from logitd.model.data.prepare import prepare_text
+from logitd.model.data.sources.document import Documents, Text, text_document, PIECE
+from logitd.model.data.sources.stories import story
 
 megabytes, folder = int(sys.argv[1]), Path(sys.argv[2])
 block = "".join(story(number).text for number in range(3500))[:1_000_000]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from model.data.errors import DataError
-from model.data.ready_made import ready_made
-from model.data.vocabulary import learn, tokenizer_sha256
-from model.text.tokenizer import END_OF_TEXT
+from logitd.model.data.errors import DataError
+from logitd.model.data.ready_made import ready_made
+from logitd.model.data.vocabulary import learn, tokenizer_sha256
+from logitd.model.text.tokenizer import END_OF_TEXT
 from tests.model.conftest import story
 from tests.model.convert.theirs import their_tokenizer
 

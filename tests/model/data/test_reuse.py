@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data import reuse as module
-from model.data.reuse import Written, reuse_shards
-from model.data.shards import HEADER, ShardError, ShardWriter, open_shard
-from model.data.split import MANY
-from model.data.vocabulary import tokenizer_sha256
-from model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.data import reuse as module
+from logitd.model.data.reuse import Written, reuse_shards
+from logitd.model.data.shards import HEADER, ShardError, ShardWriter, open_shard
+from logitd.model.data.split import MANY
+from logitd.model.data.vocabulary import tokenizer_sha256
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 BYTES = {bytes([n]): n for n in range(256)}
 TOKENIZER = Tokenizer(ranks=BYTES, pattern=".", special_tokens={END_OF_TEXT: 256})

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.data.shards import HEADER, ShardError, ShardWriter, open_shard
+from logitd.model.data.shards import HEADER, ShardError, ShardWriter, open_shard
 
 MINE, OTHER = b"m" * 32, b"o" * 32
 

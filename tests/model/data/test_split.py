@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.sources.document import PIECE, Document, text_document
-from model.data.split import MANY, are_many, first_held_out, lot, sides
+from logitd.model.data.sources.document import PIECE, Document, text_document
+from logitd.model.data.split import MANY, are_many, first_held_out, lot, sides
 
 
 def held_out(documents: list[Document], fraction: float = 0.1) -> set[str]:

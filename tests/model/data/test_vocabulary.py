@@ -7,9 +7,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.errors import DataError
-from model.data.vocabulary import SMALLEST, check, learn, tokenizer_sha256
-from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.model.data.errors import DataError
+from logitd.model.data.vocabulary import SMALLEST, check, learn, tokenizer_sha256
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from tests.model.conftest import story
 
 LEARNED = learn([story(800)], 340)

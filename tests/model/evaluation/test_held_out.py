@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
-from model.data.errors import DataError
-from model.data.prepare import read_prepared
-from model.data.sources.document import TextError
-from model.data.sources.python_text import python_text
-from model.data.split import sides
-from model.evaluation import held_out as module
-from model.evaluation.held_out import MIN_TOKENS, WINDOW_TOKENS, held_out_windows
-from model.training.trainer import train
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from logitd.model.data.errors import DataError
+from logitd.model.data.prepare import read_prepared
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.split import sides
+from logitd.model.evaluation import held_out as module
+from logitd.model.evaluation.held_out import MIN_TOKENS, WINDOW_TOKENS, held_out_windows
+from logitd.model.training.trainer import train
 from tests.model.conftest import Configure, story
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 

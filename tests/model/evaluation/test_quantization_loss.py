@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.data.shards import Shard
-from model.data.sources.document import TextError
-from model.data.windows import ValidationWindows
-from model.evaluation.held_out import held_out_windows
-from model.evaluation.quantization_loss import QuantizationLoss, decode_nats, quantization_loss
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.options import Quantization
-from model.training.step.validate import validate
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.data.shards import Shard
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.windows import ValidationWindows
+from logitd.model.evaluation.held_out import held_out_windows
+from logitd.model.evaluation.quantization_loss import (
+    QuantizationLoss,
+    decode_nats,
+    quantization_loss,
+)
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import Quantization
+from logitd.model.training.step.validate import validate
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
 
 BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"

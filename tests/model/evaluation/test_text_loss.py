@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from model.data.sources.document import TextError
-from model.evaluation.text_loss import text_loss
-from model.training.step.validate import bits_per_byte
-from model.training.trainer import train
+from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.data.sources.document import TextError
+from logitd.model.evaluation.text_loss import text_loss
+from logitd.model.training.step.validate import bits_per_byte
+from logitd.model.training.trainer import train
 from tests.model.conftest import Configure, story
 from tests.model.factories import (
     chat_tokenizer,

@@ -10,8 +10,8 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from model.extraction.compute import Placing
-from model.extraction.run import Asked, Extracted, extract
+from logitd.model.extraction.compute import Placing
+from logitd.model.extraction.run import Asked, Extracted, extract
 from tests.model.conftest import story
 
 TORCH = Placing(device="cpu", dtype="float32", threads=1, kernels="torch")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from model.extraction.index import INDEX
-from model.extraction.run import Asked, extract
+from logitd.model.extraction.index import INDEX
+from logitd.model.extraction.run import Asked, extract
 from tests.model.extraction.conftest import TORCH, contents
 
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir")

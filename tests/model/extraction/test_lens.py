@@ -12,8 +12,8 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from model.extraction.errors import ExtractionError
-from model.extraction.wanted import (
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.wanted import (
     LENS_TOP_K,
     SHARD_BYTES,
     SHARD_TOKENS,
@@ -21,10 +21,10 @@ from model.extraction.wanted import (
     LensFigures,
     lens_wanted,
 )
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.llm import LLM
-from model.transformer.config import MODERN
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.llm import LLM
+from logitd.model.transformer.config import MODERN
+from logitd.model.transformer.gpt import GPT
 from tests.model.extraction.conftest import TORCH, Extract, in_memory
 from tests.model.extraction.test_run import CONTEXT, rows_of
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt

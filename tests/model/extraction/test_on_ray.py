@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from model.extraction.compute import Group, open_computer
-from model.extraction.errors import ExtractionError
-from model.extraction.on_ray import Node, Workers, choose_workers, joined
-from model.extraction.plan import Unit
-from model.extraction.ray_worker import GREETING, Feed
-from model.extraction.wanted import Logprobs
+from logitd.model.extraction.compute import Group, open_computer
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.on_ray import Node, Workers, choose_workers, joined
+from logitd.model.extraction.plan import Unit
+from logitd.model.extraction.ray_worker import GREETING, Feed
+from logitd.model.extraction.wanted import Logprobs
 from tests.model.extraction.conftest import TORCH
 
 SMALL, LARGE, GPUS = Node(8, 0), Node(64, 0), Node(32, 4)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from model.data.sources.document import Document, text_document
-from model.extraction.errors import ExtractionError
-from model.extraction.plan import (
+from logitd.model.data.sources.document import Document, text_document
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.plan import (
     DataReader,
     Unit,
     Windows,
@@ -115,7 +115,7 @@ def test_windows_are_as_wide_as_they_can_be_unless_said_otherwise() -> None:
 def test_a_document_of_more_tokens_than_positions_count_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("model.extraction.plan.MOST_POSITIONS", 10)
+    monkeypatch.setattr("logitd.model.extraction.plan.MOST_POSITIONS", 10)
     assert list(document_units(0, "d", [[1] * 10], Windows(4, 4)))
     with pytest.raises(ExtractionError, match="d has more than 10 tokens"):
         list(document_units(0, "d", [[1] * 10, [1]], Windows(4, 4)))

@@ -13,14 +13,14 @@ import pytest
 from pyarrow import parquet
 from safetensors.numpy import load_file
 
-from model.data.sources.document import TextError
-from model.device import available_processors
-from model.extraction.errors import ExtractionError
-from model.extraction.index import INDEX, LOCK
-from model.extraction.run import Progress, Surveyed
-from model.folder_lock import FolderLock
-from model.inference.options import KernelChoice
-from model.llm import LLM
+from logitd.model.data.sources.document import TextError
+from logitd.model.device import available_processors
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.index import INDEX, LOCK
+from logitd.model.extraction.run import Progress, Surveyed
+from logitd.model.folder_lock import FolderLock
+from logitd.model.inference.options import KernelChoice
+from logitd.model.llm import LLM
 from tests.model.extraction.conftest import TORCH, Extract, contents, in_memory
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.full_disk import files_of_at_most
@@ -85,7 +85,7 @@ def test_how_many_positions_a_step_has_changes_no_byte(
     """A step of a server has fewer, and scores the same."""
     files = []
     for chunk in (32, 1024):
-        monkeypatch.setattr("model.extraction.compute.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("logitd.model.extraction.compute.PREFILL_CHUNK", chunk)
         placing = replace(TORCH, kernels=kernels)
         result = extracting(tmp_path / f"of {chunk}", shard_tokens=150, placing=placing)
         files.append([path.read_bytes() for path in sorted(result.path.glob("*.parquet"))])
@@ -169,7 +169,7 @@ def test_a_finished_extraction_is_only_looked_at(extracting: Extract, texts: Pat
 def test_progress_ends_with_everything(
     extracting: Extract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("logitd.model.extraction.run.SECONDS_BETWEEN", 0.0)
     events: list[Any] = []
     result = extracting(shard_tokens=100, tell=events.append)
     assert isinstance(events[0], Surveyed)
@@ -188,7 +188,7 @@ def _interrupted(extracting: Extract, out: Path, **asked: Any) -> Path:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+        patch.setattr("logitd.model.extraction.run.SECONDS_BETWEEN", 0.0)
         with pytest.raises(KeyboardInterrupt):
             extracting(out, tell=interrupt, **asked)
     assert sorted(contents(out)) == [

@@ -8,11 +8,11 @@ computed; this is how it is computed where it is served.
 import torch
 from torch import Tensor
 
-from model.inference.kernels.base import AttentionSelection, PrefillInput
-from model.inference.kernels.select import choose_decode_path
-from model.inference.kv_cache import KVCache
-from model.inference.options import KernelChoice, Quantization
-from model.transformer.gpt import GPT, GPTOutput
+from logitd.model.inference.kernels.base import AttentionSelection, PrefillInput
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import KernelChoice, Quantization
+from logitd.model.transformer.gpt import GPT, GPTOutput
 
 
 @torch.inference_mode()

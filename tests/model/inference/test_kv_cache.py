@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kv_cache import KVCache, quantized_rows
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.kv_cache import KVCache, quantized_rows
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 
 SHAPES: dict[str, dict[str, Any]] = {

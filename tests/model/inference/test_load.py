@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.device import DeviceError
-from model.inference.kernels.select import KernelError, choose_dtype
-from model.inference.load import LoadedModel, load_model
-from model.memory import Available
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.device import DeviceError
+from logitd.model.inference.kernels.select import KernelError, choose_dtype
+from logitd.model.inference.load import LoadedModel, load_model
+from logitd.model.memory import Available
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 
@@ -86,7 +86,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("model.inference.load.available", little)
-    monkeypatch.setattr("model.inference.load.load_weights", never)
+    monkeypatch.setattr("logitd.model.inference.load.available", little)
+    monkeypatch.setattr("logitd.model.inference.load.load_weights", never)
     with pytest.raises(DeviceError, match=r"^the model's weights take .*, cpu has 1.0 KiB free of"):
         opened(covered)

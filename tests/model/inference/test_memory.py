@@ -7,24 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.device import DeviceError
-from model.inference.kv_cache import KVCache
-from model.inference.memory import (
+from logitd.model.device import DeviceError
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.memory import (
     MAX_SLOTS,
     SlotBudget,
     slot_bytes,
     slots_for,
     working_bytes,
 )
-from model.inference.options import (
+from logitd.model.inference.options import (
     SERVED_SLOTS,
     KVCacheDType,
     MemoryShare,
     SlotDefault,
     parse_memory,
 )
-from model.memory import Available, format_bytes
-from model.transformer.config import BLOCK, gpt2_shape
+from logitd.model.memory import Available, format_bytes
+from logitd.model.transformer.config import BLOCK, gpt2_shape
 from tests.model.factories import FAMILIES, tiny_config
 
 GIB = 2**30

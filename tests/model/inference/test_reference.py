@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.inference.reference import filtered, generate, penalised, sample_row
-from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.philox import uniform
+from logitd.model.inference.reference import filtered, generate, penalised, sample_row
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.philox import uniform
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 
 

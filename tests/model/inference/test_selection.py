@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.inference.errors import InvalidRequest
-from model.inference.selection import resolve_indices
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.selection import resolve_indices
 
 
 def test_indices_are_resolved() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.kernels.select import KernelError
-from model.inference.options import KernelChoice
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.options import KernelChoice
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.served import forward_as_served
 

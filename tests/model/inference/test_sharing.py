@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.device import DeviceError
-from model.inference.memory import MAX_SLOTS, SlotBudget, slots_for
-from model.inference.options import SERVED_SLOTS, MemoryShare, MemorySize, SlotDefault
-from model.inference.sharing import Shape, divide_slots
-from model.memory import Available
+from logitd.model.device import DeviceError
+from logitd.model.inference.memory import MAX_SLOTS, SlotBudget, slots_for
+from logitd.model.inference.options import SERVED_SLOTS, MemoryShare, MemorySize, SlotDefault
+from logitd.model.inference.sharing import Shape, divide_slots
+from logitd.model.memory import Available
 from tests.model.factories import tiny_config
 
 SHAPES = st.lists(

@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.text import chat_template
-from model.text.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate, ChatTemplateError
-from model.text.tokenizer import Tokenizer
+from logitd.model.text import chat_template
+from logitd.model.text.chat_template import (
+    MAX_CHARACTERS,
+    MAX_SOURCE,
+    ChatTemplate,
+    ChatTemplateError,
+)
+from logitd.model.text.tokenizer import Tokenizer
 from tests.model.factories import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer
 from tests.profiles import examples
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.text.message_text import SURROGATES, Hidden, MessageText
+from logitd.model.text.message_text import SURROGATES, Hidden, MessageText
 
 SPECIALS = ("<|end|>", "</a>", "é\n")
 LETTERS = "<|/>endaENDA é\nxßX"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from model.text.stop_strings import StopFinder
+from logitd.model.text.stop_strings import StopFinder
 
 # Few letters, so that stop strings overlap themselves and each other.
 TEXT = st.text("ab€", max_size=30)

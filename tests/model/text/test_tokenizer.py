@@ -14,7 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 
-from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError, TokenSpan
+from logitd.model.text.tokenizer import (
+    END_OF_TEXT,
+    SPLIT_PATTERN,
+    Tokenizer,
+    TokenizerError,
+    TokenSpan,
+)
 from tests.model.factories import byte_tokenizer
 
 MERGES = (

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.trainer import train
+from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.trainer import train
 from tests.conftest import MATPLOTLIB
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _losses, _state

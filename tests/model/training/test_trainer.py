@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from model.data.errors import DataError
-from model.data.sources.document import TextError
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.configuration.presets import PresetError
-from model.training.events import (
+from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.document import TextError
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import PresetError
+from logitd.model.training.events import (
     Evaluated,
     Event,
     Noticed,
@@ -30,11 +30,11 @@ from model.training.events import (
     Started,
     line,
 )
-from model.training.recording import checkpoint_writer, evaluator
-from model.training.run.state import read_state
-from model.training.step.validate import ValidationLoss
-from model.training.trainer import Trainer, TrainingResult, train
-from model.transformer.config import ConfigError, RopeScaling
+from logitd.model.training.recording import checkpoint_writer, evaluator
+from logitd.model.training.run.state import read_state
+from logitd.model.training.step.validate import ValidationLoss
+from logitd.model.training.trainer import Trainer, TrainingResult, train
+from logitd.model.transformer.config import ConfigError, RopeScaling
 from tests.model.conftest import Configure, story
 
 

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
-from model.transformer.activation import activate
-from model.transformer.config import Activation
+from logitd.model.transformer.activation import activate
+from logitd.model.transformer.config import Activation
 
 KINDS: tuple[Activation, ...] = get_args(Activation)
 WIDTHS = (2, 14, 24, 48, 100, 128, 1000)

@@ -14,11 +14,11 @@ import transformers
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.convert.foreign import Settings, StateDictReader
-from model.convert.hf.neox import read_neox
-from model.convert.hf.opt import read_opt
-from model.transformer.config import GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.convert.foreign import Settings, StateDictReader
+from logitd.model.convert.hf.neox import read_neox
+from logitd.model.convert.hf.opt import read_opt
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids
 from tests.model.shapes import SCALINGS
 

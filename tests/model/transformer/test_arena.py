@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import empty_gpt
-from model.transformer.arena import (
+from logitd.model.checkpoint.checkpoint import empty_gpt
+from logitd.model.transformer.arena import (
     GAP,
     LINE,
     PAGE,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.transformer.attention import (
+from logitd.model.transformer.attention import (
     CausalAttend,
     RecordingAttend,
     attention_probs,

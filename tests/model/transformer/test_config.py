@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from model.transformer.config import MODERN, ConfigError, GPTConfig, gpt2_shape, padded
+from logitd.model.transformer.config import MODERN, ConfigError, GPTConfig, gpt2_shape, padded
 from tests.model.factories import FAMILIES, tiny_config
 from tests.model.shapes import shapes
 

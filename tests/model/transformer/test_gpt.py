@@ -14,10 +14,10 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from model.transformer.attention import CausalAttend, RecordingAttend
-from model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT, HEAD_ROWS, Block, sinusoidal_table
-from model.transformer.rotary import rotary_tables, rotate
+from logitd.model.transformer.attention import CausalAttend, RecordingAttend
+from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT, HEAD_ROWS, Block, sinusoidal_table
+from logitd.model.transformer.rotary import rotary_tables, rotate
 from tests.model import by_definition
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.shapes import COMBINATIONS, shapes

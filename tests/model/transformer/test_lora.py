@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.transformer.config import TARGETS
-from model.transformer.gpt import GPT
-from model.transformer.lora import (
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.lora import (
     LoraError,
     LoraShape,
     adapt,
@@ -19,7 +19,7 @@ from model.transformer.lora import (
     merge_into,
     trained_weights,
 )
-from model.transformer.size import parameter_count
+from logitd.model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.profiles import examples
 

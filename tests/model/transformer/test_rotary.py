@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch.testing import assert_close
 
-from model.transformer.config import ConfigError, RopeScaling
-from model.transformer.rotary import angles_per_position, rotary_tables, rotate
+from logitd.model.transformer.config import ConfigError, RopeScaling
+from logitd.model.transformer.rotary import angles_per_position, rotary_tables, rotate
 from tests.model.factories import tiny_config
 from tests.model.shapes import SCALINGS
 

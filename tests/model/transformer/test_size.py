@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from model.training.configuration.presets import PRESETS
-from model.transformer.config import MODERN, GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
-from model.transformer.size import Elements, count_elements, parameter_count
+from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.transformer.config import MODERN, GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import Elements, count_elements, parameter_count
 from tests.model.factories import FAMILIES, tiny_config
 from tests.model.shapes import shapes
 

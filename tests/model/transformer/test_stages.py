@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from model.transformer.stages import STAGES, UnknownStage, match_stages, stages_of
-from model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.stages import STAGES, UnknownStage, match_stages, stages_of
+from logitd.model.transformer.tap import HEADS_FIRST
 from tests.model.factories import FAMILIES, tiny_config
 
 README = Path(__file__).parents[3] / "model/transformer/README.md"

@@ -14,10 +14,10 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from model.transformer.attention import RecordingAttend
-from model.transformer.gpt import GPT
-from model.transformer.stages import stages_of
-from model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.attention import RecordingAttend
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.stages import stages_of
+from logitd.model.transformer.tap import HEADS_FIRST
 from tests.model.factories import random_ids
 from tests.model.transformer.test_against_transformers import (
     VOCAB_SIZE,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.transformer.stages import stages_of
-from model.transformer.trace import trace
+from logitd.model.transformer.stages import stages_of
+from logitd.model.transformer.trace import trace
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages
 

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from starlette.responses import StreamingResponse
 
-from service.app.app import create_app
-from service.app.middleware import EXPOSED_HEADERS
-from service.connections.limits import MAX_HEADER_BYTES
-from service.log import JsonFormatter
-from service.schemas.base import ErrorReply
+from logitd.service.app.app import create_app
+from logitd.service.app.middleware import EXPOSED_HEADERS
+from logitd.service.connections.limits import MAX_HEADER_BYTES
+from logitd.service.log import JsonFormatter
+from logitd.service.schemas.base import ErrorReply
 from tests.service.serving import (
     Serving,
     events,

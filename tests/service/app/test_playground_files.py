@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import service.app
+from logitd.service import app
 from tests.service.serving import Serving
 
-STATIC = Path(service.app.__file__).parent / "static"
+STATIC = Path(app.__file__).parent / "static"
 PAGE = (STATIC / "index.html").read_text(encoding="utf-8")
 STYLES = (STATIC / "playground" / "playground.css").read_text(encoding="utf-8")
 MODULES = sorted((STATIC / "playground").glob("*.js"))

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.app.server import serve
-from service.schemas.base import ErrorReply
+from logitd.service.app.server import serve
+from logitd.service.schemas.base import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from model.version import VERSION
-from service.cli.arguments.mistakes import unknown_variables
-from service.cli.interrupts import quits_when_interrupted
-from service.cli.main import COMMANDS, main, parse, run, wait_briefly
-from service.settings.serve import ServeSettings
+from logitd.model.version import VERSION
+from logitd.service.cli.arguments.mistakes import unknown_variables
+from logitd.service.cli.interrupts import quits_when_interrupted
+from logitd.service.cli.main import COMMANDS, main, parse, run, wait_briefly
+from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 ROOT = Path(__file__).parents[3]
@@ -200,7 +200,7 @@ def test_a_file_of_settings_that_cannot_be_read_exits_2_with_a_sentence(
         def refused(*_: object) -> None:
             raise PermissionError(13, "Permission denied", ".env")
 
-        monkeypatch.setattr("service.cli.arguments.mistakes.dotenv_values", refused)
+        monkeypatch.setattr("logitd.service.cli.arguments.mistakes.dotenv_values", refused)
     assert exit_code("serve") == 2
     err = capsys.readouterr().err
     assert err.startswith("logitd serve: .env cannot be read: ")
@@ -272,7 +272,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_imports_nothing_heavy() -> None:
     done = python(
         "import sys\n"
-        "from service.cli.main import run\n"
+        "from logitd.service.cli.main import run\n"
         f"for command in {[[], *([command] for command in COMMANDS)]!r}:\n"
         "    try:\n"
         "        run([*command, '--help'])\n"
@@ -288,7 +288,7 @@ def test_nothing_is_collected_while_a_command_is_imported(tmp_path: Path) -> Non
     """Nor later, of what its modules consist of."""
     done = python(
         "import gc, sys\n"
-        "from service.cli.main import run\n"
+        "from logitd.service.cli.main import run\n"
         "seen = []\n"
         "gc.callbacks.append(lambda phase, info: seen.append('torch' in sys.modules))\n"
         "gc.set_threshold(1)\n"
@@ -310,7 +310,7 @@ def test_the_console_script_and_the_module_are_the_same() -> None:
     script = Path(sys.executable).parent / "logitd"
     by_script = subprocess.run([script, "--help"], capture_output=True, check=True, timeout=60)
     by_module = subprocess.run(
-        [sys.executable, "-m", "service.cli.main", "--help"],
+        [sys.executable, "-m", "logitd", "--help"],
         capture_output=True,
         check=True,
         timeout=60,
@@ -325,7 +325,7 @@ def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_pat
     checkpoint = save_tiny_checkpoint(tmp_path / "modern", gpt=gpt)
     program = (
         "import atexit, sys\n"
-        "from service.cli.main import main\n"
+        "from logitd.service.cli.main import main\n"
         "atexit.register(lambda: print({'sympy', 'torch._dynamo'} & set(sys.modules),"
         " file=sys.stderr))\n"
         "main()\n"
@@ -368,7 +368,7 @@ def test_an_interrupt_during_the_imports_ends_it_in_silence(
     """Of the command line's own modules, and of those of the command."""
     monkeypatch.chdir(ROOT)
     process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli.start", *arguments],
+        [sys.executable, "-m", "logitd", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -388,7 +388,7 @@ def test_an_interrupt_of_a_command_ends_it_in_silence(
     def interrupted(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("service.cli.main.run", interrupted)
+    monkeypatch.setattr("logitd.service.cli.main.run", interrupted)
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 130

@@ -12,15 +12,15 @@ import pytest
 
 import logitd
 from logitd import AsyncClient, Client, LogitdError, UnavailableError
-from service.app.app import create_app
-from service.schemas import generate as schemas
-from service.schemas import tensors as numbers
-from service.schemas import tokenizer as tokenizer_schemas
-from service.schemas.activations import ActivationsRequest
-from service.schemas.attributions import AttributionsRequest
-from service.schemas.base import RequestBody
-from service.schemas.lens import LensRequest
-from service.schemas.sweep import SweepRequest
+from logitd.service.app.app import create_app
+from logitd.service.schemas import generate as schemas
+from logitd.service.schemas import tensors as numbers
+from logitd.service.schemas import tokenizer as tokenizer_schemas
+from logitd.service.schemas.activations import ActivationsRequest
+from logitd.service.schemas.attributions import AttributionsRequest
+from logitd.service.schemas.base import RequestBody
+from logitd.service.schemas.lens import LensRequest
+from logitd.service.schemas.sweep import SweepRequest
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled

@@ -26,7 +26,7 @@ from logitd import (
     StreamError,
     UnavailableError,
 )
-from service.client import transport
+from logitd.service.client import transport
 from tests.service.client.conftest import Connect
 from tests.service.client.scripted import Script, events, refusal, reply, scripted
 from tests.service.client.test_streaming import CHUNKS, TAIL, chunk

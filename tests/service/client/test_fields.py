@@ -2,16 +2,16 @@
 
 import pytest
 
-from service.client import fields
-from service.schemas import generate as schemas
-from service.schemas import tensors as numbers
-from service.schemas import tokenizer as tokenizer_schemas
-from service.schemas.activations import ActivationsRequest
-from service.schemas.attributions import AttributionsRequest
-from service.schemas.base import PositionRange, RequestBody
-from service.schemas.interventions import Intervention, Source
-from service.schemas.lens import LensRequest
-from service.schemas.sweep import SweepRequest
+from logitd.service.client import fields
+from logitd.service.schemas import generate as schemas
+from logitd.service.schemas import tensors as numbers
+from logitd.service.schemas import tokenizer as tokenizer_schemas
+from logitd.service.schemas.activations import ActivationsRequest
+from logitd.service.schemas.attributions import AttributionsRequest
+from logitd.service.schemas.base import PositionRange, RequestBody
+from logitd.service.schemas.interventions import Intervention, Source
+from logitd.service.schemas.lens import LensRequest
+from logitd.service.schemas.sweep import SweepRequest
 
 ARGUMENTS = {"prompt", "stream"}
 """No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from service.client.generate_sync import NAMES, SENTENCES, SOURCE, TARGET, sync_source
+from logitd.service.client.generate_sync import NAMES, SENTENCES, SOURCE, TARGET, sync_source
 
 
 def test_the_client_is_current() -> None:

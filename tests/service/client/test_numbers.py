@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from logitd import OnePrompt
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 from tests.model.inference.served import forward_as_served
 from tests.service.client.conftest import Connect
 from tests.service.client.test_client import same

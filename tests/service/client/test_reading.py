@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.client.reading import WrongShape, read
-from service.client.results import Bytes, Generation, Info, Probs, Scores
+from logitd.service.client.reading import WrongShape, read
+from logitd.service.client.results import Bytes, Generation, Info, Probs, Scores
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -21,7 +21,7 @@ from logitd import (
     StreamError,
     UnsupportedMediaTypeError,
 )
-from service.client.transport import Exchange
+from logitd.service.client.transport import Exchange
 from tests.service.client.conftest import Connect
 from tests.service.serving import (
     TEST_TIMEOUT,
@@ -125,7 +125,7 @@ def test_the_servers_own_fault(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr("service.core.models.Models.find", broken)
+    monkeypatch.setattr("logitd.service.core.models.Models.find", broken)
     error = refused(ServerError, lambda: connect(server.url).probs("a"))
     assert (error.status, error.code) == (500, "internal")
     assert error.message.endswith(f"request id {error.request_id}")
@@ -206,7 +206,7 @@ def test_a_queue_that_empties(
             server.wait_idle()
             return waits[-1]
 
-        monkeypatch.setattr("service.client.transport.Exchange.wait_after_refusal", let_go)
+        monkeypatch.setattr("logitd.service.client.transport.Exchange.wait_after_refusal", let_go)
         client = connect(server.url)
         assert client.generate("a", max_tokens=3).text == "bcd"
         assert len(waits) == 1

@@ -5,13 +5,13 @@ from dataclasses import MISSING, fields
 import pytest
 from pydantic import BaseModel
 
-from service import client
-from service.client import errors, results
-from service.client import fields as client_fields
-from service.schemas import attributions
-from service.schemas import generate as schemas
-from service.schemas import tensors as numbers
-from service.schemas import tokenizer as tokenizer_schemas
+from logitd.service import client
+from logitd.service.client import errors, results
+from logitd.service.client import fields as client_fields
+from logitd.service.schemas import attributions
+from logitd.service.schemas import generate as schemas
+from logitd.service.schemas import tensors as numbers
+from logitd.service.schemas import tokenizer as tokenizer_schemas
 
 OURS = {"request_id"}
 """What comes from a reply's header."""

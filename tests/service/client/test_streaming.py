@@ -17,8 +17,8 @@ from logitd import (
     MalformedReplyError,
     StreamError,
 )
-from service.api.responses import sse
-from service.client.streaming import EventDecoder, StreamState
+from logitd.service.api.responses import sse
+from logitd.service.client.streaming import EventDecoder, StreamState
 from tests.service.client.test_reading import JSON
 
 HEAD = {

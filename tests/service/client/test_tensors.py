@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from service.client.reading import WrongShape
-from service.client.results import Checkpoint
-from service.client.tensors import TensorFile
+from logitd.service.client.reading import WrongShape
+from logitd.service.client.results import Checkpoint
+from logitd.service.client.tensors import TensorFile
 
 METADATA = {
     "checkpoint_name": "a",

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd import APIConnectionError, APIStatusError, AsyncClient, Client, LogitdError
-from service.client.calls import Request
-from service.client.transport import DEFAULT_BASE_URL, Exchange, Settings, settings_of
+from logitd.service.client.calls import Request
+from logitd.service.client.transport import DEFAULT_BASE_URL, Exchange, Settings, settings_of
 
 KEY = "sk-0123456789abcdef"
 GET = Request("GET", "/info")

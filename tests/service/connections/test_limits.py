@@ -10,15 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.app.server import serve
-from service.connections.limits import (
+from logitd.service.app.server import serve
+from logitd.service.connections.limits import (
     MOST_CONNECTIONS,
     ConnectionLimitError,
     ConnectionLimits,
     connection_limits,
 )
-from service.connections.register import Reports
-from service.core.metrics import ConnectionEnd, Metrics
+from logitd.service.connections.register import Reports
+from logitd.service.core.metrics import ConnectionEnd, Metrics
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,

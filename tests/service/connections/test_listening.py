@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 import pytest
 
-from service.connections import listening
-from service.connections.listening import INTERIM, Listening
+from logitd.service.connections import listening
+from logitd.service.connections.listening import INTERIM, Listening
 from tests.service.serving import (
     Serving,
     dechunked,

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.connections.limits import (
+from logitd.service.connections.limits import (
     MAX_HEADER_BYTES,
     MAX_RAW_HEADER_BYTES,
     MIN_BYTES_PER_SECOND,
     head_size,
 )
-from service.schemas.base import ErrorReply
+from logitd.service.schemas.base import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,
@@ -75,7 +75,7 @@ def hurried(spelling_path: Path) -> Iterator[Serving]:
             keep_alive_timeout=1,
         ) as running,
     ):
-        patch.setattr("service.connections.protocol.LINGER_SECONDS", 0.5)
+        patch.setattr("logitd.service.connections.protocol.LINGER_SECONDS", 0.5)
         yield running
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from service.app.app import create_app
-from service.app.server import serve
-from service.core.auth import KEY_FILE_BYTES, ApiKeyError, ApiKeys, is_public, read_api_keys
-from service.schemas.base import ErrorReply
-from service.settings.serve import ServeSettings
+from logitd.service.app.app import create_app
+from logitd.service.app.server import serve
+from logitd.service.core.auth import KEY_FILE_BYTES, ApiKeyError, ApiKeys, is_public, read_api_keys
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.settings.serve import ServeSettings
 from tests.service.serving import (
     Serving,
     eventually,

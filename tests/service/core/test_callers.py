@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from starlette.requests import HTTPConnection
 
-from service.core.auth import CALLER, NO_KEY
-from service.core.callers import caller_of
+from logitd.service.core.auth import CALLER, NO_KEY
+from logitd.service.core.callers import caller_of
 
 
 def name(host: str | None, **scope: Any) -> str:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from model.inference.constraints import cache
-from model.inference.constraints.compiler import Compiler, Constraint, Source
-from model.inference.constraints.sandbox import Checker
-from service.core import constraints as module
-from service.core.constraints import Constraints
-from service.core.errors import ApiError
-from service.core.metrics import Metrics
-from service.engine.build import Unavailable
+from logitd.model.inference.constraints import cache
+from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
+from logitd.model.inference.constraints.sandbox import Checker
+from logitd.service.core import constraints as module
+from logitd.service.core.constraints import Constraints
+from logitd.service.core.errors import ApiError
+from logitd.service.core.metrics import Metrics
+from logitd.service.engine.build import Unavailable
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_sandbox import SLOW
 from tests.service.serving import TEST_TIMEOUT, eventually

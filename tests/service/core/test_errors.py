@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
-from model.inference.errors import ContextLengthExceeded, InvalidRequest
-from service.core.errors import (
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.service.core.errors import (
     MAX_REPORTED,
     ApiError,
     as_api_error,
@@ -23,11 +23,11 @@ from service.core.errors import (
     internal_error,
     unavailable,
 )
-from service.engine.admission import Limit, QueueFull
-from service.engine.submission import EngineStopped
-from service.schemas.base import ErrorReply, RequestBody
-from service.schemas.generate import GenerateRequest
-from service.schemas.tensors import LogitsRequest
+from logitd.service.engine.admission import Limit, QueueFull
+from logitd.service.engine.submission import EngineStopped
+from logitd.service.schemas.base import ErrorReply, RequestBody
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.tensors import LogitsRequest
 
 LARGEST_BODY = 4096
 """Bytes that an error may take, whatever was sent."""

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from service.core.auth import ApiKeyError, read_api_keys
-from service.core.errors import ApiError
-from service.core.key_limits import KeyLimit, KeyLimits
-from service.engine.admission import Limit
-from service.schemas.base import ErrorReply
+from logitd.service.core.auth import ApiKeyError, read_api_keys
+from logitd.service.core.errors import ApiError
+from logitd.service.core.key_limits import KeyLimit, KeyLimits
+from logitd.service.engine.admission import Limit
+from logitd.service.schemas.base import ErrorReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.service.serving import eventually, request_bytes, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt

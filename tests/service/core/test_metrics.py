@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.checkpoint.checkpoint import read_checkpoint
-from model.inference.engine.events import (
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.inference.engine.events import (
     EngineStats,
     Event,
     FinishEvent,
@@ -22,11 +22,11 @@ from model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
-from model.version import VERSION
-from service.core.metrics import ENDPOINTS, Metrics, endpoint_label
-from service.core.model_metrics import ModelMetrics, StepKind
-from service.engine.admission import Limit
-from service.engine.driver import StepReport
+from logitd.model.version import VERSION
+from logitd.service.core.metrics import ENDPOINTS, Metrics, endpoint_label
+from logitd.service.core.model_metrics import ModelMetrics, StepKind
+from logitd.service.engine.admission import Limit
+from logitd.service.engine.driver import StepReport
 
 STATS = EngineStats(waiting=0, running=2, paused=1, begun_tokens=9, slots=4, slots_used=2)
 

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from model.checkpoint.checkpoint import read_checkpoint
-from model.inference.reference import generate
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.inference.reference import generate
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.service.engine.test_process import worker_of
 from tests.service.serving import Serving, eventually, serving

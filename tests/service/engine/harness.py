@@ -7,24 +7,24 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import (
     Event,
     FinishEvent,
     StepResult,
     TokenEvent,
 )
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     GenerationRequest,
     OutputsRequest,
     ScoreRequest,
 )
-from model.inference.sampling.params import SamplingParams
-from service.engine.admission import AdmissionController, QueueLimits
-from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver, OnCompute, StepReport, WeightsLoader
-from service.engine.submission import Submission
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.service.engine.admission import AdmissionController, QueueLimits
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.driver import LocalDriver, OnCompute, StepReport, WeightsLoader
+from logitd.service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
 from tests.service.serving import TEST_TIMEOUT
 from tests.service.spelling import long_prompt, spelling_gpt

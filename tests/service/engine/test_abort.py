@@ -2,14 +2,14 @@
 
 import asyncio
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.events import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.events import (
     FinishEvent,
     FinishReason,
     OutputsChunk,
     TokenEvent,
 )
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     OutputsRequest,
 )
 from tests.service.engine.harness import (

@@ -8,16 +8,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.cost import output_elements
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.cost import output_elements
+from logitd.model.inference.engine.requests import (
     Request,
     sequence_lengths,
 )
-from model.inference.errors import InvalidRequest
-from service.engine.admission import QueueFull
-from service.engine.async_engine import AsyncEngine, Reservation
-from service.engine.driver import StepReport
-from service.engine.submission import Submission
+from logitd.model.inference.errors import InvalidRequest
+from logitd.service.engine.admission import QueueFull
+from logitd.service.engine.async_engine import AsyncEngine, Reservation
+from logitd.service.engine.driver import StepReport
+from logitd.service.engine.submission import Submission
 from tests.service.engine.harness import (
     TINY,
     all_rows,

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
-from model.inference.engine.requests import GenerationRequest, OutputsRequest
-from model.inference.errors import InvalidRequest
-from model.inference.sampling.params import SamplingParams
-from service.engine.admission import AdmissionController, Load, QueueFull, QueueLimits
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from logitd.model.inference.engine.requests import GenerationRequest, OutputsRequest
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.service.engine.admission import AdmissionController, Load, QueueFull, QueueLimits
 from tests.model.factories import tiny_config
 
 CONFIG = tiny_config()

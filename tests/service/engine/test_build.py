@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from model.device import DeviceError
-from model.inference import load as opening
-from model.inference.engine.config import EngineConfig
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.load import LoadedModel
-from model.inference.options import SERVED_SLOTS, SlotDefault
-from model.memory import Available, format_bytes
-from service.engine import build as building
-from service.settings.serve import ServeSettings
+from logitd.model.device import DeviceError
+from logitd.model.inference import load as opening
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.load import LoadedModel
+from logitd.model.inference.options import SERVED_SLOTS, SlotDefault
+from logitd.model.memory import Available, format_bytes
+from logitd.service.engine import build as building
+from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 
 
@@ -32,8 +32,8 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
         seen.append(torch.get_num_threads())
         return opening.load_model(*arguments, **flags)
 
-    monkeypatch.setattr("service.engine.build.load_model", watched)
-    monkeypatch.setattr("model.device.available_processors", lambda: 3)
+    monkeypatch.setattr("logitd.service.engine.build.load_model", watched)
+    monkeypatch.setattr("logitd.model.device.available_processors", lambda: 3)
     settings = ServeSettings(checkpoint=checkpoint_path, threads=3, kernels="torch")
     try:
         loaded = building.build(settings)
@@ -70,7 +70,7 @@ def test_unasked_slots_are_said_with_their_reason(
 
     def said(free: int) -> tuple[int, str | None]:
         there = Available("this machine", 2**40, free)
-        monkeypatch.setattr("model.inference.load.available", lambda device: there)
+        monkeypatch.setattr("logitd.model.inference.load.available", lambda device: there)
         built = building._build(ServeSettings(**flags))
         return built.engine.slots, built.computation.slots_why
 

@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.events import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.events import (
     Event,
     FinishEvent,
     TokenEvent,
 )
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     GenerationRequest,
     Request,
 )
-from model.inference.reference import generate
+from logitd.model.inference.reference import generate
 from tests.service.engine.harness import (
     TINY,
     PermittedEngine,
@@ -98,8 +98,8 @@ def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
 
 def test_tokens_wait_for_each_other_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a prompt do not, and bring along what has waited; nor does the last of all."""
-    monkeypatch.setattr("service.engine.wakeup.PAUSE_FACTOR", 1e9)
-    monkeypatch.setattr("service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
+    monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
+    monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
 
     async def test() -> None:
         engine = PermittedEngine(TINY, EngineConfig(slots=4))
@@ -124,7 +124,7 @@ def test_tokens_wait_for_each_other_while_the_loop_pauses(monkeypatch: pytest.Mo
 
 def test_what_was_left_behind_comes_when_the_pause_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the thread is in a step that does not end."""
-    monkeypatch.setattr("service.engine.wakeup.PAUSE_FACTOR", 1e9)
+    monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
 
     async def test() -> None:
         engine = PermittedEngine(TINY, EngineConfig(slots=4))

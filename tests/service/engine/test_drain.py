@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.events import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.events import (
     FinishReason,
 )
-from service.engine.admission import Load
-from service.engine.async_engine import AsyncEngine
-from service.engine.submission import EngineStopped
+from logitd.service.engine.admission import Load
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.submission import EngineStopped
 from tests.service.engine.harness import (
     SPELLING,
     GatedEngine,

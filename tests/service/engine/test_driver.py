@@ -3,11 +3,11 @@ the engine and with `AsyncEngine`."""
 
 from collections.abc import Callable
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.runner import StepOutput
-from model.inference.engine.scheduler import StepPlan
-from service.engine.driver import Add, LocalDriver, StepReport
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.runner import StepOutput
+from logitd.model.inference.engine.scheduler import StepPlan
+from logitd.service.engine.driver import Add, LocalDriver, StepReport
 from tests.service.engine.harness import TINY, generation
 
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import (
     StepResult,
 )
-from service.engine.admission import AdmissionController
-from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver, OnCompute
-from service.engine.submission import EngineStopped, Submission
+from logitd.service.engine.admission import AdmissionController
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.driver import LocalDriver, OnCompute
+from logitd.service.engine.submission import EngineStopped, Submission
 from tests.service.engine.harness import (
     LIMITS,
     TINY,

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from model.inference.constraints.compiler import Compiler, Constraint, Source
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import FinishEvent, FinishReason
-from model.inference.engine.requests import GenerationRequest
-from model.inference.sampling.params import SamplingParams
-from service.app.app import create_app
-from service.engine.build import Unavailable
-from service.engine.driver import Abort, Add
-from service.engine.process import AddWithConstraint, ProcessDriver, _portable
-from service.engine.worker import SourceCompiler, Uncompiled
+from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.service.app.app import create_app
+from logitd.service.engine.build import Unavailable
+from logitd.service.engine.driver import Abort, Add
+from logitd.service.engine.process import AddWithConstraint, ProcessDriver, _portable
+from logitd.service.engine.worker import SourceCompiler, Uncompiled
 from tests.e2e.server import ServedProcess
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, save_tiny_checkpoint, tiny_gpt
 from tests.service.serving import (

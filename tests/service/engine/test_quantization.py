@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint, read_checkpoint
-from model.data.sources.document import TextError
-from model.evaluation.held_out import held_out_windows
-from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.kernels.select import choose_decode_path
-from model.inference.memory import slot_bytes
-from model.inference.options import Quantization, parse_loss_limit
-from service.app.app import create_app
-from service.cli.commands.serve import print_banner
-from service.engine import quantization
-from service.engine.quantization import QuantizationCost
-from service.schemas.generate import Info
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint, read_checkpoint
+from logitd.model.data.sources.document import TextError
+from logitd.model.evaluation.held_out import held_out_windows
+from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.select import choose_decode_path
+from logitd.model.inference.memory import slot_bytes
+from logitd.model.inference.options import Quantization, parse_loss_limit
+from logitd.service.app.app import create_app
+from logitd.service.cli.commands.serve import print_banner
+from logitd.service.engine import quantization
+from logitd.service.engine.quantization import QuantizationCost
+from logitd.service.schemas.generate import Info
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
 

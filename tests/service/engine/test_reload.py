@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
-from model.inference.reference import generate
-from model.transformer.gpt import GPT
-from service.engine.async_engine import ReloadError
-from service.engine.session import EngineSession
-from service.engine.submission import REPLACED, EngineStopped, Submission
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
+from logitd.model.inference.reference import generate
+from logitd.model.transformer.gpt import GPT
+from logitd.service.engine.async_engine import ReloadError
+from logitd.service.engine.session import EngineSession
+from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
 from tests.model.factories import tiny_gpt
 from tests.service.engine.harness import GatedEngine, generation, run, running
 from tests.service.serving import TEST_TIMEOUT

@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from service.engine import restarts as module
-from service.engine.driver import EngineDriver, EngineLost
-from service.engine.restarts import WINDOW, Restarts
+from logitd.service.engine import restarts as module
+from logitd.service.engine.driver import EngineDriver, EngineLost
+from logitd.service.engine.restarts import WINDOW, Restarts
 
 DRIVER = cast(EngineDriver, object())
 

@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from model.inference.engine.events import (
+from logitd.model.inference.engine.events import (
     FinishReason,
     OutputsChunk,
 )
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     Request,
 )
-from model.inference.errors import InvalidRequest
-from service.engine.admission import QueueFull
-from service.engine.submission import EngineStopped
+from logitd.model.inference.errors import InvalidRequest
+from logitd.service.engine.admission import QueueFull
+from logitd.service.engine.submission import EngineStopped
 from tests.service.engine.harness import (
     all_rows,
     finishes,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from service.engine.turns import StepThread
+from logitd.service.engine.turns import StepThread
 
 
 @contextmanager

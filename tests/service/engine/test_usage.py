@@ -1,9 +1,9 @@
 """Usage: what is told of a request's sequences, and when the last of them has been told."""
 
-from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
-from model.inference.engine.requests import GenerationRequest, OutputsRequest
-from model.inference.sampling.params import SamplingParams
-from service.engine.usage import Usage
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from logitd.model.inference.engine.requests import GenerationRequest, OutputsRequest
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.service.engine.usage import Usage
 
 
 def generation(name: str, n: int = 1) -> GenerationRequest:

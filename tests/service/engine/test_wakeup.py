@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.wakeup import MAX_PAUSE, MIN_TIMER, PAUSE_FACTOR, WakeupThrottle
+from logitd.service.engine.wakeup import MAX_PAUSE, MIN_TIMER, PAUSE_FACTOR, WakeupThrottle
 from tests.service.serving import TEST_TIMEOUT
 
 
@@ -60,8 +60,8 @@ class Bench:
         self.loop = Loop()
         self.cost = 0.001
         self.delivered: list[int] = []
-        monkeypatch.setattr("service.engine.wakeup.time.monotonic", lambda: self.loop.now)
-        monkeypatch.setattr("service.engine.wakeup.time.thread_time", lambda: self.loop.cpu)
+        monkeypatch.setattr("logitd.service.engine.wakeup.time.monotonic", lambda: self.loop.now)
+        monkeypatch.setattr("logitd.service.engine.wakeup.time.thread_time", lambda: self.loop.cpu)
         self.throttle = WakeupThrottle(self._deliver, self.loop)  # type: ignore[arg-type]
 
     def _deliver(self, item: int) -> None:

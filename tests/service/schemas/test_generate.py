@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from service.schemas import generate as schemas
-from service.schemas import tokenizer as tokenizer_schemas
-from service.schemas.base import RequestBody
-from service.schemas.generate import GenerateRequest
-from service.schemas.tensors import LogitsRequest, ProbsRequest
-from service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
+from logitd.service.schemas import generate as schemas
+from logitd.service.schemas import tokenizer as tokenizer_schemas
+from logitd.service.schemas.base import RequestBody
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.tensors import LogitsRequest, ProbsRequest
+from logitd.service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 
 REQUESTS: list[type[RequestBody]] = [
     *(GenerateRequest, LogitsRequest, ProbsRequest, TokenizeRequest, DetokenizeRequest),

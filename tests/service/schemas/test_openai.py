@@ -9,10 +9,10 @@ import pytest
 from annotated_types import BaseMetadata
 from pydantic import BaseModel, ValidationError
 
-from service.schemas import openai as schemas
-from service.schemas.base import RequestBody
-from service.schemas.generate import GenerateRequest
-from service.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
+from logitd.service.schemas import openai as schemas
+from logitd.service.schemas.base import RequestBody
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
 
 REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]
 SMALLEST: dict[type[RequestBody], dict[str, Any]] = {

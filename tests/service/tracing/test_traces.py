@@ -19,11 +19,11 @@ from starlette.responses import StreamingResponse
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
-from model.version import VERSION
-from service.app.app import create_app
-from service.settings.serve import ServeSettings
-from service.tracing import otlp
-from service.tracing.traces import TracesError, traces_of
+from logitd.model.version import VERSION
+from logitd.service.app.app import create_app
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.tracing import otlp
+from logitd.service.tracing.traces import TracesError, traces_of
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,
@@ -391,11 +391,11 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(statement, ast.Import | ast.ImportFrom):
                     assert "opentelemetry" not in ast.unparse(statement), path
-                    assert "service.tracing.otlp" not in ast.unparse(statement), path
+                    assert "logitd.service.tracing.otlp" not in ast.unparse(statement), path
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "service.tracing.otlp")
+    monkeypatch.delitem(sys.modules, "logitd.service.tracing.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     settings = ServeSettings(_env_file=None, otlp_endpoint="http://127.0.0.1:4318")
     with pytest.raises(TracesError, match=r"not installed: .*pip install 'opentelemetry-sdk"):

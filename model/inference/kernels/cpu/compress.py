@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from model.inference.kernels.cpu.structures import KINDS, Matrix
+from logitd.model.inference.kernels.cpu.structures import KINDS, Matrix
 
 SIDE = 16
 STEP = 32

@@ -19,19 +19,25 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from model.device import one_thread
-from model.inference.kernels.base import DecodeRows, Prefilled, PrefillInput
-from model.inference.kernels.cpu.describe import Description
-from model.inference.kernels.cpu.structures import Cache, Model, Record, SampleRows, dtype_name
-from model.inference.kernels.eager.contention import ContentionMonitor
-from model.inference.kernels.eager.decoder import grouped_logits
-from model.inference.kernels.eager.prefill import TorchPrefill
-from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
-from model.inference.kv_cache import KVCache
-from model.inference.options import DRAFTED_ROWS, Quantization
-from model.inference.sampling.sample import SamplingRows
-from model.transformer.config import BLOCK, GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.device import one_thread
+from logitd.model.inference.kernels.base import DecodeRows, Prefilled, PrefillInput
+from logitd.model.inference.kernels.cpu.describe import Description
+from logitd.model.inference.kernels.cpu.structures import (
+    Cache,
+    Model,
+    Record,
+    SampleRows,
+    dtype_name,
+)
+from logitd.model.inference.kernels.eager.contention import ContentionMonitor
+from logitd.model.inference.kernels.eager.decoder import grouped_logits
+from logitd.model.inference.kernels.eager.prefill import TorchPrefill
+from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import DRAFTED_ROWS, Quantization
+from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.transformer.config import BLOCK, GPTConfig
+from logitd.model.transformer.gpt import GPT
 
 LANES = 16
 MAX_HEAD_DIM = 256

@@ -13,15 +13,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from model.inference.kernels.cpu.compress import compress_matrix, decompress_matrix, most_bytes
-from model.inference.kernels.cpu.originals import Originals, Restore
-from model.inference.kernels.cpu.quantize import (
+from logitd.model.inference.kernels.cpu.compress import (
+    compress_matrix,
+    decompress_matrix,
+    most_bytes,
+)
+from logitd.model.inference.kernels.cpu.originals import Originals, Restore
+from logitd.model.inference.kernels.cpu.quantize import (
     Format,
     QuantizedMatrix,
     round_matrix,
     stored_shape,
 )
-from model.inference.kernels.cpu.structures import (
+from logitd.model.inference.kernels.cpu.structures import (
     ACTIVATIONS,
     KINDS,
     Cache,
@@ -31,11 +35,11 @@ from model.inference.kernels.cpu.structures import (
     Norm,
     dtype_name,
 )
-from model.inference.kv_cache import KVCache
-from model.inference.options import Quantization, head_quantization
-from model.transformer.arena import Arena, move_to_arena, room_for_bytes
-from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
-from model.transformer.rotary import rotary_tables
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import Quantization, head_quantization
+from logitd.model.transformer.arena import Arena, move_to_arena, room_for_bytes
+from logitd.model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
+from logitd.model.transformer.rotary import rotary_tables
 
 
 class Description:

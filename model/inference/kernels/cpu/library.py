@@ -25,19 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model.inference.kernels.cpu.targets import (
+from logitd.model.inference.kernels.cpu.targets import (
     Target,
     refusal,
     runnable,
     target_named,
     targets_of,
 )
-from model.inference.options import KernelTarget
-from model.processor import processor_features
+from logitd.model.inference.options import KernelTarget
+from logitd.model.processor import processor_features
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Kernels of several targets, where `python -m model.inference.kernels.cpu.prebuild` made some."""
+"""Kernels of several targets, from `python -m logitd.model.inference.kernels.cpu.prebuild`."""
 MAIN_SOURCE = "decoder.cpp"
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")

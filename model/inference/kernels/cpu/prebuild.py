@@ -1,13 +1,13 @@
 """Build the native kernels for every target of this architecture, for where there is no compiler
-afterwards: `python -m model.inference.kernels.cpu.prebuild`, as the Dockerfile does.
+afterwards: `python -m logitd.model.inference.kernels.cpu.prebuild`, as the Dockerfile does.
 
 Needs a compiler, and neither torch nor a processor that runs what is built.
 """
 
 import platform
 
-from model.inference.kernels.cpu.library import PREBUILT, build_kernels, prebuilt_path
-from model.inference.kernels.cpu.targets import targets_of
+from logitd.model.inference.kernels.cpu.library import PREBUILT, build_kernels, prebuilt_path
+from logitd.model.inference.kernels.cpu.targets import targets_of
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.kernels.cpu.structures import KINDS
+from logitd.model.inference.kernels.cpu.structures import KINDS
 
 Format = Literal["int8", "int8_strips", "int4"]
 """What a matrix is rounded to, and how that lies in memory."""

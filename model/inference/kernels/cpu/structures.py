@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 import numpy as np
 import torch
 
-from model.inference.sampling.sample import SAMPLING_ROW
+from logitd.model.inference.sampling.sample import SAMPLING_ROW
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "compressed": 4, "int8_strips": 5}
 """Formats of matrices: `Kind` of native/matrix.h."""

@@ -9,7 +9,7 @@ its features.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from model.inference.options import TargetName
+from logitd.model.inference.options import TargetName
 
 X86 = frozenset({"x86_64", "AMD64"})
 ARM = frozenset({"aarch64", "arm64"})

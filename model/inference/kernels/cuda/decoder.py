@@ -41,10 +41,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.kernels.base import Collect, Launcher, Prefilled, PrefillInput
-from model.inference.kernels.cuda.capture import Capture, Compute, capture_for
-from model.inference.kernels.cuda.pinned import PinnedDownload, PinnedUpload
-from model.inference.kernels.cuda.sample import (
+from logitd.model.inference.kernels.base import Collect, Launcher, Prefilled, PrefillInput
+from logitd.model.inference.kernels.cuda.capture import Capture, Compute, capture_for
+from logitd.model.inference.kernels.cuda.pinned import PinnedDownload, PinnedUpload
+from logitd.model.inference.kernels.cuda.sample import (
     FIELDS,
     NO_TOKEN,
     SamplingKind,
@@ -52,12 +52,12 @@ from model.inference.kernels.cuda.sample import (
     pack,
     sample_rows,
 )
-from model.inference.kernels.eager.decoder import block_logits
-from model.inference.kernels.eager.prefill import TorchPrefill
-from model.inference.kv_cache import KVCache
-from model.inference.options import DRAFTED_ROWS
-from model.inference.sampling.sample import SamplingRows
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.eager.decoder import block_logits
+from logitd.model.inference.kernels.eager.prefill import TorchPrefill
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import DRAFTED_ROWS
+from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.transformer.gpt import GPT
 
 SHORTEST = 128
 """The smallest bucket of keys. Chosen, not measured."""

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.inference.sampling.philox import uniforms
-from model.inference.sampling.sample import COLDEST, LARGEST_LOGIT, SamplingRows
+from logitd.model.inference.sampling.philox import uniforms
+from logitd.model.inference.sampling.sample import COLDEST, LARGEST_LOGIT, SamplingRows
 
 FIELDS = 6
 """64-bit integers that say how one row is sampled."""

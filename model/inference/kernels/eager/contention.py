@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-from model.device import one_thread
-from model.transformer.gpt import GPT, Block
+from logitd.model.device import one_thread
+from logitd.model.transformer.gpt import GPT, Block
 
 LOST = 0.4
 """Share of its time off its core from which a thread is late. Without contention it is 0.1 or

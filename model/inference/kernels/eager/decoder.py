@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.kernels.base import Prefilled, PrefillInput
-from model.inference.kernels.eager.prefill import TorchPrefill
-from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import SamplingRows, sample_tokens
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.base import Prefilled, PrefillInput
+from logitd.model.inference.kernels.eager.prefill import TorchPrefill
+from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 
 
 class PlainDecoder:

@@ -14,13 +14,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from model.inference.kernels.base import Prefilled, PrefillInput
-from model.inference.kernels.eager.contention import ContentionMonitor
-from model.inference.kernels.eager.row_groups import prefill_rows
-from model.inference.kv_cache import KVCache
-from model.transformer.attention import Attend, AttentionRecorder, attend_apart
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.base import Prefilled, PrefillInput
+from logitd.model.inference.kernels.eager.contention import ContentionMonitor
+from logitd.model.inference.kernels.eager.row_groups import prefill_rows
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.transformer.attention import Attend, AttentionRecorder, attend_apart
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 
 
 class TorchPrefill:

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT, Block
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
 """Multiples of rows that are tried for decode steps, the cheapest first."""

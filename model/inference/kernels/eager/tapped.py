@@ -17,13 +17,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from model.inference.kernels.eager.decoder import block_logits, grouped_logits
-from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups, prefill_rows
-from model.inference.kernels.eager.taps import Changes, PieceTap, RowTaps
-from model.inference.kv_cache import KVCache
-from model.transformer.attention import Attend, attention_scores, mask_causal
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.eager.decoder import block_logits, grouped_logits
+from logitd.model.inference.kernels.eager.row_groups import (
+    RowGroups,
+    decode_row_groups,
+    prefill_rows,
+)
+from logitd.model.inference.kernels.eager.taps import Changes, PieceTap, RowTaps
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.transformer.attention import Attend, attention_scores, mask_causal
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
 """On a GPU."""

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.interventions import Intervention
-from model.transformer.config import GPTConfig
-from model.transformer.stages import match_stages
-from model.transformer.tap import HEADS_FIRST
+from logitd.model.inference.interventions import Intervention
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import match_stages
+from logitd.model.transformer.tap import HEADS_FIRST
 
 Key = tuple[int | None, str]
 """A stage of a model: its block, and its name there."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from model.inference.engine.events import OutputsChunk
-from model.inference.engine.requests import OutputsRequest
-from service.api.responses.tensors.encoding import (
+from logitd.model.inference.engine.events import OutputsChunk
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.service.api.responses.tensors.encoding import (
     ITEM_BYTES,
     Array,
     DType,
@@ -26,12 +26,12 @@ from service.api.responses.tensors.encoding import (
     json_parts,
     npy_header,
 )
-from service.api.responses.tensors.negotiation import NPY, SAFETENSORS
-from service.api.responses.tensors.reader import OutputsReader, paced
-from service.api.responses.tensors.safetensors import tensor_file_head
-from service.api.responses.text import envelope
-from service.core.ids import new_id
-from service.core.models import Served
+from logitd.service.api.responses.tensors.negotiation import NPY, SAFETENSORS
+from logitd.service.api.responses.tensors.reader import OutputsReader, paced
+from logitd.service.api.responses.tensors.safetensors import tensor_file_head
+from logitd.service.api.responses.text import envelope
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,22 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from model.inference.engine.events import OutputsChunk
-from model.inference.engine.requests import OutputsRequest
-from model.inference.sampling.distribution import largest
-from service.api.responses.tensors.encoding import byte_parts, encoded, json_parts, npy_header
-from service.api.responses.tensors.negotiation import NPY, SAFETENSORS
-from service.api.responses.tensors.reader import OutputsReader, paced
-from service.api.responses.tensors.safetensors import tensor_file_head
-from service.api.responses.text import envelope, token_json
-from service.core.ids import new_id
-from service.core.models import Served
-from service.schemas.tensors import LogitsRequest
+from logitd.model.inference.engine.events import OutputsChunk
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.model.inference.sampling.distribution import largest
+from logitd.service.api.responses.tensors.encoding import (
+    byte_parts,
+    encoded,
+    json_parts,
+    npy_header,
+)
+from logitd.service.api.responses.tensors.negotiation import NPY, SAFETENSORS
+from logitd.service.api.responses.tensors.reader import OutputsReader, paced
+from logitd.service.api.responses.tensors.safetensors import tensor_file_head
+from logitd.service.api.responses.text import envelope, token_json
+from logitd.service.core.ids import new_id
+from logitd.service.core.models import Served
+from logitd.service.schemas.tensors import LogitsRequest
 
 
 class LogitsWriter:

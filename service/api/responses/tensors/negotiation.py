@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import Request
 
-from service.core.errors import ERRORS, ApiError, bad_request, clip
+from logitd.service.core.errors import ERRORS, ApiError, bad_request, clip
 
 JSON = "application/json"
 NPY = "application/x-npy"

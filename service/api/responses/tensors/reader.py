@@ -9,11 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from model.inference.engine.events import FinishEvent, OutputsChunk
-from model.inference.engine.requests import OutputsRequest
-from service.core.errors import from_finish
-from service.core.models import Served
-from service.engine.submission import Submission
+from logitd.model.inference.engine.events import FinishEvent, OutputsChunk
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.service.core.errors import from_finish
+from logitd.service.core.models import Served
+from logitd.service.engine.submission import Submission
 
 PAUSE_FACTOR = 4
 """Pause after a part, as a multiple of the time that it took to make."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.requests import OutputsRequest
-from service.api.responses.tensors.encoding import TensorSpec, safetensors_header
-from service.api.responses.text import checkpoint_name
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.service.api.responses.tensors.encoding import TensorSpec, safetensors_header
+from logitd.service.api.responses.text import checkpoint_name
 
 Shape = tuple[int, ...]
 

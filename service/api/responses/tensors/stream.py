@@ -7,10 +7,10 @@ from typing import Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from service.api.requests.body import unless_gone
-from service.api.responses import sse
-from service.api.responses.text import checkpoint_headers
-from service.core.models import Served
+from logitd.service.api.requests.body import unless_gone
+from logitd.service.api.responses import sse
+from logitd.service.api.responses.text import checkpoint_headers
+from logitd.service.core.models import Served
 
 
 class TensorWriter(Protocol):

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from model.benchmark.spread import Spread
-from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from service.client import AsyncClient, LogitdError
-from service.client.fields import GenerateFields
+from logitd.model.benchmark.spread import Spread
+from logitd.model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
+from logitd.service.client import AsyncClient, LogitdError
+from logitd.service.client.fields import GenerateFields
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ where what is read comes from the processor's caches, or is compressed.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from model.benchmark.machine import Machine, best_of
-from model.benchmark.profile import Profile, StageTime
-from model.benchmark.work import limit
-from service.cli.commands.benchmark.report import Profiled, about, heading, table
+from logitd.model.benchmark.machine import Machine, best_of
+from logitd.model.benchmark.profile import Profile, StageTime
+from logitd.model.benchmark.work import limit
+from logitd.service.cli.commands.benchmark.report import Profiled, about, heading, table
 
 REMAINDER = "remainder"
 

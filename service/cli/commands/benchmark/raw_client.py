@@ -21,12 +21,17 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-from service.cli.commands.benchmark.load import Arrived, StreamFailed, fields
-from service.client import errors
-from service.client.calls import Request, stream
-from service.client.errors import APIConnectionError, LogitdError, MalformedReplyError, StreamError
-from service.client.streaming import END, EventDecoder
-from service.client.transport import settings_of
+from logitd.service.cli.commands.benchmark.load import Arrived, StreamFailed, fields
+from logitd.service.client import errors
+from logitd.service.client.calls import Request, stream
+from logitd.service.client.errors import (
+    APIConnectionError,
+    LogitdError,
+    MalformedReplyError,
+    StreamError,
+)
+from logitd.service.client.streaming import END, EventDecoder
+from logitd.service.client.transport import settings_of
 
 SILENT_SECONDS = 600.0
 """A stream that brings nothing for as long has failed."""

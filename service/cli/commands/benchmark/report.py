@@ -10,16 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from model.benchmark.in_process import EngineFigures
-from model.benchmark.machine import Machine, Surroundings, best_of
-from model.benchmark.profile import Profile
-from model.benchmark.spread import Spread
-from model.benchmark.work import Limit, limit
-from model.benchmark.workload import Workload
-from model.checkpoint.checkpoint import CheckpointInfo
-from model.version import VERSION
-from service.cli.commands.benchmark.load import DecodeLoad, Failure, HttpFigures, PrefillLoad
-from service.client import Info
+from logitd.model.benchmark.in_process import EngineFigures
+from logitd.model.benchmark.machine import Machine, Surroundings, best_of
+from logitd.model.benchmark.profile import Profile
+from logitd.model.benchmark.spread import Spread
+from logitd.model.benchmark.work import Limit, limit
+from logitd.model.benchmark.workload import Workload
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.version import VERSION
+from logitd.service.cli.commands.benchmark.load import DecodeLoad, Failure, HttpFigures, PrefillLoad
+from logitd.service.client import Info
 
 NONE = "-"
 

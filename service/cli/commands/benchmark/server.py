@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 START_SECONDS = 900.0
 """A start reads the weights, and may compile the native kernels first."""
 END_SECONDS = 30.0
@@ -44,7 +44,7 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
         log = Path(folder) / "serve.log"
         with log.open("wb") as output:  # to a file: nobody empties a pipe meanwhile
             process = subprocess.Popen(
-                [sys.executable, "-m", "service.cli.main", "serve", "--host", "127.0.0.1",
+                [sys.executable, "-m", "logitd", "serve", "--host", "127.0.0.1",
                  "--port", "0", "--drain-timeout", "0", *flags],
                 cwd=folder,
                 env=_environment(os.environ),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.convert.by_role.owner_code import OwnerCode, parse_owner_code
+from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
 from tests.model.convert.by_role.owner_files import PARTS
 from tests.model.convert.by_role.schemes import SCHEMES
 from tests.model.convert.by_role.textbook.book import Book

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.convert.by_role.build import Built, build
-from model.convert.by_role.computation import Computation
-from model.convert.by_role.judge import open_gpt
-from model.convert.by_role.questions import Finding, find
-from model.convert.by_role.recognise import recognise
-from model.convert.by_role.tensor_map import MappedTensors, check
-from model.convert.state_file import StateFile
+from logitd.model.convert.by_role.build import Built, build
+from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.judge import open_gpt
+from logitd.model.convert.by_role.questions import Finding, find
+from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.tensor_map import MappedTensors, check
+from logitd.model.convert.state_file import StateFile
 from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomised
 
 USUAL: Mapping[str, Any] = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.convert.by_role.build import Built, build, head_shape
-from model.convert.by_role.tensor_map import IDENTITY, MappedTensors
-from model.convert.foreign import ConvertError
-from model.transformer.gpt import GPT
+from logitd.model.convert.by_role.build import Built, build, head_shape
+from logitd.model.convert.by_role.tensor_map import IDENTITY, MappedTensors
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.transformer.gpt import GPT
 from tests.model.convert.by_role.scheme import (
     Scheme,
     built_from,

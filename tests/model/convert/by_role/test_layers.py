@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.convert.by_role.recognise import recognise
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.foreign import ConvertError
 
 
 def test_no_gpt_is_said_with_what_is_there() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognise import recognise
 
 ROWS, WIDTH, HIDDEN = 50, 32, 64
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from model.convert.by_role import owner_process
-from model.convert.by_role.owner_code import (
+from logitd.model.convert.by_role import owner_process
+from logitd.model.convert.by_role.owner_code import (
     owner_logits,
     parse_owner_code,
 )
-from model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import DICTIONARY, SCRIPT
 from tests.model.convert.by_role.scheme import (

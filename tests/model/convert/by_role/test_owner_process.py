@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.convert.by_role.owner_code import (
+from logitd.model.convert.by_role.owner_code import (
     OwnerCode,
     _known_shape,
     _known_values,
 )
-from model.convert.by_role.owner_process import Problem, build_model, run
+from logitd.model.convert.by_role.owner_process import Problem, build_model, run
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import (
     ATTRIBUTES,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.convert.by_role.recognise import recognise
-from model.convert.by_role.tensor_map import check
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.tensor_map import check
+from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.scheme import Scheme, state
 from tests.model.convert.by_role.schemes import SCHEMES
 

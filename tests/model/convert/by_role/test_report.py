@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.convert.by_role.build import build
-from model.convert.by_role.judge import LogitsJudge
-from model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from model.convert.by_role.report import table, understood
-from model.convert.by_role.settle import Alternative, Settled, settle
+from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.judge import LogitsJudge
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.report import table, understood
+from logitd.model.convert.by_role.settle import Alternative, Settled, settle
 from tests.model.convert.by_role.scheme import findings, given_logits, mapped, some_ids, state_file
 from tests.model.convert.by_role.schemes import SCHEMES
 

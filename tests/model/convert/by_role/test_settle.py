@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.convert.by_role.judge import LogitsJudge, TextJudge, text_judge
-from model.convert.by_role.questions import FIELDS, Finding, canonical
-from model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
-from model.convert.by_role.settle import OpenQuestions, Settled, answer, first, settle
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role.judge import LogitsJudge, TextJudge, text_judge
+from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
+from logitd.model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.settle import OpenQuestions, Settled, answer, first, settle
+from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
 from tests.model.convert.by_role.scheme import (
     Scheme,

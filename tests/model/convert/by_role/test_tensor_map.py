@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from model.convert.by_role.recognise import recognise
-from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
-from model.convert.foreign import ConvertError
+from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
+from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.scheme import state
 from tests.model.convert.by_role.schemes import SCHEMES
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from model.convert.by_role.recognise import recognise
-from model.convert.by_role.tensor_map import Part, Role, check
+from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.tensor_map import Part, Role, check
 
 ROWS, LENGTH, WIDTH = 50, 16, 32
 

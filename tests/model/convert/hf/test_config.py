@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from model.checkpoint.checkpoint import CheckpointError
-from model.convert.foreign import ConvertError
-from model.convert.importing import import_model
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.importing import import_model
 from tests.model.convert.theirs import FAMILIES, SAMPLE, loaded, save_theirs
 
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from model.convert.foreign import ConvertError
-from model.convert.hf.dialect import from_oniguruma, to_oniguruma
-from model.convert.probe import probe_text
-from model.text.published import KNOWN_FILES
-from model.text.tokenizer import SPLIT_PATTERN
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.dialect import from_oniguruma, to_oniguruma
+from logitd.model.convert.probe import probe_text
+from logitd.model.text.published import KNOWN_FILES
+from logitd.model.text.tokenizer import SPLIT_PATTERN
 
 PATTERNS = [SPLIT_PATTERN, *(pattern for pattern, _ in KNOWN_FILES.values())]
 RAGGED = st.text(st.sampled_from("abS'tT12345 \n\r\t.,()é€\u00a0"))

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.convert.hf.merges import byte_characters, last_pair, merge_piece, merges_of, written
-from model.text.tokenizer import Tokenizer
+from logitd.model.convert.hf.merges import (
+    byte_characters,
+    last_pair,
+    merge_piece,
+    merges_of,
+    written,
+)
+from logitd.model.text.tokenizer import Tokenizer
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 

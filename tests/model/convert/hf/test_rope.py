@@ -4,9 +4,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from model.convert.foreign import Settings
-from model.convert.hf.neox import apart, together
-from model.convert.hf.rope import half_split, read_rope, rope_parameters
+from logitd.model.convert.foreign import Settings
+from logitd.model.convert.hf.neox import apart, together
+from logitd.model.convert.hf.rope import half_split, read_rope, rope_parameters
 from tests.model.factories import tiny_config
 from tests.model.shapes import SCALINGS
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, normalizers, pre_tokenizers
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.hf.export import tokenizer_document
-from model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
-from model.convert.probe import probe_text
-from model.text.tokenizer import SPLIT_PATTERN, Tokenizer, TokenizerError
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.export import tokenizer_document
+from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
+from logitd.model.convert.probe import probe_text
+from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer, TokenizerError
 from tests.model.convert.theirs import SAMPLE, their_tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
 
@@ -72,11 +72,11 @@ def test_a_broken_conversion_is_found_out(
     if not library:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     read(their_tokenizer(), tmp_path)
-    monkeypatch.setattr("model.convert.hf.tokenizer.GPT2_PATTERN", SPLIT_PATTERN)
+    monkeypatch.setattr("logitd.model.convert.hf.tokenizer.GPT2_PATTERN", SPLIT_PATTERN)
     if library:
         with pytest.raises(ConvertError, match="cannot be written as ranks: by the tokenizers lib"):
             read(their_tokenizer(), tmp_path)
-    monkeypatch.setattr("model.convert.hf.tokenizer.GPT2_PATTERN", r"\p{L}+")
+    monkeypatch.setattr("logitd.model.convert.hf.tokenizer.GPT2_PATTERN", r"\p{L}+")
     with pytest.raises(ConvertError, match="leaves characters out"):
         read(their_tokenizer(), tmp_path)
 

@@ -14,10 +14,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.probe import probe_text
-from model.convert.vocabulary.byte_pairs import CUTS, GPT4_PATTERN
-from model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.probe import probe_text
+from logitd.model.convert.vocabulary.byte_pairs import CUTS, GPT4_PATTERN
+from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from tests.model.convert.theirs import their_tokenizer
 
 Merges = dict[tuple[int, int], int]

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.pt_file import read_pt, without_tensors
-from model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.pt_file import read_pt, without_tensors
+from logitd.model.convert.vocabulary.choose import choose_vocabulary
 
 CHARACTERS = sorted("\n !,.0123abcdefgABCé€😀")
 STOI = {character: index for index, character in enumerate(CHARACTERS)}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model.convert.foreign import ConvertError, ForeignTokenizer
-from model.convert.vocabulary.choose import choose_vocabulary
-from model.text.tokenizer import TokenizerError
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.text.tokenizer import TokenizerError
 
 PLAIN = ["the", "cat", "sat", "on", "a", "I", "mat", "café", "42"]
 MARKED = [*PLAIN, ".", ",", "!", "'"]

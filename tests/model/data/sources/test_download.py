@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.data.sources import download as module
-from model.data.sources.document import TextError
-from model.data.sources.download import Download, cache_folder, download
-from model.data.sources.open_text import open_text
-from model.data.sources.progress import Downloaded, Downloading
-from model.training.events import Event, ignore_events, line
+from logitd.model.data.sources import download as module
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.download import Download, cache_folder, download
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.training.events import Event, ignore_events, line
 
 STORY = "Es war einmal ein König.\n" * 4000
 

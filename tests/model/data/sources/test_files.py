@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.sources.document import PIECE, Document, TextError, pieces_of
-from model.data.sources.files import documents_of, each_once, named_files
+from logitd.model.data.sources.document import PIECE, Document, TextError, pieces_of
+from logitd.model.data.sources.files import documents_of, each_once, named_files
 
 
 def joined(document: Document) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.data.sources.document import Text, TextError
-from model.data.sources.open_text import open_text
-from model.data.sources.python_text import python_text
+from logitd.model.data.sources.document import Text, TextError
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.python_text import python_text
 
 
 def open_words(*words: str | Path, **given: Any) -> Text:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from model.data.sources.document import TextError
-from model.data.sources.python_text import python_text
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.python_text import python_text
 
 
 def test_the_built_in_text_is_this_pythons_reference_and_sources() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.sources import records
-from model.data.sources.document import TextError
-from model.data.sources.files import documents_of
+from logitd.model.data.sources import records
+from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.files import documents_of
 
 
 def texts(path: Path, field: str = "text") -> list[str]:

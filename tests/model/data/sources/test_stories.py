@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.data.prepare import read_prepared
-from model.data.sources.document import Document
-from model.data.sources.stories import EVENTS, stories_text, story, tell
-from model.data.split import lot, whole_side
-from model.training.configuration.config import TrainingConfig
-from model.training.trainer import train
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.data.prepare import read_prepared
+from logitd.model.data.sources.document import Document
+from logitd.model.data.sources.stories import EVENTS, stories_text, story, tell
+from logitd.model.data.split import lot, whole_side
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.trainer import train
 
 
 class _Told(Exception):
@@ -91,7 +91,7 @@ def test_the_search_finds_a_second_telling(monkeypatch: pytest.MonkeyPatch) -> N
     """Two equal words among the options: the search must see both."""
     text = story(0).text
     word = next(w for w in ("went", "walked", "ran", "rode") if f" {w} to the " in text)
-    monkeypatch.setattr("model.data.sources.stories.WAYS", (word, word, "ran", "rode"))
+    monkeypatch.setattr("logitd.model.data.sources.stories.WAYS", (word, word, "ran", "rode"))
     assert len(tellings(text)) == 2
 
 

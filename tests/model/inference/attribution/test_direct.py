@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from model.inference.attribution.attribute import attribute
-from model.inference.attribution.direct import through_norm
-from model.inference.attribution.task import Attribution, AttributionTask
-from model.transformer.gpt import GPT, Block
+from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.direct import through_norm
+from logitd.model.inference.attribution.task import Attribution, AttributionTask
+from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages
 from tests.model.shapes import shapes

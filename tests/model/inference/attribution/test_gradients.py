@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.device import use_threads
-from model.inference.attribution.attribute import Attributing, attribute
-from model.inference.attribution.gradients import TextPasses, threads_keep_bits
-from model.inference.attribution.task import (
+from logitd.model.device import use_threads
+from logitd.model.inference.attribution.attribute import Attributing, attribute
+from logitd.model.inference.attribution.gradients import TextPasses, threads_keep_bits
+from logitd.model.inference.attribution.task import (
     Attribution,
     AttributionTask,
     kept_elements,
     padded_length,
 )
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT, Block
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages
 from tests.model.transformer.test_against_transformers import gpt2
@@ -309,8 +309,8 @@ def test_threads_that_change_a_bit_are_noticed(
 MEMORY = """
 import re, torch
 from pathlib import Path
-from model.inference.attribution.attribute import attribute
-from model.inference.attribution.task import AttributionTask, kept_elements
+from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.task import AttributionTask, kept_elements
 from tests.model.factories import random_ids, tiny_config, tiny_gpt
 
 torch.set_num_threads(1)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.convert.vocabulary.characters import character_tokenizer
-from model.inference.constraints import compiler as constraint_module
-from model.inference.constraints.compiler import (
+from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.inference.constraints import compiler as constraint_module
+from logitd.model.inference.constraints.compiler import (
     Compiler,
     Constraint,
     ConstraintsUnavailable,
@@ -26,8 +26,8 @@ from model.inference.constraints.compiler import (
     Matcher,
     Source,
 )
-from model.inference.errors import ConstraintError
-from model.text.tokenizer import Tokenizer
+from logitd.model.inference.errors import ConstraintError
+from logitd.model.text.tokenizer import Tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
 
 BYTES = Compiler(byte_tokenizer())
@@ -349,7 +349,8 @@ def test_without_llguidance_constraints_are_unavailable(monkeypatch: pytest.Monk
 
 
 def test_importing_the_module_does_not_import_llguidance() -> None:
-    code = "import model.inference.constraints.compiler, sys; sys.exit('llguidance' in sys.modules)"
+    module = "logitd.model.inference.constraints.compiler"
+    code = f"import {module}, sys; sys.exit('llguidance' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.json_bounds import (
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.json_bounds import (
     DECIMALS,
     DEPTH,
     LARGEST,

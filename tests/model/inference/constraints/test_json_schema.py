@@ -7,14 +7,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.json_schema import (
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.json_schema import (
     ANNOTATIONS,
     ENFORCED,
     NAMED_CONTROLS,
     enforceable,
 )
-from model.inference.errors import ConstraintError
+from logitd.model.inference.errors import ConstraintError
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_compiler import takes
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.mask_worker import ENOUGH, MaskWorker
-from model.inference.constraints.protocol import TokenConstraint
-from model.inference.errors import ConstraintError
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.mask_worker import ENOUGH, MaskWorker
+from logitd.model.inference.constraints.protocol import TokenConstraint
+from logitd.model.inference.errors import ConstraintError
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import Driven, Outcome, generation, run, small_gpt
 

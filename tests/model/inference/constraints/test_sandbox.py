@@ -10,11 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.inference.constraints import sandbox as constraint_check
-from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Kind, Source
-from model.inference.constraints.sandbox import Checker
-from model.inference.errors import ConstraintError
-from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from logitd.model.inference.constraints import sandbox as constraint_check
+from logitd.model.inference.constraints.compiler import (
+    Compiler,
+    ConstraintsUnavailable,
+    Kind,
+    Source,
+)
+from logitd.model.inference.constraints.sandbox import Checker
+from logitd.model.inference.errors import ConstraintError
+from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from tests.model.factories import byte_tokenizer
 
 GOOD = Source("regex", "[a-z]+ [0-9]{2}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     small_gpt,
 )

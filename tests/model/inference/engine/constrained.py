@@ -7,9 +7,9 @@ that were cut off. What they have to match is the tests'.
 
 from typing import Any
 
-from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.protocol import TokenConstraint
-from model.inference.engine.events import FinishReason
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.protocol import TokenConstraint
+from logitd.model.inference.engine.events import FinishReason
 from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Outcome,

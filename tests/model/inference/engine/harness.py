@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from model.inference.attribution.task import Attribution
-from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.protocol import BackgroundMasks, TokenConstraint, TokenMatcher
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import (
+from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.protocol import (
+    BackgroundMasks,
+    TokenConstraint,
+    TokenMatcher,
+)
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import (
     AttributionEvent,
     Event,
     FinishEvent,
@@ -32,7 +36,7 @@ from model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     GenerationRequest,
     Logits,
     OutputsRequest,
@@ -40,11 +44,11 @@ from model.inference.engine.requests import (
     ScoreRequest,
     sequence_lengths,
 )
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.reference import generate, sample_row
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.reference import generate, sample_row
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
 SMALL_VOCABULARY = 40

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from model.inference.engine.events import Event, OutputsChunk
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Collect
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.sample import SamplingRows
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.events import Event, OutputsChunk
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.base import Collect
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.engine.events import FinishReason, OutputsChunk
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.events import FinishReason, OutputsChunk
+from logitd.model.inference.engine.requests import (
     GenerationRequest,
     Logits,
     OutputsRequest,
     Request,
     ScoreRequest,
 )
-from model.transformer.gpt import GPT
+from logitd.model.transformer.gpt import GPT
 from tests.model.covering import values
 from tests.model.factories import FAMILIES
 from tests.model.inference.engine.harness import (

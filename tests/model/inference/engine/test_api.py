@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.events import FinishReason
-from model.inference.errors import InvalidRequest
-from model.inference.sampling.params import SamplingParams
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.sampling.params import SamplingParams
 from tests.model.inference.engine.harness import generation, outputs_request, params
 
 NEUTRAL: dict[str, Any] = {"max_tokens": 8, "seed": 0}

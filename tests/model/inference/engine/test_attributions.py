@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from model.inference.attribution.attribute import Attributing, attribute
-from model.inference.attribution.task import METHODS, AttributionTask, kept_elements
-from model.inference.engine import runner
-from model.inference.engine.attributions import AT_ONCE
-from model.inference.engine.cost import output_elements, sequence_prices
-from model.inference.engine.events import FinishEvent, FinishReason
-from model.inference.engine.requests import AttributionRequest, Request
-from model.inference.errors import ContextLengthExceeded, InvalidRequest
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.options import Quantization
-from model.transformer.gpt import GPT
+from logitd.model.inference.attribution.attribute import Attributing, attribute
+from logitd.model.inference.attribution.task import METHODS, AttributionTask, kept_elements
+from logitd.model.inference.engine import runner
+from logitd.model.inference.engine.attributions import AT_ONCE
+from logitd.model.inference.engine.cost import output_elements, sequence_prices
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.requests import AttributionRequest, Request
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.options import Quantization
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,

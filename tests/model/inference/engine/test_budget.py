@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.budget import (
+from logitd.model.inference.engine.budget import (
     MOST_DELAY,
     PASS_WORK,
     WINDOW,
@@ -18,13 +18,13 @@ from model.inference.engine.budget import (
     PrefillBudget,
     positions_for,
 )
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.scheduler import Scheduler, StepPlan
-from model.inference.engine.sequence import Group, Sequence, State
-from model.inference.errors import InvalidRequest
-from model.inference.options import DecodeSteps, TargetGap, parse_target_gap
-from model.transformer.config import BLOCK
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.scheduler import Scheduler, StepPlan
+from logitd.model.inference.engine.sequence import Group, Sequence, State
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.options import DecodeSteps, TargetGap, parse_target_gap
+from logitd.model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import generation, small_gpt
 
 PROMPT = 64 * BLOCK

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.constraints.compiler import Compiler, Kind, Source
-from model.inference.constraints.protocol import TokenMatcher
-from model.inference.engine.events import FinishReason
-from model.inference.errors import ConstraintError, InvalidRequest
-from model.inference.sampling.params import SamplingParams
+from logitd.model.inference.constraints.compiler import Compiler, Kind, Source
+from logitd.model.inference.constraints.protocol import TokenMatcher
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.errors import ConstraintError, InvalidRequest
+from logitd.model.inference.sampling.params import SamplingParams
 from tests.model.factories import merging_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.constrained import (
     COMPILER,

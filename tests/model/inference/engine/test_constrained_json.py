@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.constraints.compiler import Source
-from model.inference.constraints.json_schema import NAMED_CONTROLS
+from logitd.model.inference.constraints.compiler import Source
+from logitd.model.inference.constraints.json_schema import NAMED_CONTROLS
 from tests.model.inference.engine.constrained import COMPILER, check, written
 from tests.profiles import examples
 

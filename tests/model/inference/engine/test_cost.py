@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.cost import output_elements, position_elements
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.cost import output_elements, position_elements
+from logitd.model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
     Logits,
     OutputsRequest,
     Request,
 )
-from model.transformer.config import BLOCK
+from logitd.model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,
     Driven,

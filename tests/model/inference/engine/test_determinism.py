@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.constraints.compiler import Constraint
-from model.inference.engine.events import OutputsChunk
-from model.inference.engine.requests import (
+from logitd.model.inference.constraints.compiler import Constraint
+from logitd.model.inference.engine.events import OutputsChunk
+from logitd.model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
@@ -25,15 +25,15 @@ from model.inference.engine.requests import (
     Request,
     ScoreRequest,
 )
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.kernels.eager import decoder as plain
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kernels.eager.row_groups import RowGroups
-from model.inference.options import DecodeSteps, TargetGap
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.eager import decoder as plain
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kernels.eager.row_groups import RowGroups
+from logitd.model.inference.options import DecodeSteps, TargetGap
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (

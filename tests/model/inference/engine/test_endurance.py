@@ -5,16 +5,16 @@ import random
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import FinishEvent, OutputsChunk, TokenEvent
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import FinishEvent, OutputsChunk, TokenEvent
+from logitd.model.inference.engine.requests import (
     GenerationRequest,
     OutputsRequest,
     Request,
 )
-from model.inference.engine.sequence import Sequence
-from model.inference.sampling.params import SamplingParams
+from logitd.model.inference.engine.sequence import Sequence
+from logitd.model.inference.sampling.params import SamplingParams
 from tests.model.inference.engine.harness import (
     counts,
     generation,

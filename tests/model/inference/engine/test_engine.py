@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from model.inference.engine.events import FinishEvent, FinishReason, OutputsChunk, TokenEvent
-from model.inference.engine.sequence import CHUNKS_IN_FLIGHT
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, OutputsChunk, TokenEvent
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
+from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     Driven,
     FakeClock,

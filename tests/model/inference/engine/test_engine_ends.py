@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from model.inference.engine.events import FinishEvent, FinishReason
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     Driven,
     FakeClock,

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.engine.events import Event, FinishEvent, FinishReason
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason
+from logitd.model.inference.engine.requests import (
     GenerationRequest,
 )
-from model.transformer.attention import Attend
-from model.transformer.gpt import GPT
-from model.transformer.tap import UNTAPPED, Tap
+from logitd.model.transformer.attention import Attend
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.tap import UNTAPPED, Tap
 from tests.model.inference.engine.harness import (
     Driven,
     assert_is_reference,

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.requests import (
     Request,
 )
-from model.inference.errors import InvalidRequest
-from model.transformer.gpt import GPT
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,
     Driven,

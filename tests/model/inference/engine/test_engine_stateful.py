@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from model.inference.engine.events import FinishReason
-from model.inference.engine.sequence import CHUNKS_IN_FLIGHT
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

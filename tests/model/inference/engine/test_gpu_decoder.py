@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from model.inference.engine.events import FinishReason
-from model.inference.engine.requests import GenerationRequest, HiddenStates, Request
-from model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.requests import GenerationRequest, HiddenStates, Request
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

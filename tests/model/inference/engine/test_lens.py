@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.footprint import peak, resident
-from model.inference.engine.cost import output_elements, position_elements
-from model.inference.engine.events import FinishReason
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.cost import output_elements, position_elements
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.requests import (
     HiddenStates,
     Lens,
     OutputsRequest,
 )
-from model.inference.engine.validation import check_request
-from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.options import Quantization
-from model.inference.sampling.lens import GROUP_ELEMENTS, LensDigest, lens_width
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.validation import check_request
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.options import Quantization
+from logitd.model.inference.sampling.lens import GROUP_ELEMENTS, LensDigest, lens_width
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -234,7 +234,7 @@ def test_neither_pieces_nor_others_nor_a_copied_prefix_change_a_bit(
     copied = driven.drain()["c", 0]
     assert copied.ended.cached_tokens == 64
     assert same_bits(alone, split(rows_of(copied), EVERYTHING), slice(64, None))
-    monkeypatch.setattr("model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    monkeypatch.setattr("logitd.model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
     pieces = run(gpt, ask())["a", 0]
     assert [len(event.positions) for event in pieces.rows] == [32, 32, 11]
     assert same_bits(alone, split(rows_of(pieces), EVERYTHING))
@@ -301,7 +301,7 @@ def test_neither_pieces_nor_others_change_what_follows(
     nothing = Intervention(stage="blocks.0.output", operation="scale", factor=1.0)
     tapped = ask(FOLLOWING, range(LENGTH - 1), interventions=(nothing,))
     assert np.array_equal(alone, rows_of(run(gpt, tapped)["a", 0]))
-    monkeypatch.setattr("model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    monkeypatch.setattr("logitd.model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
     assert np.array_equal(alone, rows_of(run(gpt, request)["a", 0]))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.ngram import (
+from logitd.model.inference.engine.ngram import (
     CANDIDATES,
     LONGEST,
     MOST_TOKENS,

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.engine.events import FinishReason
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
     Logits,
     OutputsRequest,
     ScoreRequest,
 )
-from model.inference.engine.sequence import CHUNKS_IN_FLIGHT
-from model.inference.errors import InvalidRequest
-from model.inference.reference import processed_row
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.reference import processed_row
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.events import FinishReason, TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.reference import generate
+from logitd.model.inference.engine.events import FinishReason, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.reference import generate
 from tests.model.inference.engine.harness import (
     Driven,
     Steps,

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from model.inference.engine.events import PromptEvent, TokenEvent
-from model.inference.errors import InvalidRequest
+from logitd.model.inference.engine.events import PromptEvent, TokenEvent
+from logitd.model.inference.errors import InvalidRequest
 from tests.model.inference.engine.harness import Driven, generation, random_prompt, run, small_gpt
 
 GPT = small_gpt()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.queue import WaitingQueue
-from model.inference.engine.scheduler import Scheduler
-from model.inference.engine.sequence import Group, Sequence, State
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.queue import WaitingQueue
+from logitd.model.inference.engine.scheduler import Scheduler
+from logitd.model.inference.engine.sequence import Group, Sequence, State
 from tests.model.inference.engine.harness import generation
 
 CALLERS = "abcd"

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.engine.runner import Runner
-from model.inference.engine.scheduler import PrefillChunk, StepPlan
-from model.inference.engine.sequence import Group, Sequence, State
-from model.inference.kernels.eager import decoder as plain
-from model.inference.kernels.eager.row_groups import RowGroups
-from model.inference.options import KVCacheDType
-from model.inference.sampling.results import TokenWithLogprobs
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.runner import Runner
+from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
+from logitd.model.inference.engine.sequence import Group, Sequence, State
+from logitd.model.inference.kernels.eager import decoder as plain
+from logitd.model.inference.kernels.eager.row_groups import RowGroups
+from logitd.model.inference.options import KVCacheDType
+from logitd.model.inference.sampling.results import TokenWithLogprobs
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     generation,

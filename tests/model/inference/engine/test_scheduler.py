@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.requests import Request
-from model.inference.engine.scheduler import (
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.requests import Request
+from logitd.model.inference.engine.scheduler import (
     COOLDOWN,
     LARGE_OUTPUT,
     PrefillChunk,
     Scheduler,
     StepPlan,
 )
-from model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Group, Sequence, State
-from model.inference.interventions import Intervention
-from model.transformer.config import BLOCK
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Group, Sequence, State
+from logitd.model.inference.interventions import Intervention
+from logitd.model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import generation, outputs_request
 
 CHUNK = 64

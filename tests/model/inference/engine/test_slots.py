@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.slots import SlotPool
-from model.transformer.config import BLOCK
+from logitd.model.inference.engine.slots import SlotPool
+from logitd.model.transformer.config import BLOCK
 
 A, B, C = ([token] * BLOCK for token in (1, 2, 3))
 """Blocks of token ids."""

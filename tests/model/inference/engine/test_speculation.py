@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.inference.engine.events import FinishReason, TokenEvent
-from model.inference.engine.requests import GenerationRequest
-from model.inference.options import DRAFTED_ROWS
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT, Block
+from logitd.model.inference.engine.events import FinishReason, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.options import DRAFTED_ROWS
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT, Block
 from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.engine.cost import position_elements, split_activations
-from model.inference.engine.events import FinishReason
-from model.inference.engine.requests import (
+from logitd.model.inference.engine.cost import position_elements, split_activations
+from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     GenerationRequest,
@@ -23,11 +23,11 @@ from model.inference.engine.requests import (
     OutputsRequest,
     ScoreRequest,
 )
-from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention, Operation, Span
-from model.inference.options import KVCacheDType
-from model.transformer.gpt import GPT, Block
-from model.transformer.stages import stages_of
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention, Operation, Span
+from logitd.model.inference.options import KVCacheDType
+from logitd.model.transformer.gpt import GPT, Block
+from logitd.model.transformer.stages import stages_of
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -147,7 +147,7 @@ def test_many_elements_are_computed_in_more_steps_with_the_same_bits(
 ) -> None:
     request = ask(Activations(stages=tuple(names(gpt))))
     at_once = recorded(gpt, request)
-    monkeypatch.setattr("model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    monkeypatch.setattr("logitd.model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
     outcome = run(gpt, request)["a", 0]
     assert len(outcome.rows) == 3, "a block of positions in each step"
     pieces = by_stage(gpt, names(gpt), rows_of(outcome), LENGTH)

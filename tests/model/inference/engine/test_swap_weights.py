@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from model.inference.errors import InvalidRequest
-from model.inference.reference import generate
-from model.transformer.gpt import GPT
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.reference import generate
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

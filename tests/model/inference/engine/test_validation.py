@@ -2,15 +2,15 @@
 
 import pytest
 
-from model.inference.engine.requests import ScoreRequest
-from model.inference.engine.validation import (
+from logitd.model.inference.engine.requests import ScoreRequest
+from logitd.model.inference.engine.validation import (
     check_count,
     check_generation_fits,
     check_prompt_fits,
     check_request,
     check_token_ids,
 )
-from model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from tests.model.factories import tiny_config
 
 

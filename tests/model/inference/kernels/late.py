@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.kernels.base import Prefilled, PrefillInput
-from model.inference.kernels.cuda import pinned
-from model.inference.kernels.cuda.capture import Compute
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.cuda.pinned import Buffer
-from model.inference.kv_cache import KVCache
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.base import Prefilled, PrefillInput
+from logitd.model.inference.kernels.cuda import pinned
+from logitd.model.inference.kernels.cuda.capture import Compute
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.cuda.pinned import Buffer
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.transformer.gpt import GPT
 
 
 class LateDevice:

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from model.data.sources.document import TextError
-from model.evaluation.held_out import held_out_windows
-from model.evaluation.quantization_loss import decode_nats
-from model.inference.kernels import select
-from model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
-from model.inference.kernels.cpu.library import (
+from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.data.sources.document import TextError
+from logitd.model.evaluation.held_out import held_out_windows
+from logitd.model.evaluation.quantization_loss import decode_nats
+from logitd.model.inference.kernels import select
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
+from logitd.model.inference.kernels.cpu.library import (
     KernelsUnavailable,
     NativeLibrary,
     load_library,
 )
-from model.inference.kernels.cpu.targets import TARGETS, runnable, target_named
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kernels.select import (
+from logitd.model.inference.kernels.cpu.targets import TARGETS, runnable, target_named
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kernels.select import (
     DTypeChoice,
     KernelError,
     auto_dtype,
@@ -36,10 +36,10 @@ from model.inference.kernels.select import (
     choose_dtype,
     cuda_path,
 )
-from model.inference.kv_cache import KVCache
-from model.inference.options import KVCacheDType, Quantization
-from model.processor import bfloat16_instructions, processor_features
-from model.transformer.gpt import GPT
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.processor import bfloat16_instructions, processor_features
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 
 CPU = torch.device("cpu")
@@ -109,7 +109,8 @@ def test_auto_is_float32_where_decoding_is_not_native(
     head_dim: int, kernels: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "model.inference.kernels.select.processor_features", lambda: frozenset({"avx512_bf16"})
+        "logitd.model.inference.kernels.select.processor_features",
+        lambda: frozenset({"avx512_bf16"}),
     )
     choice = choose_dtype("auto", tiny_config(head_dim=head_dim), CPU, kernels=kernels)
     assert choice.name == "float32"
@@ -119,7 +120,8 @@ def test_auto_is_float32_where_decoding_is_not_native(
 def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(
-        "model.inference.kernels.select.processor_features", lambda: frozenset({"avx512_bf16"})
+        "logitd.model.inference.kernels.select.processor_features",
+        lambda: frozenset({"avx512_bf16"}),
     )
     choice = choose_dtype("auto", COVERED, CPU)
     assert choice.name == "float32"
@@ -200,7 +202,9 @@ def test_with_a_target_prompts_are_native_and_the_dtype_is_that_of_the_target(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = NativeLibrary(library, HERE[0], "prebuilt")
-    monkeypatch.setattr("model.inference.kernels.select.load_library", lambda log, target: loaded)
+    monkeypatch.setattr(
+        "logitd.model.inference.kernels.select.load_library", lambda log, target: loaded
+    )
     gpt, name = tiny_gpt(COVERED), HERE[0].name
     path = choose_decode_path(gpt, kernel_target=name, threads=1)
     decoder = path.make_decoder(gpt, KVCache(gpt.config, 1, device=CPU, dtype=torch.float32))
@@ -209,7 +213,8 @@ def test_with_a_target_prompts_are_native_and_the_dtype_is_that_of_the_target(
     assert path.kernels == f"{name}, prebuilt"
     assert path.name.endswith(f", target {name})")
     monkeypatch.setattr(
-        "model.inference.kernels.select.processor_features", lambda: frozenset({"avx512_bf16"})
+        "logitd.model.inference.kernels.select.processor_features",
+        lambda: frozenset({"avx512_bf16"}),
     )
     choice = choose_dtype("auto", COVERED, CPU, kernel_target=name)
     assert choice == DTypeChoice("float32", f"auto: {name} has no dot products of bfloat16")
@@ -223,7 +228,7 @@ ELSEWHERE = {
 """Makes torch compute as it does on a lesser processor."""
 SHOW = """
 import sys
-from model.llm import LLM, SamplingParams
+from logitd.model.llm import LLM, SamplingParams
 how = {"kernels": "torch"} if sys.argv[2] == "torch" else {"kernel_target": sys.argv[2]}
 with LLM(sys.argv[1], dtype="bfloat16", threads=1, **how) as llm:
     params = SamplingParams(max_tokens=24, seed=3, temperature=0.9)
@@ -351,7 +356,8 @@ def test_the_chosen_decoder_prefills_as_the_kernels_can(
     for target, expected in ((v3, False), (v4, True)):
         loaded = NativeLibrary(library, target, "prebuilt")
         monkeypatch.setattr(
-            "model.inference.kernels.select.load_library", lambda log, target, one=loaded: one
+            "logitd.model.inference.kernels.select.load_library",
+            lambda log, target, one=loaded: one,
         )
         path = choose_decode_path(gpt, threads=1)
         cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)

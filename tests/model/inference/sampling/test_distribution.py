@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from model.inference.sampling.distribution import largest, log_softmax, summarise
+from logitd.model.inference.sampling.distribution import largest, log_softmax, summarise
 
 LOGIT = st.integers(-3200, 3200).map(lambda i: i / 64) | st.sampled_from([0.0, 1.0])  # equals too
 ROW = st.lists(LOGIT, min_size=1, max_size=40)

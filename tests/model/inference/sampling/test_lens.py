@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.inference.sampling import lens as under_test
-from model.inference.sampling.distribution import largest, log_softmax, summarise
-from model.inference.sampling.lens import LensDigest, LensRow, lens_width, read_lens
-from model.inference.sampling.sampler import score
+from logitd.model.inference.sampling import lens as under_test
+from logitd.model.inference.sampling.distribution import largest, log_softmax, summarise
+from logitd.model.inference.sampling.lens import LensDigest, LensRow, lens_width, read_lens
+from logitd.model.inference.sampling.sampler import score
 from tests.profiles import examples
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.sampling.philox import FEW, philox, philox_words, uniform, uniforms
+from logitd.model.inference.sampling.philox import FEW, philox, philox_words, uniform, uniforms
 
 ALL_ONES = 0xFFFFFFFF
 

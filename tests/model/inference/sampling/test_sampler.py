@@ -17,18 +17,18 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.inference.reference import filtered, penalised
-from model.inference.sampling.params import SamplingParams, TokenLogprob
-from model.inference.sampling.philox import uniform
-from model.inference.sampling.results import (
+from logitd.model.inference.reference import filtered, penalised
+from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
+from logitd.model.inference.sampling.philox import uniform
+from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
     TokenWithLogprobs,
 )
-from model.inference.sampling.sample import SamplingRow, sampling_rows
-from model.inference.sampling.sampler import RowContext, sample, score, score_rows
-from model.inference.sampling.state import SamplingState
+from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
+from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
+from logitd.model.inference.sampling.state import SamplingState
 from tests.model.inference.engine.harness import params
 from tests.profiles import examples
 
@@ -257,7 +257,7 @@ def test_the_token_is_the_first_id_beyond_the_threshold() -> None:
 )
 def test_sampling_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
     """An interval has its lower end, not its upper one; an id without mass has none."""
-    monkeypatch.setattr("model.inference.sampling.sample.uniform", lambda *place: u)
+    monkeypatch.setattr("logitd.model.inference.sampling.sample.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
     assert sample_one([0.0] * 8, one).token_id == token_id
 

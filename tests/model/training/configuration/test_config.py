@@ -10,15 +10,15 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
-from model.training.configuration.config import (
+from logitd.model.training.configuration.config import (
     RESUMABLE,
     SHAPE_FIELDS,
     TrainingConfig,
     command,
 )
-from model.training.configuration.presets import Recipe
-from model.transformer.config import GPTConfig, RopeScaling
-from service.settings.train import TrainSettings
+from logitd.model.training.configuration.presets import Recipe
+from logitd.model.transformer.config import GPTConfig, RopeScaling
+from logitd.service.settings.train import TrainSettings
 
 
 def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.training.configuration.presets import PRESETS, PresetError, preset
-from model.transformer.gpt import GPT
+from logitd.model.training.configuration.presets import PRESETS, PresetError, preset
+from logitd.model.transformer.gpt import GPT
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.configuration.repetition import (
+from logitd.model.training.configuration.repetition import (
     DROPOUT,
     FEW,
     SMALL_VOCABULARY,

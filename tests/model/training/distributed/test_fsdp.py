@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.device import Placement
-from model.training.configuration.config import TrainingError
-from model.training.configuration.presets import PRESETS, Recipe, preset
-from model.training.distributed import fsdp as sharding
-from model.training.distributed.fsdp import (
+from logitd.model.device import Placement
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.configuration.presets import PRESETS, Recipe, preset
+from logitd.model.training.distributed import fsdp as sharding
+from logitd.model.training.distributed.fsdp import (
     ParamShard,
     clip_gradients,
     gather_weights,
@@ -29,14 +29,14 @@ from model.training.distributed.fsdp import (
     without_backward,
     worth_sharding,
 )
-from model.training.distributed.ranks import ALONE, Ranks, process_group
-from model.training.optim.optimizers import Optimizers, initialise
-from model.training.run.state import Environment, load_state, save_state
-from model.training.step.forward import Forward
-from model.training.stopping.counters import Counters
-from model.training.trainer import train
-from model.transformer.config import TARGETS
-from model.transformer.gpt import GPT
+from logitd.model.training.distributed.ranks import ALONE, Ranks, process_group
+from logitd.model.training.optim.optimizers import Optimizers, initialise
+from logitd.model.training.run.state import Environment, load_state, save_state
+from logitd.model.training.step.forward import Forward
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.trainer import train
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.gpt import GPT
 from tests.model.conftest import Configure
 from tests.model.training.distributed.test_ranks import _environment, _start
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.device import DeviceError, available_processors
-from model.training.configuration.config import TrainingError
-from model.training.distributed import ranks as ranks_module
-from model.training.distributed.ranks import Ranks, process_group, read_ranks
+from logitd.model.device import DeviceError, available_processors
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.distributed import ranks as ranks_module
+from logitd.model.training.distributed.ranks import Ranks, process_group, read_ranks
 
 TORCHRUN = {
     "RANK": "5",

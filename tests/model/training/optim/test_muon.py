@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from model.training.distributed.fsdp import shard_of
-from model.training.distributed.ranks import ALONE
-from model.training.optim import muon
+from logitd.model.training.distributed.fsdp import shard_of
+from logitd.model.training.distributed.ranks import ALONE
+from logitd.model.training.optim import muon
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
 """Alike, tall and wide ones, one alone, and some that are not stacked on a CPU."""

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Muon
 
-from model.training.configuration.presets import PRESETS
-from model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
-from model.training.step.forward import native_bfloat16
-from model.transformer.config import MODERN, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
+from logitd.model.training.step.forward import native_bfloat16
+from logitd.model.transformer.config import MODERN, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 RECIPE = PRESETS["tiny"].recipe
 

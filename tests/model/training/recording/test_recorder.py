@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.events import Event, Progress
-from model.training.recording import recorder
-from model.training.trainer import Trainer, train
+from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.events import Event, Progress
+from logitd.model.training.recording import recorder
+from logitd.model.training.trainer import Trainer, train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _state
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from model.files import file_aside, folder_aside
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.configuration.presets import PRESETS
-from model.training.run.description import RunDescription
-from model.training.run.directory import RunDirectory
+from logitd.model.files import file_aside, folder_aside
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.run.description import RunDescription
+from logitd.model.training.run.directory import RunDirectory
 from tests.model.factories import tiny_config
 
 DESCRIPTION = RunDescription(

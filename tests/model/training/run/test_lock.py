@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from model.training.configuration.config import TrainingError
-from model.training.run.directory import RunDirectory
-from model.training.run.lock import LOCK, RunLock
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.run.lock import LOCK, RunLock
 
 HOLDER = """
 import sys
 from pathlib import Path
-from model.training.run.lock import RunLock
+from logitd.model.training.run.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()
@@ -97,7 +97,7 @@ def test_a_file_system_without_locks_is_trained_on(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("model.folder_lock.fcntl.flock", flock)
+    monkeypatch.setattr("logitd.model.folder_lock.fcntl.flock", flock)
     RunDirectory.create(tmp_path / "run").discard()
 
 

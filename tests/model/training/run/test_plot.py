@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from model.training.run.plot import draw
+from logitd.model.training.run.plot import draw
 
 image = pytest.importorskip("matplotlib.image", reason="matplotlib draws the picture")
 pytestmark = pytest.mark.usefixtures("pictures")

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.device import Placement
-from model.training.configuration.config import TrainingError
-from model.training.configuration.presets import PRESETS
-from model.training.optim.optimizers import Optimizers
-from model.training.run.state import Environment, load_state, read_state, save_state
-from model.training.stopping.counters import Counters
-from model.transformer.config import gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.device import Placement
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.optim.optimizers import Optimizers
+from logitd.model.training.run.state import Environment, load_state, read_state, save_state
+from logitd.model.training.stopping.counters import Counters
+from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 HERE = Environment.of(Placement(torch.device("cpu"), torch.float32, 2))
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from model.checkpoint.checkpoint import read_checkpoint
-from model.checkpoint.run_folder import is_run
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.run.directory import RunDirectory
-from model.training.run.summary import differences, summarise
-from model.training.trainer import train
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.run.summary import differences, summarise
+from logitd.model.training.trainer import train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import StopAt
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.run.directory import RunDirectory
-from model.training.trainer import train
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.trainer import train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import StopAt
 

@@ -10,12 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.device import Placement
-from model.training.configuration.config import TrainingConfig, TrainingError, command, run_name
-from model.training.configuration.repetition import FEW, dropout_of, passes
-from model.training.events import Event, Noticed
-from model.training.setup import autosize
-from model.training.setup.autosize import (
+from logitd.model.device import Placement
+from logitd.model.training.configuration.config import (
+    TrainingConfig,
+    TrainingError,
+    command,
+    run_name,
+)
+from logitd.model.training.configuration.repetition import FEW, dropout_of, passes
+from logitd.model.training.events import Event, Noticed
+from logitd.model.training.setup import autosize
+from logitd.model.training.setup.autosize import (
     MEASURING,
     SIZES,
     TOKENS_PER_PARAMETER,
@@ -31,8 +36,8 @@ from model.training.setup.autosize import (
     resolve_candidate,
     search,
 )
-from model.training.setup.resolve import resolve_config
-from model.training.trainer import train
+from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.trainer import train
 from tests.model.conftest import story
 
 DEMANDS = {size: flops_and_params(resolve_candidate(TrainingConfig(), size)) for size in SIZES}
@@ -135,7 +140,9 @@ def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more
     monkeypatch: pytest.MonkeyPatch, step_seconds: float, said: float
 ) -> None:
     """With three steps two of them decided, for the whole run, which size it had."""
-    monkeypatch.setattr("model.training.setup.autosize.time.perf_counter", _Clock(step_seconds))
+    monkeypatch.setattr(
+        "logitd.model.training.setup.autosize.time.perf_counter", _Clock(step_seconds)
+    )
     candidate = resolve_candidate(TrainingConfig(), SIZES[0])
     placement = Placement(torch.device("cpu"), torch.float32, 1)
     speed = measure(candidate, placement, 600.0)

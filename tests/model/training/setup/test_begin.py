@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from model.training.configuration.config import TrainingError
-from model.training.events import Event, Prepared
-from model.training.run.lock import LOCK
-from model.training.run.summary import summarise
-from model.training.trainer import train
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.events import Event, Prepared
+from logitd.model.training.run.lock import LOCK
+from logitd.model.training.run.summary import summarise
+from logitd.model.training.trainer import train
 from tests.model.conftest import Configure
 from tests.model.full_disk import files_of_at_most
 
@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_while_the_text_is_prepared_is_named(configure: Conf
 
 FULL_DISK = """
 mount -t tmpfs -o size=40k none {mount} || exit 77
-{python} -m service.cli.main train --data {text} --out {mount}/run --preset tiny --steps 1
+{python} -m logitd train --data {text} --out {mount}/run --preset tiny --steps 1
 """
 
 

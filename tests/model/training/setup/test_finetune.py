@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.adapter import merge, read_adapter
-from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from model.evaluation.text_loss import text_loss
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.configuration.presets import PRESETS, Recipe
-from model.training.events import Event, Noticed
-from model.training.recording import recorder
-from model.training.run.directory import RunDirectory
-from model.training.run.state import read_state
-from model.training.setup.finetune import LORA_RATE, open_base
-from model.training.setup.resolve import resolve_config
-from model.training.trainer import TrainingResult, train
-from model.transformer.config import MODERN, GPTConfig, RopeScaling
+from logitd.model.checkpoint.adapter import merge, read_adapter
+from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.evaluation.text_loss import text_loss
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import PRESETS, Recipe
+from logitd.model.training.events import Event, Noticed
+from logitd.model.training.recording import recorder
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.run.state import read_state
+from logitd.model.training.setup.finetune import LORA_RATE, open_base
+from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.trainer import TrainingResult, train
+from logitd.model.transformer.config import MODERN, GPTConfig, RopeScaling
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import StopAt, _state
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from model.training.configuration.config import TrainingConfig, TrainingError
-from model.training.configuration.presets import PRESETS
-from model.training.run.description import RunDescription
-from model.training.setup.resolve import resolve_config, resolve_resumed
-from model.transformer.config import ConfigError, RopeScaling
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.run.description import RunDescription
+from logitd.model.training.setup.resolve import resolve_config, resolve_resumed
+from logitd.model.transformer.config import ConfigError, RopeScaling
 
 
 def test_what_is_not_given_is_the_presets() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from model.training.configuration.config import TrainingConfig
-from model.training.configuration.presets import Compile
-from model.training.run.directory import RunDirectory
-from model.training.setup.resolve import resolve_compile, resolve_config
-from model.training.step.compile import CompiledLoss, choose_loss, compiles
-from model.training.step.forward import Forward
-from model.training.trainer import train
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.presets import Compile
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.setup.resolve import resolve_compile, resolve_config
+from logitd.model.training.step.compile import CompiledLoss, choose_loss, compiles
+from logitd.model.training.step.forward import Forward
+from logitd.model.training.trainer import train
 from tests.model.conftest import Configure
 from tests.model.training.step.test_forward import EXACT, _small
 from tests.model.training.test_trainer import _losses, _state, _train_until
@@ -114,7 +114,7 @@ def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
 ) -> None:
     """By torch's own compiler, and with what `auto` was resolved to: the second half would compute
     in other bits if it were decided anew."""
-    monkeypatch.setattr("model.training.step.compile.LONG_OPERATIONS", 1.0)
+    monkeypatch.setattr("logitd.model.training.step.compile.LONG_OPERATIONS", 1.0)
     options: dict[str, Any] = {
         "dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4, "n_layer": 1,
     }  # fmt: skip

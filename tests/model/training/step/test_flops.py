@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.device import Placement
-from model.training.step.flops import Meter, flops_per_token
-from model.training.step.forward import Forward
-from model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT
-from model.transformer.size import count_elements
+from logitd.model.device import Placement
+from logitd.model.training.step.flops import Meter, flops_per_token
+from logitd.model.training.step.forward import Forward
+from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import count_elements
 
 PLACEMENT = Placement(torch.device("cpu"), torch.bfloat16, 1)  # whose attention torch can count
 SHAPES: list[dict[str, Any]] = [

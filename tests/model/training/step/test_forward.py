@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.device import Placement
-from model.training.step.forward import Forward, training_placement
-from model.transformer.config import MODERN, gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.device import Placement
+from logitd.model.training.step.forward import Forward, training_placement
+from logitd.model.transformer.config import MODERN, gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 CPU = torch.device("cpu")
 EXACT = Placement(CPU, torch.float32, 1)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.training.step import loss as loss_module
-from model.training.step.loss import cross_entropy
+from logitd.model.training.step import loss as loss_module
+from logitd.model.training.step.loss import cross_entropy
 from tests.profiles import examples
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.training.step import matrix_attention
-from model.training.step.matrix_attention import MatrixAttend
-from model.transformer.attention import CausalAttend, attention_probs, attention_scores
+from logitd.model.training.step import matrix_attention
+from logitd.model.training.step.matrix_attention import MatrixAttend
+from logitd.model.transformer.attention import CausalAttend, attention_probs, attention_scores
 
 
 def _inputs(heads: int, kv_heads: int, length: int) -> tuple[Tensor, Tensor, Tensor]:

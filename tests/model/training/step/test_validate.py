@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.data.shards import Shard
-from model.data.windows import UNCOUNTED, RollingWindows, ValidationWindows, byte_lengths
-from model.text.tokenizer import END_OF_TEXT, Tokenizer
-from model.training.distributed.ranks import Ranks
-from model.training.step.validate import bits_per_byte, validate
-from model.transformer.config import gpt2_shape
-from model.transformer.gpt import GPT
+from logitd.model.data.shards import Shard
+from logitd.model.data.windows import UNCOUNTED, RollingWindows, ValidationWindows, byte_lengths
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.training.distributed.ranks import Ranks
+from logitd.model.training.step.validate import bits_per_byte, validate
+from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.gpt import GPT
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 TOKENIZER = Tokenizer(

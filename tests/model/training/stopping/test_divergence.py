@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from model.training.stopping.divergence import (
+from logitd.model.training.stopping.divergence import (
     MARGIN,
     REPORTS,
     STEPS,

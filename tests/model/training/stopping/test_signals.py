@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from model.training.stopping.signals import StopSignals, errors_outlive_sigterm
+from logitd.model.training.stopping.signals import StopSignals, errors_outlive_sigterm
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -48,7 +48,7 @@ def test_without_such_an_error_sigterm_ends_the_process(handling: bool) -> None:
     """Also while an error of another kind is handled, as by somebody who tries a download again."""
     code = """
         import os, signal
-        from model.training.stopping.signals import errors_outlive_sigterm
+        from logitd.model.training.stopping.signals import errors_outlive_sigterm
         with errors_outlive_sigterm(KeyError):
             try:
                 if HANDLING:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from model.training.stopping.worsening import EVALUATIONS, ended_worse, worsening
+from logitd.model.training.stopping.worsening import EVALUATIONS, ended_worse, worsening
 
 
 def records(*losses: float, training: bool = True) -> list[dict[str, Any]]:

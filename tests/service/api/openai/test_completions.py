@@ -5,9 +5,9 @@ rest is tested through the route.
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.checkpoint import read_checkpoint
-from service.api.openai.completions import CompletionFormat
-from service.schemas.openai import CompletionRequest
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.service.api.openai.completions import CompletionFormat
+from logitd.service.schemas.openai import CompletionRequest
 
 COUNTS = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 

@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.events import (
+from logitd.model.inference.engine.events import (
     FinishEvent,
     FinishReason,
     PromptToken,
     SequenceTimes,
     TokenEvent,
 )
-from model.inference.sampling.params import TokenLogprob
-from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
-from service.api.openai.logprobs import (
+from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from logitd.service.api.openai.logprobs import (
     PlacedToken,
     ShownTokens,
     chat_logprobs,
     completion_logprobs,
     token_name,
 )
-from service.api.responses.text import Completion
+from logitd.service.api.responses.text import Completion
 from tests.model.factories import byte_tokenizer
 
 END = 256

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.openai.tools import GrowingCall, call_schema
-from service.schemas.openai import ChatReply, FunctionDefinition
+from logitd.service.api.openai.tools import GrowingCall, call_schema
+from logitd.service.schemas.openai import ChatReply, FunctionDefinition
 from tests.service.serving import TEST_TIMEOUT, Serving, events
 
 PATH = "/v1/chat/completions"

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from service.api.openai.translate import (
+from logitd.service.api.openai.translate import (
     constraint_names,
     native_chat,
     native_completion,
     param_names,
 )
-from service.core.errors import ApiError, bad_request
-from service.schemas.generate import GenerateRequest
-from service.schemas.openai import ChatRequest, CompletionRequest
+from logitd.service.core.errors import ApiError, bad_request
+from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.schemas.openai import ChatRequest, CompletionRequest
 from tests.model.factories import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from model.inference.constraints.compiler import Source
-from service.api.requests.resolve import constraint_source
-from service.core.errors import ApiError
-from service.schemas.base import ErrorReply
-from service.schemas.generate import GenerateReply, GenerateRequest
-from service.schemas.openai import CompletionReply
-from service.schemas.tensors import LogitsReply, ProbsReply
+from logitd.model.inference.constraints.compiler import Source
+from logitd.service.api.requests.resolve import constraint_source
+from logitd.service.core.errors import ApiError
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.generate import GenerateReply, GenerateRequest
+from logitd.service.schemas.openai import CompletionReply
+from logitd.service.schemas.tensors import LogitsReply, ProbsReply
 from tests.profiles import examples
 from tests.service.serving import (
     Serving,

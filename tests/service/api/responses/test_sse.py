@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from service.api.responses.sse import DONE, KEEP_ALIVE, StreamedResponse, event
-from service.core.errors import unavailable
+from logitd.service.api.responses.sse import DONE, KEEP_ALIVE, StreamedResponse, event
+from logitd.service.core.errors import unavailable
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 NEVER = 60.0

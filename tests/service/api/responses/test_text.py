@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
-from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes, TokenEvent
-from model.inference.sampling.params import TokenLogprob
-from service.api.responses.text import (
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from logitd.model.inference.engine.events import (
+    FinishEvent,
+    FinishReason,
+    SequenceTimes,
+    TokenEvent,
+)
+from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.service.api.responses.text import (
     CHECKPOINT_HEADERS,
     Completion,
     checkpoint_headers,
@@ -20,7 +25,7 @@ from service.api.responses.text import (
     token_json,
     usage,
 )
-from service.core.ids import new_id
+from logitd.service.core.ids import new_id
 from tests.model.factories import byte_tokenizer, training_record
 from tests.service.spelling import END_OF_TEXT_ID
 

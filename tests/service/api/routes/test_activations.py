@@ -13,10 +13,10 @@ import pytest
 import safetensors.numpy
 import torch
 
-from model.transformer.gpt import GPT
-from model.transformer.stages import stages_of
-from service.schemas.activations import ActivationsReply, StagesReply
-from service.schemas.base import ErrorReply
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.stages import stages_of
+from logitd.service.schemas.activations import ActivationsReply, StagesReply
+from logitd.service.schemas.base import ErrorReply
 from tests.model.plain_stages import plain_stages
 from tests.service.serving import Serving, serving
 

@@ -8,18 +8,23 @@ from typing import Any, get_args
 
 import pytest
 
-from model.inference.attribution.attribute import attribute
-from model.inference.attribution.task import DEFAULT_STEPS, MAX_STEPS, METHODS, AttributionTask
-from model.transformer.gpt import GPT
-from service.core.model_metrics import StepKind
-from service.engine.admission import Load
-from service.schemas.attributions import (
+from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.task import (
+    DEFAULT_STEPS,
+    MAX_STEPS,
+    METHODS,
+    AttributionTask,
+)
+from logitd.model.transformer.gpt import GPT
+from logitd.service.core.model_metrics import StepKind
+from logitd.service.engine.admission import Load
+from logitd.service.schemas.attributions import (
     AttributionsReply,
     AttributionsRequest,
     Method,
     PromptAttributions,
 )
-from service.schemas.base import ErrorReply
+from logitd.service.schemas.base import ErrorReply
 from tests.service.serving import Serving, eventually, request_bytes, serving
 from tests.service.spelling import long_prompt, spelled
 

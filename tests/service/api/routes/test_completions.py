@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.transformer.gpt import GPT
-from service.schemas.base import ErrorReply
-from service.schemas.openai import CompletionReply
+from logitd.model.transformer.gpt import GPT
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.openai import CompletionReply
 from tests.profiles import examples
 from tests.service.serving import Serving, events, serving
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.inference import reference
-from model.inference.sampling.distribution import log_softmax
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
-from service.schemas.base import ErrorReply
-from service.schemas.generate import Choice, GenerateReply, Timings, Token, TopToken, Usage
+from logitd.model.inference import reference
+from logitd.model.inference.sampling.distribution import log_softmax
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.generate import Choice, GenerateReply, Timings, Token, TopToken, Usage
 from tests.service.serving import Serving, events, read_until, request_bytes
 from tests.service.spelling import (
     ALPHABET,

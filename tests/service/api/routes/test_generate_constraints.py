@@ -12,10 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model.inference.constraints.compiler import Compiler, Source
-from model.inference.reference import generate
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.reference import generate
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_sandbox import HOSTILE, SLOW
 from tests.service.api.requests.test_resolve import refusal

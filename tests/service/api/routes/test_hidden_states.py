@@ -11,9 +11,9 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from model.transformer.gpt import GPT
-from service.schemas.base import ErrorReply
-from service.schemas.tensors import AttentionReply, HiddenStatesReply
+from logitd.model.transformer.gpt import GPT
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.tensors import AttentionReply, HiddenStatesReply
 from tests.model.inference.served import forward_as_served
 from tests.service.serving import Serving, eventually, read_until, request_bytes, serving
 from tests.service.spelling import long_prompt

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.inference.sampling.distribution import summarise
-from service.schemas.base import ErrorReply
-from service.schemas.lens import LensReply, PromptLens
+from logitd.model.inference.sampling.distribution import summarise
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.lens import LensReply, PromptLens
 from tests.service.serving import Serving, read_chunks, request_bytes, serving
 from tests.service.spelling import long_prompt
 

@@ -12,13 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.inference.engine.events import OutputsChunk
-from model.inference.engine.requests import OutputsRequest
-from model.transformer.gpt import GPT
-from service.schemas.base import ErrorReply
-from service.schemas.tensors import LogitsReply
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import OutputsChunk
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.model.transformer.gpt import GPT
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.tensors import LogitsReply
 from tests.model.inference.served import forward_as_served
 from tests.service.serving import Serving, read_chunks, read_until, request_bytes
 from tests.service.spelling import long_prompt

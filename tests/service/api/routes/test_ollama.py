@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from service.api.ollama.formats import LINES
-from service.core.errors import bad_request
-from service.schemas.ollama import (
+from logitd.service.api.ollama.formats import LINES
+from logitd.service.core.errors import bad_request
+from logitd.service.schemas.ollama import (
     OllamaChatReply,
     OllamaGenerateReply,
     OllamaModels,

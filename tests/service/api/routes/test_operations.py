@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.inference.engine.config import EngineConfig
-from model.inference.engine.engine import Engine
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
-from model.version import VERSION
-from service.app.app import create_app
-from service.core.metrics import ENDPOINTS
-from service.core.models import Models
-from service.engine.admission import AdmissionController, QueueLimits
-from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver, OnCompute
-from service.schemas.base import ErrorReply
-from service.schemas.generate import CardReply, Health, Info, Version
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.version import VERSION
+from logitd.service.app.app import create_app
+from logitd.service.core.metrics import ENDPOINTS
+from logitd.service.core.models import Models
+from logitd.service.engine.admission import AdmissionController, QueueLimits
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.driver import LocalDriver, OnCompute
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.generate import CardReply, Health, Info, Version
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.transformer.gpt import GPT
-from service.schemas.base import ErrorReply
-from service.schemas.tensors import ProbsReply
+from logitd.model.transformer.gpt import GPT
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.tensors import ProbsReply
 from tests.service.serving import Serving
 
 PROMPT = "for i in "

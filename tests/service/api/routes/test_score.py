@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.transformer.gpt import GPT
-from service.schemas.base import ErrorReply
-from service.schemas.tensors import ScoreReply
+from logitd.model.transformer.gpt import GPT
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.tensors import ScoreReply
 from tests.service.serving import Serving, serving
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.inference.interventions import Intervention
-from model.inference.sweep import make_grid
-from service.schemas.base import ErrorReply
-from service.schemas.sweep import SweepReply
+from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.sweep import make_grid
+from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.sweep import SweepReply
 from tests.model.factories import tiny_config
 from tests.service.serving import Serving
 
@@ -165,7 +165,7 @@ def test_too_many_cells_are_refused_with_their_number(server: Serving) -> None:
     prompt = list(range(100))
     axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("model.inference.sweep.MAX_CELLS", 1199)
+        patch.setattr("logitd.model.inference.sweep.MAX_CELLS", 1199)
         response = server.post("/sweep", {"prompt": prompt, **axes})
     assert response.status_code == 400
     assert "1200 cells (3 layers x 4 heads x 100 positions)" in response.json()["error"]["message"]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.api.tgi.formats import EVENTS
-from service.core.errors import bad_request
-from service.schemas.tgi import TextGenerationReply
+from logitd.service.api.tgi.formats import EVENTS
+from logitd.service.core.errors import bad_request
+from logitd.service.schemas.tgi import TextGenerationReply
 from tests.profiles import examples
 from tests.service.serving import Serving, serving
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from service.schemas.base import MAX_IDS, ErrorReply
-from service.schemas.tokenizer import (
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.service.schemas.base import MAX_IDS, ErrorReply
+from logitd.service.schemas.tokenizer import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.arguments.completion import SHELLS, bash, fish, zsh
-from service.cli.arguments.flags import flags_of
-from service.cli.main import COMMANDS, run
+from logitd.service.cli.arguments.completion import SHELLS, bash, fish, zsh
+from logitd.service.cli.arguments.flags import flags_of
+from logitd.service.cli.main import COMMANDS, run
 
 COMPLETE = """
 source {script}

@@ -8,9 +8,9 @@ import pytest
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsError
 
-from service.cli.arguments.flags import Flag, flags_of, known_words
-from service.cli.main import COMMANDS
-from service.settings.common import settings_of
+from logitd.service.cli.arguments.flags import Flag, flags_of, known_words
+from logitd.service.cli.main import COMMANDS
+from logitd.service.settings.common import settings_of
 
 ARGUMENTS = {name: [f for f in flags_of(COMMANDS[name]) if not f.words] for name in COMMANDS}
 VALUES = {"int": "1", "float": "0.5", "path": "here", "text": "words", "json": "{}"}

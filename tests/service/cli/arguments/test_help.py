@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from service.cli.arguments.flags import flags_of
-from service.cli.arguments.groups import EXAMPLES, GROUPS
-from service.cli.arguments.help import help_of, overview, usage
-from service.cli.main import COMMANDS, parse
+from logitd.service.cli.arguments.flags import flags_of
+from logitd.service.cli.arguments.groups import EXAMPLES, GROUPS
+from logitd.service.cli.arguments.help import help_of, overview, usage
+from logitd.service.cli.main import COMMANDS, parse
 
 PASTED = [(command, line) for command, lines in EXAMPLES.items() for line, _ in lines]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.cli.arguments.flags import known_words
-from service.cli.arguments.mistakes import did_you_mean
-from service.cli.main import COMMANDS
+from logitd.service.cli.arguments.flags import known_words
+from logitd.service.cli.arguments.mistakes import did_you_mean
+from logitd.service.cli.main import COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.benchmark import machine
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from service.cli.main import run
+from logitd.model.benchmark import machine
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.service.cli.main import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import TEST_TIMEOUT, Serving, serving
 
@@ -263,8 +263,8 @@ def test_a_server_with_less_context_is_refused(
 
 PROGRAM = """
 import signal
-from model.benchmark import machine
-from service.cli.main import main
+from logitd.model.benchmark import machine
+from logitd.service.cli.main import main
 machine.READ_BYTES, machine.MATRIX_WIDTH = {"cpu": 2**20}, {"cpu": 64}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.checkpoint import read_checkpoint
-from model.evaluation.text_loss import text_loss
-from service.cli.main import run
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.evaluation.text_loss import text_loss
+from logitd.service.cli.main import run
 
 
 @pytest.fixture(autouse=True)

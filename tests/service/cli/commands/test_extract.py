@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from model.data.sources.progress import Downloading
-from model.extraction.plan import Survey
-from model.extraction.run import Progress, Surveyed
-from service.cli.commands.extract import Interrupts, ProgressLines
-from service.cli.main import run
+from logitd.model.data.sources.progress import Downloading
+from logitd.model.extraction.plan import Survey
+from logitd.model.extraction.run import Progress, Surveyed
+from logitd.service.cli.commands.extract import Interrupts, ProgressLines
+from logitd.service.cli.main import run
 from tests.model.conftest import story
 from tests.model.extraction.conftest import contents
 
@@ -164,7 +164,15 @@ def test_a_killed_command_goes_on_to_the_same_files(checkpoint_path: Path) -> No
             "--top-k",
             "2",
         ]
-        return [sys.executable, "-m", "service.cli.start", *words, *FLAGS, "--shard-tokens", "3000"]
+        return [
+            sys.executable,
+            "-m",
+            "logitd",
+            *words,
+            *FLAGS,
+            "--shard-tokens",
+            "3000",
+        ]
 
     root = Path(__file__).parents[4]
     environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
@@ -199,7 +207,7 @@ def test_an_interrupt_that_is_lost_in_a_finalizer_stops_it_all_the_same(
             Dying()
 
     monkeypatch.setattr(ProgressLines, "say", say_and_die)
-    monkeypatch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("logitd.model.extraction.run.SECONDS_BETWEEN", 0.0)
     before = signal.getsignal(signal.SIGINT)
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 130
     assert "stopped; the same command goes on" in capsys.readouterr().err

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from model.inference import reference
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.sampling.params import SamplingParams
-from model.transformer.gpt import GPT
-from service.cli.main import run
+from logitd.model.inference import reference
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
+from logitd.service.cli.main import run
 from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, serving
 from tests.service.spelling import ALPHABET

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from service.app.app import create_app
-from service.cli.main import run
+from logitd.service.app.app import create_app
+from logitd.service.cli.main import run
 from tests.service.serving import Serving, serve_settings, serving, serving_app
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.checkpoint import read_checkpoint
-from model.convert.vocabulary.words import word_tokenizer
-from service.cli.commands.import_model import for_serving
-from service.cli.main import run
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.service.cli.commands.import_model import for_serving
+from logitd.service.cli.main import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 

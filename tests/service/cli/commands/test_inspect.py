@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
-from model.transformer.gpt import GPT
-from model.transformer.trace import trace
-from service.cli.main import run
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.trace import trace
+from logitd.service.cli.main import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 
 

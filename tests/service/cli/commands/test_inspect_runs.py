@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from model.training.configuration.config import TrainingConfig
-from model.training.run.summary import summarise
-from model.training.trainer import train
-from service.cli.main import run
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.run.summary import summarise
+from logitd.model.training.trainer import train
+from logitd.service.cli.main import run
 from tests.model.conftest import story
 
 

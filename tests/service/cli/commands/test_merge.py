@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.adapter import save_adapter
-from model.checkpoint.checkpoint import read_checkpoint
-from model.transformer.config import TARGETS
-from model.transformer.lora import LoraShape, trained_weights
-from service.cli.main import run
+from logitd.model.checkpoint.adapter import save_adapter
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.lora import LoraShape, trained_weights
+from logitd.service.cli.main import run
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 from tests.model.transformer.test_lora import adapted
 

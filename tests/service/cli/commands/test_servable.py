@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.adapter import save_adapter
-from model.checkpoint.checkpoint import read_checkpoint
-from model.transformer.config import TARGETS
-from model.transformer.lora import LoraShape, trained_weights
-from service.cli.arguments.called import called
-from service.cli.commands.servable import checkpoint_at
-from service.cli.main import run
+from logitd.model.checkpoint.adapter import save_adapter
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.lora import LoraShape, trained_weights
+from logitd.service.cli.arguments.called import called
+from logitd.service.cli.commands.servable import checkpoint_at
+from logitd.service.cli.main import run
 from tests.e2e.server import ServedProcess
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
@@ -223,7 +223,7 @@ def test_the_command_is_named_as_it_was_called(
     here = str(Path.cwd())
     monkeypatch.setattr(sys, "argv", [argument.format(here=here)])
     which = None if found is None else found.format(here=here)
-    monkeypatch.setattr("service.cli.arguments.called.shutil.which", lambda name: which)
+    monkeypatch.setattr("logitd.service.cli.arguments.called.shutil.which", lambda name: which)
     assert called() == expected
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.cli.commands.serve import print_banner
-from service.core.models import Models
+from logitd.service.cli.commands.serve import print_banner
+from logitd.service.core.models import Models
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import client, serving

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.adapter import save_adapter
-from model.transformer.config import TARGETS
-from model.transformer.lora import LoraShape, trained_weights
-from service.cli.main import run
+from logitd.model.checkpoint.adapter import save_adapter
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.lora import LoraShape, trained_weights
+from logitd.service.cli.main import run
 from tests.model.checkpoint.files import edit_config
 from tests.model.factories import (
     FAMILIES,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from model.data.sources.progress import Downloaded, Downloading
-from model.training.events import Event, Noticed, Progress, Saved, line
-from service.cli.commands.train import TerminalReporter
-from service.cli.main import run
+from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.training.events import Event, Noticed, Progress, Saved, line
+from logitd.service.cli.commands.train import TerminalReporter
+from logitd.service.cli.main import run
 
 PROGRESS = Progress(
     step=10,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.kernels.cpu.structures import ACTIVATIONS
+from logitd.model.inference.kernels.cpu.structures import ACTIVATIONS
 
 
 def by_tanh(x: Tensor) -> Tensor:

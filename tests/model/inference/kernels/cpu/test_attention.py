@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kernels.base import AttentionSelection, PrefillInput
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.base import AttentionSelection, PrefillInput
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.profiles import examples
 

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.inference.kernels.cpu.compress import (
+from logitd.model.inference.kernels.cpu.compress import (
     CompressedMatrix,
     compress_matrix,
     decompress_matrix,
     most_bytes,
 )
-from model.inference.kernels.cpu.structures import KINDS, Matrix
+from logitd.model.inference.kernels.cpu.structures import KINDS, Matrix
 from tests.model.inference.kernels.cpu.test_linear import moved, native
 from tests.profiles import examples
 

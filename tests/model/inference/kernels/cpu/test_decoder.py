@@ -17,24 +17,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.benchmark.timeline import Timeline, WatchedDecoder
-from model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
-from model.inference.kernels.cpu import decoder as cpu_decoder
-from model.inference.kernels.cpu.decoder import (
+from logitd.model.benchmark.timeline import Timeline, WatchedDecoder
+from logitd.model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
+from logitd.model.inference.kernels.cpu import decoder as cpu_decoder
+from logitd.model.inference.kernels.cpu.decoder import (
     PREFILL_ROWS,
     NativeDecoder,
     unsupported,
 )
-from model.inference.kernels.cpu.describe import matrices, quantized_bytes
-from model.inference.kernels.cpu.quantize import int8_matrix, quantized_matrix
-from model.inference.kernels.eager.contention import ContentionMonitor
-from model.inference.kernels.eager.decoder import PlainDecoder, grouped_logits
-from model.inference.kernels.eager.row_groups import RowGroups
-from model.inference.kv_cache import KVCache
-from model.inference.options import DRAFTED_ROWS, KVCacheDType, Quantization
-from model.transformer.arena import PAGE, room_for
-from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.cpu.describe import matrices, quantized_bytes
+from logitd.model.inference.kernels.cpu.quantize import int8_matrix, quantized_matrix
+from logitd.model.inference.kernels.eager.contention import ContentionMonitor
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder, grouped_logits
+from logitd.model.inference.kernels.eager.row_groups import RowGroups
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import DRAFTED_ROWS, KVCacheDType, Quantization
+from logitd.model.transformer.arena import PAGE, room_for
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

@@ -14,23 +14,23 @@ from typing import Any
 
 import pytest
 
-from model.inference.kernels.cpu import library, prebuild
-from model.inference.kernels.cpu.library import (
+from logitd.model.inference.kernels.cpu import library, prebuild
+from logitd.model.inference.kernels.cpu.library import (
     KernelsUnavailable,
     TargetRefused,
     build_kernels,
     load_library,
     prebuilt_path,
 )
-from model.inference.kernels.cpu.targets import (
+from logitd.model.inference.kernels.cpu.targets import (
     TARGETS,
     Target,
     runnable,
     target_named,
     targets_of,
 )
-from model.inference.options import TargetName
-from model.processor import processor_features
+from logitd.model.inference.options import TargetName
+from logitd.model.processor import processor_features
 
 
 @pytest.fixture

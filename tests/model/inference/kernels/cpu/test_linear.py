@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.kernels.cpu.quantize import Format, quantized_matrix
-from model.inference.kernels.cpu.structures import KINDS, Matrix
-from model.inference.options import KernelTarget
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.cpu.quantize import Format, quantized_matrix
+from logitd.model.inference.kernels.cpu.structures import KINDS, Matrix
+from logitd.model.inference.options import KernelTarget
 from tests.profiles import examples
 
 READ_BEHIND = 64

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.philox import uniform
-from model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.philox import uniform
+from logitd.model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.profiles import examples
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.attribution.task import AttributionTask
-from model.inference.engine.requests import Activations, AttributionRequest, Request
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.cpu.describe import matrices
-from model.inference.options import Quantization
-from model.transformer.arena import move_to_arena
-from model.transformer.gpt import GPT, Block
+from logitd.model.inference.attribution.task import AttributionTask
+from logitd.model.inference.engine.requests import Activations, AttributionRequest, Request
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.cpu.describe import matrices
+from logitd.model.inference.options import Quantization
+from logitd.model.transformer.arena import move_to_arena
+from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import tiny_gpt
 from tests.model.inference.engine.harness import Driven, generation, outputs_request, run
 from tests.model.inference.kernels.cpu.test_decoder import decoded, native_config, new_cache

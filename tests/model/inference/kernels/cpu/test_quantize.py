@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kernels.cpu.quantize import (
+from logitd.model.inference.kernels.cpu.quantize import (
     LARGEST,
     ROWS_AT_ONCE,
     SCALES,

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.kernels.cpu.targets import (
+from logitd.model.inference.kernels.cpu.targets import (
     TARGETS,
     refusal,
     runnable,
     target_named,
     targets_of,
 )
-from model.inference.options import TargetName
+from logitd.model.inference.options import TargetName
 
 V3 = target_named("x86-64-v3").features
 ZEN3 = V3 | {"fpu", "sse", "sse2", "sha_ni", "vaes"}

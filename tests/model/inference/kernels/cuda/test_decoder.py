@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kernels.cuda import decoder as graphs
-from model.inference.kernels.cuda.capture import Compute, capture_for
-from model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
-from model.inference.kernels.eager.decoder import PlainDecoder, block_logits
-from model.inference.kv_cache import KVCache
-from model.inference.options import DRAFTED_ROWS
-from model.inference.sampling.sample import sample_tokens, sampling_rows
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.cuda import decoder as graphs
+from logitd.model.inference.kernels.cuda.capture import Compute, capture_for
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder, block_logits
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import DRAFTED_ROWS
+from logitd.model.inference.sampling.sample import sample_tokens, sampling_rows
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
 from tests.profiles import examples

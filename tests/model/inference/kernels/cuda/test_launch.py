@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.kernels.base import Collect, PrefillInput
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import SamplingRow, SamplingRows, sampling_rows
-from model.transformer.gpt import GPT
+from logitd.model.inference.kernels.base import Collect, PrefillInput
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import SamplingRow, SamplingRows, sampling_rows
+from logitd.model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
 from tests.model.inference.kernels.cuda.test_decoder import (

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.inference.kernels.cuda.pinned import PinnedDownload, PinnedUpload
+from logitd.model.inference.kernels.cuda.pinned import PinnedDownload, PinnedUpload
 from tests.model.inference.kernels.cuda.test_decoder import DEVICES
 from tests.model.inference.kernels.late import LateDevice, late_buffers
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import AttentionSelection, PrefillInput
-from model.inference.kernels.cuda import pinned
-from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import SamplingRow, sampling_rows
-from model.transformer.gpt import GPT
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.base import AttentionSelection, PrefillInput
+from logitd.model.inference.kernels.cuda import pinned
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
+from logitd.model.transformer.gpt import GPT
 from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN

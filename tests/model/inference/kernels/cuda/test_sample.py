@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.inference.kernels.cuda.sample import (
+from logitd.model.inference.kernels.cuda.sample import (
     NO_TOKEN,
     SamplingKind,
     filtered_rows,
@@ -20,7 +20,12 @@ from model.inference.kernels.cuda.sample import (
     pick,
     sample_rows,
 )
-from model.inference.sampling.sample import SamplingRow, filtered, sample_tokens, sampling_rows
+from logitd.model.inference.sampling.sample import (
+    SamplingRow,
+    filtered,
+    sample_tokens,
+    sampling_rows,
+)
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, ways
 from tests.profiles import examples
 
@@ -135,7 +140,7 @@ def test_what_is_dropped_is_not_sampled_at_the_edges_of_the_interval(
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     for number, expected in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3), (1.0, 3)):
         monkeypatch.setattr(
-            "model.inference.kernels.cuda.sample.uniforms",
+            "logitd.model.inference.kernels.cuda.sample.uniforms",
             lambda *_, number=number: torch.tensor([number], dtype=torch.float64),
         )
         assert sampled(logits, torch.zeros(1, 5), [PLAIN]) == [expected]

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.device import use_threads
-from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.eager import contention as crowding_module
-from model.inference.kernels.eager.contention import (
+from logitd.model.device import use_threads
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.eager import contention as crowding_module
+from logitd.model.inference.kernels.eager.contention import (
     LONGEST,
     SHORTEST,
     ContentionMonitor,
     threads_keep_bits,
 )
-from model.inference.kv_cache import KVCache
+from logitd.model.inference.kv_cache import KVCache
 from tests.model.factories import tiny_config, tiny_gpt
 
 GPT = tiny_gpt()

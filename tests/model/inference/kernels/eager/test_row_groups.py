@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.kernels.eager.decoder import grouped_logits
-from model.inference.kernels.eager.row_groups import (
+from logitd.model.inference.kernels.eager.decoder import grouped_logits
+from logitd.model.inference.kernels.eager.row_groups import (
     MULTIPLES,
     PREFILL_ROWS,
     RowGroups,
     decode_row_groups,
     prefill_rows,
 )
-from model.transformer.config import BLOCK
-from model.transformer.gpt import GPT, Block
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -104,7 +104,7 @@ def test_the_cheapest_is_taken(
 ) -> None:
     gpt = tiny_gpt()
     monkeypatch.setattr(
-        "model.inference.kernels.eager.row_groups._block_products", lambda gpt: iter(())
+        "logitd.model.inference.kernels.eager.row_groups._block_products", lambda gpt: iter(())
     )
     monkeypatch.setattr(gpt, "logits", head)
     assert decode_row_groups(gpt) == expected

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.responses.tensors.encoding import (
+from logitd.service.api.responses.tensors.encoding import (
     JSON_ELEMENTS,
     PART_BYTES,
     DType,

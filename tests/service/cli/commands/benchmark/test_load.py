@@ -11,8 +11,8 @@ import httpx
 import pytest
 from uvicorn.loops.auto import auto_loop_factory
 
-from model.benchmark.workload import Workload
-from service.cli.commands.benchmark.load import (
+from logitd.model.benchmark.workload import Workload
+from logitd.service.cli.commands.benchmark.load import (
     Arrival,
     Ask,
     Failure,
@@ -24,8 +24,8 @@ from service.cli.commands.benchmark.load import (
     measure_server,
     run_streams,
 )
-from service.cli.commands.benchmark.raw_client import RawClient
-from service.client import AsyncClient
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.client import AsyncClient
 from tests.model.factories import VOCAB_SIZE
 from tests.service.client.scripted import events, scripted
 from tests.service.serving import TEST_TIMEOUT, Serving, occupy, serving

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from model.benchmark.in_process import DecodeFigures, EngineFigures, PrefillFigures
-from model.benchmark.machine import Machine, Surroundings
-from model.benchmark.spread import Spread
-from model.benchmark.work import Work
-from model.benchmark.workload import Workload
-from model.checkpoint.checkpoint import read_checkpoint
-from model.version import VERSION
-from service.cli.commands.benchmark.load import DecodeLoad, Failure, HttpFigures, PrefillLoad
-from service.cli.commands.benchmark.report import HttpMeasured, Measured, lines, summary
-from service.client import Checkpoint, Info
+from logitd.model.benchmark.in_process import DecodeFigures, EngineFigures, PrefillFigures
+from logitd.model.benchmark.machine import Machine, Surroundings
+from logitd.model.benchmark.spread import Spread
+from logitd.model.benchmark.work import Work
+from logitd.model.benchmark.workload import Workload
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.version import VERSION
+from logitd.service.cli.commands.benchmark.load import DecodeLoad, Failure, HttpFigures, PrefillLoad
+from logitd.service.cli.commands.benchmark.report import HttpMeasured, Measured, lines, summary
+from logitd.service.client import Checkpoint, Info
 
 WORKLOAD = Workload(
     batches=(2,), prompt_tokens=100, tokens=20, rounds=3, vocab_size=257, prefill_chunk=256
