@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in client.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(client, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]

@@ -169,7 +169,7 @@ def test_the_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
             *sources, place = line.split()[1:]
             for source in sources:
                 if (ROOT / source).is_dir():
-                    shutil.copytree(ROOT / source, tmp_path / place)
+                    shutil.copytree(ROOT / source, tmp_path / place, symlinks=True)
                 else:
                     (tmp_path / place).mkdir(parents=True, exist_ok=True)
                     shutil.copy(ROOT / source, tmp_path / place)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import logitd
 from logitd import APIStatusError, LogitdError
+from logitd.service import client
 from logitd.service.client.errors import BY_STATUS, STATUS_OF_TYPE, from_event, from_reply
 from logitd.service.core.errors import ErrorType
 from tests.service.client.test_reading import JSON
@@ -139,6 +140,6 @@ def test_an_error_can_be_passed_on(error: LogitdError) -> None:
 
 
 def test_all_errors_are_of_one_family() -> None:
-    errors = [getattr(logitd, name) for name in dir(logitd) if name.endswith("Error")]
+    errors = [getattr(logitd, name) for name in client.__all__ if name.endswith("Error")]
     assert len(errors) >= 15
     assert all(issubclass(error, LogitdError) for error in errors)
