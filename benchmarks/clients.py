@@ -175,35 +175,10 @@ def llama_index_client() -> Checks:
 
 
 def huggingface_client() -> Checks:
-    client = importlib.import_module("huggingface_hub").InferenceClient(base_url=URL)
-    chat = importlib.import_module("huggingface_hub").InferenceClient(base_url=f"{URL}/v1")
-    asked = {"max_new_tokens": 20, "seed": 1, "temperature": 0.7}
-    yield "text_generation", lambda: client.text_generation(PROMPT, **asked)
-    yield (
-        "text_generation, details",
-        lambda: (
-            client.text_generation(PROMPT, details=True, **asked).details.generated_tokens == 20
-        ),
-    )
-    yield (
-        "text_generation, stream",
-        lambda: (
-            "".join(client.text_generation(PROMPT, stream=True, **asked))
-            == client.text_generation(PROMPT, **asked)
-        ),
-    )
-    yield (
-        "text_generation, stream, details",
-        lambda: (
-            [*client.text_generation(PROMPT, stream=True, details=True, **asked)][
-                -1
-            ].details.finish_reason
-            == "length"
-        ),
-    )
+    client = importlib.import_module("huggingface_hub").InferenceClient(base_url=f"{URL}/v1")
     yield (
         "chat_completion",
-        lambda: chat.chat_completion(CHAT, max_tokens=LIMIT).choices[0].message.content,
+        lambda: client.chat_completion(CHAT, max_tokens=LIMIT).choices[0].message.content,
     )
 
 
@@ -260,18 +235,6 @@ def llm_client() -> Checks:
 
     yield "Completion.prompt", lambda: made(models.Completion).prompt(PROMPT, stream=False).text()
     yield "Chat.prompt, stream", lambda: "".join(made(models.Chat).prompt("What is there?"))
-
-
-def ollama_client() -> Checks:
-    client = importlib.import_module("ollama").Client(host=URL)
-    yield "list", lambda: client.list().models
-    yield "generate", lambda: client.generate(MODEL, PROMPT).response
-    yield "chat", lambda: client.chat(MODEL, CHAT).message.content
-    yield "show", lambda: client.show(MODEL).details.parameter_size
-    pieces = client.generate(MODEL, PROMPT, stream=True)
-    yield "generate, stream", lambda: "".join(piece.response for piece in pieces)
-    said = client.chat(MODEL, CHAT, stream=True, format="json", options={"num_predict": 40})
-    yield "chat, stream, JSON", lambda: "".join(piece.message.content for piece in said)
 
 
 def lm_eval_client() -> Checks:
@@ -349,7 +312,6 @@ CLIENTS: dict[str, Callable[[], Checks]] = {
     "guidance": guidance_client,
     "llm": llm_client,
     "lm_eval": lm_eval_client,
-    "ollama": ollama_client,
 }
 
 

@@ -1,1 +1,1 @@
-"""The API: endpoints, the way in and the way out, and the APIs of other programs."""
+"""The API: endpoints, the way in and the way out, and OpenAI's API."""

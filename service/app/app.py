@@ -14,7 +14,7 @@ import fastapi_offline
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from logitd.model.version import VERSION
@@ -30,13 +30,11 @@ from logitd.service.api.routes import (
     lens,
     logits,
     models,
-    ollama,
     operations,
     probs,
     score,
     stages,
     sweep,
-    tgi,
     tokenize,
 )
 from logitd.service.app import docs as openapi
@@ -88,11 +86,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
     )
     app.state.service = state
     errors.install(app)
-    openapi.install(app, needs_key=lambda path, method: _needs_key(state, path, method))
+    openapi.install(app, needs_key=lambda path: _needs_key(state, path))
     for routes in (
         generate, logits, probs, score, hidden_states, attention, activations, stages, sweep, lens,
         attributions, tokenize,
-        completions, chat, models, tgi, ollama, operations, admin,
+        completions, chat, models, operations, admin,
     ):  # fmt: skip
         # As they are: what include_router makes of them is made when the first request looks for
         # its route, which then waits, as everybody else does.
@@ -103,8 +101,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     return app
 
 
-def _needs_key(state: ServiceState, path: str, method: str) -> bool:
-    return bool(state.keys.names) and not is_public(path, method, state.settings.public_endpoints)
+def _needs_key(state: ServiceState, path: str) -> bool:
+    return bool(state.keys.names) and not is_public(path, state.settings.public_endpoints)
 
 
 def _add_middleware(app: FastAPI, state: ServiceState, traces: Traces | None) -> None:
@@ -129,16 +127,8 @@ def _serve_playground(app: FastAPI) -> None:
     static = Path(__file__).parent / "static"
     app.mount("/static", StaticFiles(directory=static), name="static")
 
-    # Described, because POST / is: whoever reads the document has to know of both.
-    @app.get(
-        "/",
-        response_class=HTMLResponse,
-        responses={401: errors.ERRORS[401], 431: errors.ERRORS[431]},
-        summary="The playground, a page for browsers",
-        tags=["operations"],
-    )
+    @app.get("/", include_in_schema=False)
     def playground() -> Response:
-        """It needs nothing but this server."""
         return FileResponse(static / "index.html")
 
 

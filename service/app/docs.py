@@ -17,11 +17,6 @@ from logitd.service.schemas.admin import ReloadRequest
 from logitd.service.schemas.attributions import AttributionsRequest
 from logitd.service.schemas.generate import GenerateRequest
 from logitd.service.schemas.lens import LensRequest
-from logitd.service.schemas.ollama import (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-)
 from logitd.service.schemas.openai import ChatRequest, CompletionRequest
 from logitd.service.schemas.sweep import SweepRequest
 from logitd.service.schemas.tensors import (
@@ -31,7 +26,6 @@ from logitd.service.schemas.tensors import (
     ProbsRequest,
     ScoreRequest,
 )
-from logitd.service.schemas.tgi import TextGenerationRequest
 from logitd.service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES = (
@@ -50,14 +44,10 @@ REQUEST_BODIES = (
     CompletionRequest,
     ChatRequest,
     ReloadRequest,
-    TextGenerationRequest,
-    OllamaGenerateRequest,
-    OllamaChatRequest,
-    OllamaShowRequest,
 )
 
 
-def install(app: FastAPI, needs_key: Callable[[str, str], bool]) -> None:
+def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
     """Let the application describe itself with the request bodies and what needs a key."""
 
     def openapi() -> dict[str, Any]:
@@ -81,13 +71,13 @@ def install(app: FastAPI, needs_key: Callable[[str, str], bool]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_keys(schema: dict[str, Any], needs_key: Callable[[str, str], bool]) -> None:
+def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:
     """Say which operations need an API key; /docs then has a place to enter one."""
     operations = [
         operation
         for path, methods in schema["paths"].items()
-        for method, operation in methods.items()
-        if needs_key(path, method.upper())
+        for operation in methods.values()
+        if needs_key(path)
     ]
     if operations:
         bearer = {"type": "http", "scheme": "bearer"}

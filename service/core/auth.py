@@ -112,7 +112,7 @@ class ApiKeyCheck:
         presented = bearer_token(scope["headers"])
         name = None if presented is None else self._keys.name_of(presented)
         scope[CALLER] = name or NO_KEY
-        if name is None and not is_public(scope["path"], scope["method"], self._public):
+        if name is None and not is_public(scope["path"], self._public):
             await _unauthorized(presented is not None)(scope, receive, send)
         elif name is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -130,11 +130,9 @@ class ApiKeyCheck:
                 await self._app(scope, receive, send)
 
 
-def is_public(path: str, method: str, public: Collection[str]) -> bool:
-    """Whether a path answers without an API key: /health, what has a key of its own, and each of
-    `public`, with what is below. Of / that is the page, not what is posted there."""
-    if path == "/" and method not in ("GET", "HEAD"):
-        return False
+def is_public(path: str, public: Collection[str]) -> bool:
+    """True if a path answers without an API key: /health, what has a key of its own, and each of
+    `public`, with what is below it except for /."""
     return any(
         path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
         for prefix in ("/health", ADMIN, *public)

@@ -20,7 +20,6 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
@@ -237,11 +236,6 @@ def install(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         response = _from_status(error.status_code, request).response()
         response.headers.update(error.headers or {})
-        if error.status_code == 405:
-            # Starlette names the methods of the first route alone, and / has two.
-            document = await run_in_threadpool(app.openapi)
-            if (described := document["paths"].get(request.scope["path"])) is not None:
-                response.headers["Allow"] = ", ".join(sorted(map(str.upper, described)))
         return response
 
 

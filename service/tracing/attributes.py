@@ -23,13 +23,9 @@ from logitd.service.engine.usage import Usage
 Value = str | int | float | bool | tuple[str, ...]
 
 OPERATIONS: Mapping[str, str] = {
-    "/": "text_completion",
     "/generate": "text_completion",
-    "/generate_stream": "text_completion",
     "/v1/completions": "text_completion",
-    "/api/generate": "text_completion",
     "/v1/chat/completions": "chat",
-    "/api/chat": "chat",
 }
 """The operation of the endpoints that generate. The conventions have none for the others."""
 LARGEST_INTEGER = 2**63 - 1

@@ -90,11 +90,6 @@ SOUND: dict[str, list[dict[str, Any]]] = {
         {"messages": MESSAGES, "max_tokens": 20, "stream": True, "logprobs": True},
         {"messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": "required"},
     ],
-    "/": [{"inputs": "abc", "parameters": {"max_new_tokens": 8, "details": True}}],
-    "/generate_stream": [{"inputs": "abc", "parameters": {"max_new_tokens": 20}}],
-    "/api/generate": [{"prompt": "abc", "options": {"num_predict": 20}}],
-    "/api/chat": [{"messages": MESSAGES, "stream": False, "options": {"num_predict": 8}}],
-    "/api/show": [{}],
 }
 BROKEN: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "x" * 5000}),
@@ -120,8 +115,6 @@ BROKEN: list[tuple[str, Any]] = [
     ),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}),
     ("/v1/chat/completions", {"messages": []}),
-    ("/api/generate", {"prompt": "a", "options": {"mirostat": 1}}),
-    ("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": -1}}),
     ("/nowhere", {}),
 ]
 

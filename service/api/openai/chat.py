@@ -3,12 +3,11 @@
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.text.chat_template import ChatTemplateError, Message
-from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.api.openai.envelope import head, usage, usage_member
 from logitd.service.api.openai.logprobs import ShownTokens, chat_logprobs
 from logitd.service.api.openai.tools import GrowingCall, NewOfCall, text_of_calls
@@ -20,17 +19,7 @@ from logitd.service.schemas.openai import ChatRequest
 
 
 async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
-    """The token ids of a conversation that the assistant is to continue, or ApiError."""
-    return await render_chat([_message(message) for message in body.messages], served)
-
-
-def turn_ends(tokenizer: Tokenizer) -> list[int]:
-    """Whatever a template ends a turn with: no special token is part of an answer."""
-    return sorted(set(tokenizer.special_tokens.values()))
-
-
-async def render_chat(messages: Sequence[Message], served: Served) -> tuple[int, ...]:
-    """The token ids of messages as the checkpoint's template writes them, or ApiError."""
+    """The token ids of a conversation as the checkpoint's template writes it, or ApiError."""
     checkpoint = served.checkpoint
     if not checkpoint.tokenizer.has_text:
         raise no_vocabulary("messages")
@@ -46,7 +35,9 @@ async def render_chat(messages: Sequence[Message], served: Served) -> tuple[int,
     try:
         # In a thread: how long it takes is up to the template.
         pieces = await asyncio.to_thread(
-            checkpoint.chat_template.render, messages, checkpoint.tokenizer
+            checkpoint.chat_template.render,
+            [_message(message) for message in body.messages],
+            checkpoint.tokenizer,
         )
     except ChatTemplateError as error:
         raise bad_request(str(error), "messages", "chat_template_failed") from error

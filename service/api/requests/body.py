@@ -4,8 +4,8 @@ Not here: what its fields mean (`resolve.py`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect
 
 from logitd.service.api.requests.structure import count_structure
 from logitd.service.core.errors import (
-    MAX_PROBLEMS,
     ApiError,
     bad_request,
     body_too_large,
@@ -37,11 +36,8 @@ Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
 
-def body_of(
-    model: type[Body], others: Mapping[str, type[BaseModel]] | None = None
-) -> Callable[[Request], Awaitable[Body]]:
-    """A dependency that reads a request's JSON into `model`, or into one of `others` where that
-    does not know the field which is the other's key.
+def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency that reads a request's JSON into `model`.
 
     pydantic reads the raw bytes: unlike the usual way through Python objects, that rejects NaN,
     Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
@@ -63,43 +59,19 @@ def body_of(
         try:
             body = model.model_validate_json(raw)
         except ValidationError as error:
-            if (other := _other(error, others or {})) is None:
-                raise from_validation(error, model.model_fields) from error
-            body = cast(Body, _read_other(raw, other))
+            raise from_validation(error, model.model_fields) from error
         setattr(request.state, BODY, body)
         return body
 
     return read
 
 
-def _other(error: ValidationError, others: Mapping[str, type[BaseModel]]) -> type[BaseModel] | None:
-    """The model whose field is among those that the first one did not know."""
-    if not others or error.error_count() > MAX_PROBLEMS:
-        return None
-    unknown = {
-        problem["loc"][0]
-        for problem in error.errors(include_url=False, include_context=False, include_input=False)
-        if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1
-    }
-    return next((model for field, model in others.items() if field in unknown), None)
-
-
-def _read_other(raw: bytes, model: type[BaseModel]) -> BaseModel:
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise from_validation(error, model.model_fields) from error
-
-
-def described_by(*models: type[RequestBody]) -> dict[str, Any]:
-    """The OpenAPI description of a body that `body_of` reads into one of these."""
-    schemas = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+def described_by(model: type[RequestBody]) -> dict[str, Any]:
+    """The OpenAPI description of a body that `body_of` reads into `model`."""
     content = {
-        "schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas},
+        "schema": {"$ref": f"#/components/schemas/{model.__name__}"},
         "examples": {
-            summary: {"summary": summary, "value": body}
-            for model in models
-            for summary, body in model.examples.items()
+            summary: {"summary": summary, "value": body} for summary, body in model.examples.items()
         },
     }
     return {"requestBody": {"required": True, "content": {"application/json": content}}}

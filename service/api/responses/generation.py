@@ -68,7 +68,7 @@ async def respond(request: Request, generation: "Generation", *, stream: bool) -
         generation.events(),
         on_end=generation.submission.abort,
         write_timeout=generation.slow_reader_timeout,
-        media_type=generation.wire.media_type,
+        media_type=sse.MEDIA_TYPE,
         waits=True,
     )
 
@@ -83,9 +83,7 @@ class Generation:
         submission: Submission,
         served: Served,
         response_format: ResponseFormat,
-        wire: sse.Wire = sse.EVENTS,
     ) -> None:
-        self.wire = wire
         self._body = body
         self._format = response_format
         self._tokenizer = tokenizer = served.checkpoint.tokenizer
@@ -127,7 +125,7 @@ class Generation:
         try:
             while not self.submission.finished:
                 if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
-                    yield self.wire.keep_alive
+                    yield sse.KEEP_ALIVE
                     continue
                 new = (completion.take() for completion in self._completions.values())
                 choices = [choice for choice in new if choice is not None]
@@ -137,19 +135,18 @@ class Generation:
             if part := self._part(choices=[], **self._tail()):
                 yield part
         except EXPECTED as error:
-            yield self.wire.part(self.wire.error(as_api_error(error)))
-        if self.wire.done:
-            yield self.wire.done
+            yield sse.event(as_api_error(error).body())
+        yield sse.DONE
 
     def _part(self, **chunk: Any) -> bytes:
-        """What a chunk comes to on the wire; nothing where the format has nothing to say."""
+        """The events of a chunk; empty if the format writes none."""
         generated = self._generated()
         counts = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
         }
-        return b"".join(map(self.wire.part, self._format.chunks({**self._head, **chunk}, counts)))
+        return b"".join(map(sse.event, self._format.chunks({**self._head, **chunk}, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
         """Take in the events since the last call. False when there were none in `timeout`."""

@@ -11,14 +11,13 @@ not told to stop.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from logitd.service.core.errors import ERRORS, EXPECTED, ApiError, as_api_error
+from logitd.service.core.errors import ERRORS, EXPECTED, as_api_error
 
 logger = logging.getLogger("logitd.http")
 
@@ -54,18 +53,6 @@ UNICODE_BREAKS = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """How the parts of a stream are written: each of them, what says that it still lives, what ends
-    it, and an error after the first byte."""
-
-    media_type: str
-    part: Callable[[Any], bytes]
-    keep_alive: bytes
-    done: bytes
-    error: Callable[[ApiError], Any]
-
-
 def event(data: Any) -> bytes:
     """One event, on one line for every client: orjson escapes the line breaks of ASCII, and some
     clients' readers of lines break at those of Unicode too."""
@@ -73,11 +60,6 @@ def event(data: Any) -> bytes:
     for raw, escaped in UNICODE_BREAKS:
         line = line.replace(raw, escaped)
     return b"data: " + line + b"\n\n"
-
-
-EVENTS = Wire(MEDIA_TYPE, event, KEEP_ALIVE, DONE, ApiError.body)
-EVENTS_ALONE = {"description": "Events", **RESPONSES[200]}
-"""The reply of an endpoint that does nothing but stream."""
 
 
 async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -9,24 +9,19 @@ from logitd.service.api.requests.body import body_of, described_by
 from logitd.service.api.requests.resolve import resolve_generation
 from logitd.service.api.responses import sse
 from logitd.service.api.responses.generation import Generation, NativeFormat, respond
-from logitd.service.api.routes.tgi import generated
 from logitd.service.core.state import Ready
 from logitd.service.schemas.generate import GenerateReply, GenerateRequest
-from logitd.service.schemas.tgi import TextGenerationReply, TextGenerationRequest
 
 router = APIRouter()
 
-GenerateBody = Annotated[
-    GenerateRequest | TextGenerationRequest,
-    Depends(body_of(GenerateRequest, {"inputs": TextGenerationRequest})),
-]
+GenerateBody = Annotated[GenerateRequest, Depends(body_of(GenerateRequest))]
 
 
 @router.post(
     "/generate",
-    response_model=GenerateReply | TextGenerationReply,
+    response_model=GenerateReply,
     responses=sse.RESPONSES,
-    openapi_extra=described_by(GenerateRequest, TextGenerationRequest),
+    openapi_extra=described_by(GenerateRequest),
     summary="Generate text",
     tags=["generation"],
 )
@@ -34,12 +29,8 @@ async def generate(body: GenerateBody, models: Ready, request: Request) -> Respo
     """Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
     hold what is new, then one with `usage` and `timings`, then `[DONE]`.
 
-    The same request with the same seed gives the same tokens, whatever else is in the batch.
-
-    A body with `inputs` and `parameters` is answered as text-generation-inference does."""
+    The same request with the same seed gives the same tokens, whatever else is in the batch."""
     served = models.of(body.model)
-    if isinstance(body, TextGenerationRequest):
-        return await generated(body, served, request, stream=bool(body.stream))
     requests = await resolve_generation(body, served, request)
     submission = served.session.submit(requests)
     generation = Generation(body, requests, submission, served, NativeFormat())

@@ -31,11 +31,10 @@ from tests.service.serving import (
 ALICE, CI = "alices-secret-key", "0123456789=#/+~"
 KEYS = f"alice={ALICE},ci={CI}"
 PROTECTED = (
-    *("/generate", "/generate_stream", "/logits", "/probs", "/score", "/hidden_states"),
+    *("/generate", "/logits", "/probs", "/score", "/hidden_states"),
     *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
-    *("/api/generate", "/api/chat", "/api/tags", "/api/ps", "/api/show", "/api/version"),
     *("/info", "/card", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),
 )
 PUBLIC = (
@@ -186,9 +185,7 @@ def test_only_health_can_not_be_locked(checkpoint_path: Path) -> None:
      ("/health/ready", (), True), ("/healthy", (), False), ("", ("/",), False)],
 )  # fmt: skip
 def test_public_paths(path: str, public: tuple[str, ...], expected: bool) -> None:
-    for method in ("GET", "HEAD"):
-        assert is_public(path, method, public) is expected
-    assert is_public(path, "POST", public) is (expected and path != "/")
+    assert is_public(path, public) is expected
 
 
 # Who they are
@@ -276,9 +273,8 @@ def test_documentation_says_what_needs_a_key(locked: Serving, server: Serving) -
     document = locked.client.get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["api_key"]["scheme"] == "bearer"
     for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            posts_to_root = (path, method) == ("/", "post")
-            assert ("security" in operation) == (path in PROTECTED or posts_to_root), path
+        for operation in methods.values():
+            assert ("security" in operation) == (path in PROTECTED), path
     assert "securitySchemes" not in server.client.get("/openapi.json").json()["components"]
 
 

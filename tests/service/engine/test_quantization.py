@@ -101,10 +101,6 @@ def test_info_and_the_banner_tell_what_quantizing_costs(
         "text": str(text),
     }
     assert expected.quantized != expected.exact
-    assert (
-        measured.client.get("/api/tags").json()["models"][0]["details"]["quantization_level"]
-        == kind
-    )
     assert banner(measured, capsys) == [
         f"{kind} costs {percent(expected)} % ({expected.quantized:.4f} instead of "
         f"{expected.exact:.4f} bits per byte over 2,048 tokens of {text})"

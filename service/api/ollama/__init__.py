@@ -1,3 +1,0 @@
-"""Ollama's API on logitd's engine: its bodies become native `GenerateRequest`s, and their replies
-those of Ollama. It computes nothing.
-"""
