@@ -6,7 +6,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -44,7 +44,8 @@ from logitd.service.core import errors
 from logitd.service.core.auth import ApiKeyCheck, is_public, read_api_keys
 from logitd.service.core.state import ServiceState
 from logitd.service.settings.serve import ServeSettings
-from logitd.service.tracing.traces import Traces, traces_of
+from logitd.service.tracing.attributes import Ended
+from logitd.service.tracing.traces import traces_of
 
 DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
 
@@ -97,7 +98,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         app.router.routes.extend(routes.router.routes)
     _serve_docs(app)
     _serve_playground(app)
-    _add_middleware(app, state, traces)
+    _add_middleware(app, state, None if traces is None else traces.record)
     return app
 
 
@@ -105,7 +106,9 @@ def _needs_key(state: ServiceState, path: str) -> bool:
     return bool(state.keys.names) and not is_public(path, state.settings.public_endpoints)
 
 
-def _add_middleware(app: FastAPI, state: ServiceState, traces: Traces | None) -> None:
+def _add_middleware(
+    app: FastAPI, state: ServiceState, trace: Callable[[Ended], str | None] | None
+) -> None:
     """What a request passes on its way in, the innermost first."""
     app.add_middleware(HeadAsGet)
     if state.keys.names:
@@ -119,7 +122,7 @@ def _add_middleware(app: FastAPI, state: ServiceState, traces: Traces | None) ->
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestLog, metrics=state.metrics, traces=traces)
+    app.add_middleware(RequestLog, metrics=state.metrics, trace=trace)
 
 
 def _serve_playground(app: FastAPI) -> None:

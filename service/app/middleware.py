@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +28,6 @@ from logitd.service.engine.admission import Limit
 from logitd.service.engine.usage import Usage
 from logitd.service.log import FIELDS
 from logitd.service.tracing.attributes import Ended
-from logitd.service.tracing.traces import Traces
 
 logger = logging.getLogger("logitd.http")
 
@@ -47,10 +46,16 @@ class RequestLog:
     """Names, counts, traces and logs each request. Of what it says, only the `user` of an OpenAI
     request is logged."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, traces: Traces | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        trace: Callable[[Ended], str | None] | None = None,
+    ) -> None:
+        """`trace` makes the spans of a request and returns the id of its trace, if it has one."""
         self._app = app
         self._metrics = metrics
-        self._traces = traces
+        self._trace = trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,7 +93,7 @@ class RequestLog:
     def _count(self, ended: Ended) -> None:
         """Count a request that has ended, make its trace, and write its line."""
         scope, status, seconds = ended.scope, ended.status, ended.seconds
-        trace = None if self._traces is None else self._traces.record(ended)
+        trace = None if self._trace is None else self._trace(ended)
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
         limit: Limit | None = scope["state"].get(LIMIT)
         self._metrics.observe_request(endpoint, status or 500, seconds, caller, limit)

@@ -4,7 +4,7 @@ For the log, traces, `Server-Timing` and the timings of a reply. Belongs to the 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
@@ -12,6 +12,7 @@ from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Ends of a sequence that the server has not failed at; ABORT is that of a client that went."""
+PHASES = ("queue", "prefill", "decode")
 
 
 @dataclass(slots=True)
@@ -97,14 +98,17 @@ class Usage:
         if times.prefilled is not None:
             self.prefilled = min(self.prefilled, times.prefilled)
 
+    def phases(self) -> Iterator[tuple[str, float, float]]:
+        """Name, begin and end of each phase that was reached, on the engine's clock: `queue` from
+        the first arrival to the first admission, `prefill` from there to the first computed prompt,
+        `decode` from there to the last end."""
+        if self.sequences:
+            moments = (self.arrived, self.admitted, self.prefilled, self.finished)
+            for name, begin, end in zip(PHASES, moments, moments[1:], strict=False):
+                if begin <= self.finished:
+                    yield name, begin, min(end, self.finished)
+
     def milliseconds(self) -> dict[str, float]:
-        """The phases of a request of at least one sequence: to the first admission (queue), from
-        there to the first computed prompt (prefill), from there to the last end (decode). What was
-        not reached takes until the end."""
-        admitted = min(self.admitted, self.finished)
-        prefilled = min(self.prefilled, self.finished)
-        return {
-            "queue": 1e3 * (admitted - self.arrived),
-            "prefill": 1e3 * (prefilled - admitted),
-            "decode": 1e3 * (self.finished - prefilled),
-        }
+        """The time of each phase; 0 for one that was not reached."""
+        took = {name: 1e3 * (end - begin) for name, begin, end in self.phases()}
+        return dict.fromkeys(PHASES, 0.0) | took

@@ -29,6 +29,7 @@ from tests.service.serving import (
     Serving,
     events,
     eventually,
+    read_all,
     read_until,
     request_bytes,
     serve_settings,
@@ -229,6 +230,19 @@ def test_an_unknown_path_makes_no_name_of_its_own(traced: Serving, collector: Co
     assert (request.name, request.status) == ("GET", 0)
     assert "http.route" not in request.attributes
     assert len(request.attributes["url.path"]) < 250
+
+
+def test_headers_that_are_not_text_are_answered(traced: Serving, collector: Collector) -> None:
+    """Instrumentation that decodes them answers 500."""
+    trace, _, headers = parent()
+    with traced.connect() as raw:
+        raw.sendall(
+            b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\nUser-Agent: \xff\\x\r\n"
+            b"traceparent: " + headers["traceparent"].encode() + b"\r\n\r\n"
+        )
+        assert read_all(raw).startswith(b"HTTP/1.1 200 ")
+    (request,) = collector.trace(trace)
+    assert (request.name, request.status) == ("GET /version", 0)
 
 
 # Errors
