@@ -263,7 +263,6 @@ ONE_ROOM = {
         "model.inference.constraints.sandbox",
         "model.inference.kernels.cpu.library",
         "service.cli.commands.benchmark.server",
-        "service.engine.process",
     },
     "threading": {
         "model.checkpoint.hashed_file",

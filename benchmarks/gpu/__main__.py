@@ -6,10 +6,9 @@ The checks are those of `truth.py`. Then whole steps of the engine, sampling
 included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded
 with overlap, recorded without overlap, called one by one, batch-invariant, and in plain torch;
 the kernels of a step; prefill; `transformers` generating with a compiled static cache; streams over
-HTTP, the engine in a thread and in a process of its own; steps of training; and a model trained
-from text to checkpoint, for eight minutes at most. Rates are shares of what the same card reads and
-multiplies at best, measured before them; the head of the table has the better of that and of a
-second measurement at the end.
+HTTP; steps of training; and a model trained from text to checkpoint, for eight minutes at most.
+Rates are shares of what the same card reads and multiplies at best, measured before them; the head
+of the table has the better of that and of a second measurement at the end.
 Last come the targets (`targets.py`) and whether they are reached.
 
 A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The

@@ -1,6 +1,8 @@
 """Serving: decode and prefill by the engine, by `transformers`, and over HTTP; and where the time
 of a decode step goes."""
 
+import asyncio
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -11,11 +13,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from benchmarks.engine_place import compare, served_twice
 from benchmarks.gpu.plan import Finding, Plan, median_seconds, wait
 from benchmarks.synthetic import save_synthetic, synthetic_gpt
 from logitd.model.benchmark.in_process import measure_engine, requests
 from logitd.model.benchmark.work import Work, limit
+from logitd.model.benchmark.workload import Workload
 from logitd.model.device import DeviceError
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
@@ -28,6 +30,9 @@ from logitd.model.inference.memory import SlotBudget, slots_for
 from logitd.model.inference.options import SlotDefault
 from logitd.model.memory import available
 from logitd.model.transformer.gpt import GPT
+from logitd.service.cli.commands.benchmark.load import measure_server
+from logitd.service.cli.commands.benchmark.raw_client import RawClient
+from logitd.service.cli.commands.benchmark.server import started_server
 
 VARIANTS: dict[str, DecoderMaker] = {
     "graphs": GraphDecoder,
@@ -42,6 +47,8 @@ TIMED = 3
 """Times that as many are timed."""
 LONGEST = 10
 """Kernels that are named."""
+HTTP_ATTEMPTS = 3
+"""Times a batch of streams over HTTP is tried until all of them run at once."""
 LARGEST_PLAIN = 64
 """Plain torch starts a kernel per layer and sequence: larger batches would take minutes."""
 
@@ -205,8 +212,8 @@ def transformers(plan: Plan) -> Iterator[Finding]:
 
 
 def http(plan: Plan) -> Iterator[Finding]:
-    """The first shape as servers, the engine in a thread and in a process, in turns: tokens per
-    second of streams, and the share that this is of the engine's own rate."""
+    """The first shape behind a server: tokens per second of streams, and the share that this is
+    of the engine's own rate."""
     name, shape = next(iter(plan.shapes.items()))
     config = replace(plan.config(shape), context_length=1024)
     gpt = synthetic_gpt(config).to(plan.placement.dtype).to(plan.placement.device)
@@ -214,21 +221,45 @@ def http(plan: Plan) -> Iterator[Finding]:
         path = Path(folder) / name
         save_synthetic(path, config)
         flags = ("--checkpoint", str(path), "--device", str(plan.placement.device), "--dtype",
-                 plan.placement.dtype_name, "--slots", str(plan.batches[-1]))  # fmt: skip
-        with served_twice(*flags) as urls:
+                 plan.placement.dtype_name, "--slots", str(plan.batches[-1]),
+                 "--target-gap", "none")  # fmt: skip
+        with started_server(*flags) as server:
             for batch in plan.batches[1:]:
                 # Tokens come several to a chunk, and a rate needs chunks of all streams.
                 workload = replace(plan.workload(batch), tokens=512, rounds=1)
                 (decode,) = measure_engine(gpt, GraphDecoder, workload).decode
                 alone = batch / decode.step.p50
-                rates = compare(urls, workload, rounds=1 if plan.tiny else 3)
+                rate = _over_http(server.url, workload, rounds=1 if plan.tiny else 3)
                 yield Finding(
                     "http",
                     f"{name}, {batch} streams",
-                    f"thread {rates['thread']:,.0f} tokens/s, {rates['thread'] / alone:.0%} of the "
-                    f"engine's; process {rates['process']:,.0f}, {rates['process'] / alone:.0%}",
-                    {**rates, "engine": alone},
+                    f"{rate:,.0f} tokens/s, {rate / alone:.0%} of the engine's",
+                    {"tokens_per_second": rate, "engine": alone},
                 )
+
+
+def _over_http(url: str, workload: Workload, rounds: int) -> float:
+    """Median tokens per second of a batch of streams. Raises RuntimeError if a stream failed, or
+    if the streams never all ran at once."""
+    return statistics.median(asyncio.run(_decode_rate(url, workload)) for _ in range(rounds))
+
+
+async def _decode_rate(url: str, workload: Workload) -> float:
+    """Tokens per second of one batch; a batch whose streams did not overlap is tried again."""
+    client = RawClient(url)
+    try:
+        for _ in range(HTTP_ATTEMPTS):
+            (load,) = (await measure_server(client, workload)).decode
+            if load.failures:
+                raise RuntimeError(f"{len(load.failures)} streams failed: {load.failures}")
+            if load.tokens_per_second is not None:
+                return load.tokens_per_second
+    finally:
+        client.close()
+    raise RuntimeError(
+        f"{workload.batches[0]} streams of {workload.tokens} tokens never all ran at once in "
+        f"{HTTP_ATTEMPTS} attempts; ask for more tokens"
+    )
 
 
 def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:

@@ -53,10 +53,9 @@ def over_transformers(findings: Sequence[Finding], name: str, batch: int) -> flo
 
 
 def over_http(findings: Sequence[Finding]) -> float | None:
-    """The better place of the engine, at the batch whose engine is nearest to ten thousand tokens a
-    second."""
+    """Share over HTTP at the batch whose engine is nearest to ten thousand tokens a second."""
     cases = [finding.figures for finding in findings if finding.part == "http"]
     if not cases:
         return None
     near = min(cases, key=lambda case: abs(case["engine"] - 10_000))
-    return float(max(near["thread"], near["process"]) / near["engine"])
+    return float(near["tokens_per_second"] / near["engine"])

@@ -1,19 +1,16 @@
-"""The life of what is served: loaded off the event loop, then kept up with its run, where that is
-followed.
+"""Life of the served models: load them off the event loop, then follow their runs if wanted.
 
-Builds the engine of each model, in this process or in one of its own, and what the event loop needs
-besides. /health answers 503 meanwhile, and gives the reason when loading fails. Of several models
-one that cannot be loaded is left out; only where none can be has loading failed.
+Builds the engine of each model and everything the event loop needs for it. /health answers 503
+meanwhile, and says why if loading fails. If one of several models cannot be loaded, the others are
+served; loading has failed only if none can be.
 """
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
 from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
-from logitd.model.inference.constraints.compiler import Compiler
 from logitd.model.inference.constraints.sandbox import Checker
 from logitd.service.app.follow import follow
 from logitd.service.core.constraints import Constraints
@@ -22,31 +19,14 @@ from logitd.service.core.reloader import Reloader
 from logitd.service.core.state import ServiceState
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.build import (
-    STARTUP_ERRORS,
-    Computation,
-    Unavailable,
-    build,
-    compiler_for,
-)
-from logitd.service.engine.driver import Compute, EngineDriver, LocalDriver
-from logitd.service.engine.process import EngineProcessError, ProcessDriver
-from logitd.service.engine.restarts import Restarts
+from logitd.service.engine.build import STARTUP_ERRORS, BuiltEngine, build
+from logitd.service.engine.driver import EngineDriver, StepThread
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.shares import Shares, divide_memory
-from logitd.service.engine.turns import StepThread
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    checkpoint: CheckpointInfo
-    computation: Computation
-    driver: EngineDriver
-    compiler: Compiler | Unavailable  # of constraints
 
 
 async def live(state: ServiceState) -> None:
@@ -73,14 +53,13 @@ async def load(state: ServiceState) -> None:
     except STARTUP_ERRORS as error:
         _cannot_serve(state, str(error))
         return
-    steps = None if state.settings.engine == "process" else StepThread()
+    steps = StepThread()
     models = [await _load_share(state, source, shares, steps) for source in sources]
     missing = [model for model in models if isinstance(model, NotLoaded)]
     if len(missing) == len(models):
         told = "; ".join(f"{model.name}: {model.reason}" for model in missing)
         _cannot_serve(state, f"none of {len(models)} models could be loaded: {told}")
-        if steps is not None:
-            steps.close()
+        steps.close()
         return
     for model in missing:
         logger.error("%s is not served, the others are: %s", model.name, model.reason)
@@ -93,7 +72,7 @@ def _cannot_serve(state: ServiceState, reason: str) -> None:
 
 
 async def _load_share(
-    state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread | None
+    state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
 ) -> Served | NotLoaded:
     """One of several, with the slots that are its share."""
     assert source.name is not None
@@ -113,87 +92,47 @@ async def _load_model(
     name = source.name or name_of(source.path)
     resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
     try:
-        if settings.engine == "process":
-            loaded = await asyncio.to_thread(_with_process, resolved)
-        else:
-            compute = None if steps is None else steps.call
-            loaded = await asyncio.to_thread(_in_this_process, resolved, compute)
-        checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
-    except (*STARTUP_ERRORS, EngineProcessError) as error:
+        built = await asyncio.to_thread(build, resolved)
+        checker = await asyncio.to_thread(Checker, built.checkpoint.tokenizer)
+    except STARTUP_ERRORS as error:
         return NotLoaded(name, str(error))
     except Exception as error:
         logger.exception("a bug kept %s from being loaded", name)
         return NotLoaded(name, f"{type(error).__name__}: {error}")
-    return _served(state, settings, loaded, checker)
-
-
-def _in_this_process(settings: ServeSettings, compute: Compute | None) -> _Loaded:
-    built = build(settings)
-    driver = LocalDriver(built.engine, built.load_weights, compute=compute)
-    return _Loaded(built.checkpoint, built.computation, driver, built.compiler)
-
-
-def _with_process(settings: ServeSettings) -> _Loaded:
-    """The weights are read there alone; the vocabulary and what the checkpoint says, here too."""
-    driver = ProcessDriver(settings)
-    try:
-        path = settings.source.path
-        checkpoint = read_checkpoint(path)
-        if checkpoint.weights_sha256 != driver.computation.weights_sha256:
-            raise CheckpointError(f"{path} was replaced while it was being loaded")
-        compiler = compiler_for(checkpoint.tokenizer)
-    except BaseException:
-        driver.close()
-        raise
-    return _Loaded(checkpoint, driver.computation, driver, compiler)
-
-
-def _same_again(settings: ServeSettings, checkpoint: CheckpointInfo) -> ProcessDriver:
-    """Another process with the weights of a checkpoint. Raises EngineProcessError, and
-    CheckpointError where there are others by now: what this server says of itself would be
-    wrong."""
-    driver = ProcessDriver(settings.of(replace(settings.source, path=checkpoint.path)))
-    if driver.computation.weights_sha256 != checkpoint.weights_sha256:
-        driver.close()
-        raise CheckpointError(f"{checkpoint.path} was replaced; it takes a new server to serve")
-    return driver
+    return _served(state, settings, built, checker, steps)
 
 
 def _served(
-    state: ServiceState, settings: ServeSettings, loaded: _Loaded, checker: Checker
+    state: ServiceState,
+    settings: ServeSettings,
+    built: BuiltEngine,
+    checker: Checker,
+    steps: StepThread | None,
 ) -> Served:
-    driver, metrics = loaded.driver, state.metrics_of(settings.source)
+    driver = EngineDriver(built.engine, built.load_weights, steps)
+    metrics = state.metrics_of(settings.source)
     limits = QueueLimits(
         sequences=settings.max_queue,
         tokens=settings.max_queue_tokens,
         elements=settings.max_queue_elements,
         per_request=settings.max_sequences,
     )
-    name = settings.source.name or loaded.checkpoint.name
-    checkpoints = {0: replace(loaded.checkpoint, name=name)}
-    restarts = None
-    if settings.engine == "process" and settings.engine_restarts:
-        restarts = Restarts(
-            lambda: _same_again(settings, checkpoints[engine.version]), settings.engine_restarts
-        )
+    name = settings.source.name or built.checkpoint.name
+    checkpoints = {0: replace(built.checkpoint, name=name)}
     engine = AsyncEngine(
         driver,
         AdmissionController(driver.model_config, driver.slots, limits),
         stall_timeout=settings.stall_timeout,
         on_step=partial(state.on_step, metrics),
-        restarts=restarts,
     )
     return Served(
         checkpoints=checkpoints,
-        computation=loaded.computation,
+        computation=built.computation,
         engine=engine,
         session=EngineSession(engine),
-        reloader=Reloader(settings, engine, checkpoints, metrics, state.one_reload),
+        reloader=Reloader(settings, engine, checkpoints, metrics, state.reload_lock),
         constraints=Constraints(
-            loaded.compiler,
-            checker,
-            timeout=settings.constraint_timeout,
-            metrics=metrics,
+            built.compiler, checker, timeout=settings.constraint_timeout, metrics=metrics
         ),
         settings=settings,
         keys=state.keys,

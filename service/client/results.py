@@ -568,8 +568,8 @@ class QuantizationInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """Whether a model of a server answers: `status` is "ok", or else "loading", "stalled" or
-    "failed", and `reason` may say why."""
+    """Whether a model of a server answers: `status` is "ok", or else "stalled" or "failed",
+    and `reason` may say why."""
 
     model: str
     status: str
@@ -590,7 +590,6 @@ class Info:
     vocabulary: str  # the kind of its tokenizer; "none": prompts are token ids
     training: dict[str, Any]
     parameters: int
-    engine: str  # runs in a "thread" of the server or in a "process" of its own
     device: str
     decoding: str
     kernels: str | None

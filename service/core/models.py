@@ -37,7 +37,7 @@ LATER_WEIGHTS = "these weights came while the server ran, and it measures when i
 NAMED = 12
 """Models that a message names; of more it says how many."""
 
-ModelStatus = Literal["ok", "loading", "stalled", "failed"]
+ModelStatus = Literal["ok", "stalled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,6 @@ class Served:
         """Whether it computes and, where that has ended, why."""
         if self.engine.failure is not None:
             return "failed", self.engine.failure
-        if self.engine.restarting:
-            return "loading", None
         if (seconds := self.engine.stalled()) is not None:
             return "stalled", f"a step of the engine has been running for {seconds:.0f} s"
         return "ok", None

@@ -16,7 +16,8 @@ from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, 
 from logitd.model.checkpoint.run_folder import checkpoint_of, is_run
 from logitd.model.inference.load import check_replacement
 from logitd.service.core.model_metrics import ModelMetrics, ReloadResult
-from logitd.service.engine.async_engine import AsyncEngine, ReloadError
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.versions import ReloadError
 from logitd.service.settings.serve import ServeSettings
 
 __all__ = ["ReloadError", "Reloaded", "Reloader"]
@@ -41,17 +42,17 @@ class Reloader:
         engine: AsyncEngine,
         checkpoints: MutableMapping[int, CheckpointInfo],
         metrics: ModelMetrics,
-        one_at_a_time: asyncio.Lock,
+        reload_lock: asyncio.Lock,
     ) -> None:
         """`settings` are of this model alone. `checkpoints` has what each version of the engine's
         weights is called: the one that is served, and after each reload one more.
-        `one_at_a_time` is shared by the models of a server, so that no two of them have other
+        `reload_lock` is shared by the models of a server, so that no two of them have other
         weights beside their own at once."""
         self._settings = settings
         self._engine = engine
         self._checkpoints = checkpoints
         self._metrics = metrics
-        self._one_at_a_time = one_at_a_time
+        self._reload_lock = reload_lock
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -79,7 +80,7 @@ class Reloader:
     async def reload(self, path: Path) -> Reloaded:
         """Serve the checkpoint at a path. Returns once nothing is answered by the one before.
         Raises ReloadError when that answers on."""
-        async with self._one_at_a_time:
+        async with self._reload_lock:
             try:
                 reloaded = await self._reload(path)
             except (CheckpointError, OSError, ReloadError) as error:

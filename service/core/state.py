@@ -20,8 +20,7 @@ from logitd.service.core.metrics import Metrics
 from logitd.service.core.model_metrics import ModelMetrics
 from logitd.service.core.models import ModelChoice, Models, NotLoaded, Served
 from logitd.service.core.reply_budget import ReplyBudget
-from logitd.service.engine.driver import StepReport
-from logitd.service.engine.turns import StepThread
+from logitd.service.engine.driver import StepReport, StepThread
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -42,7 +41,7 @@ class ServiceState:
             self.metrics_of(source)  # there from the start
         self.models = Models()
         self.reply_budget = ReplyBudget(settings.max_reply_elements)
-        self.one_reload = asyncio.Lock()  # held while other weights are loaded beside a model's own
+        self.reload_lock = asyncio.Lock()  # held while a second set of weights is in memory
         self.settled = asyncio.Event()  # loading has ended, well or badly
         self.long_texts = asyncio.Lock()  # held while one is encoded or decoded
         self._steps: StepThread | None = None
@@ -120,8 +119,6 @@ class ServiceState:
             for name, status, reason in said:
                 if status == bad:
                     return status, f"{name}: {reason}" if self.models.several else reason
-        if all(status == "loading" for _, status, _ in said):
-            return "loading", None
         return ("draining" if self._leaving or self._draining else "ok"), None
 
     def ready(self) -> Models:

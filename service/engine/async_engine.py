@@ -2,14 +2,9 @@
 
 Requests go in as commands of a driver (`driver.py`), which hands them to the engine before each
 step. Events come back, at most one wake-up of the event loop per step (`wakeup.py`), into the
-mailbox of the submission they belong to (`submission.py`). Whether a request is admitted is decided
-before (`admission.py`). Whether the engine computes in this process or in one of its own
-(`process.py`) is not known here, but that it can be lost: then all who wait are told, new requests
-are rejected, and another takes its place (`restarts.py`).
-
-Weights can be replaced (`reload`): what was submitted before ends on the old ones, what comes after
-waits for that. A lease keeps a version of the weights for whoever submits several times
-(`session.py`). Knows no HTTP, no text and no checkpoint.
+mailbox of the submission they belong to (`submission.py`). Admission is decided before
+(`admission.py`). Weights can be replaced while requests run (`versions.py`); a request is answered
+by one version of them. Knows no HTTP, no text and no checkpoint.
 """
 
 import asyncio
@@ -17,58 +12,29 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.engine.validation import check_request
 from logitd.service.engine.admission import AdmissionController, Load
-from logitd.service.engine.driver import (
-    Abort,
-    Add,
-    EngineDriver,
-    EngineLost,
-    Grant,
-    Notice,
-    PrepareWeights,
-    StepReport,
-    SwapWeights,
-    WeightsReady,
-    WeightsRefused,
-    WeightsSwapped,
-)
-from logitd.service.engine.restarts import Restarts
+from logitd.service.engine.driver import EngineDriver, StepReport
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
 from logitd.service.engine.usage import Usage
+from logitd.service.engine.versions import Lease, ReloadError, State, WeightsVersion
 from logitd.service.engine.wakeup import WakeupThrottle
 
 logger = logging.getLogger("logitd.engine")
 
 FAILED = "the engine failed; the log says why"
-LOST = "the engine's process has ended, and what it computed is lost; ask again in a moment"
-RESTARTING = "the engine's process has ended and is being started again; try again in a moment"
 SHUTTING_DOWN = "the server is shutting down"
 
 
-class ReloadError(Exception):
-    """Other weights did not take over; those that were there answer. The message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to submit requests that a version of the weights answers, until it is ended."""
-
-    version: int
-    usage: Usage = field(default_factory=Usage)  # of whoever has it
-
-
 class Reservation:
-    """Requests that run one after another, with room for those still to come. Admitted as one:
-    neither a full queue nor the beginning of a drain rejects the later ones. Belongs to the event
-    loop; whoever has it releases it."""
+    """Requests that run one after another, admitted as one: neither a full queue nor the beginning
+    of a drain rejects the later ones. Belongs to the event loop; its owner must release it."""
 
     def __init__(self, owner: "AsyncEngine", requests: Sequence[Request], lease: Lease) -> None:
         self._owner = owner
@@ -76,7 +42,7 @@ class Reservation:
         self._lease: Lease | None = lease
 
     def submit_next(self) -> Submission:
-        """Queue the next request. Raises EngineStopped when there will be no answer to it."""
+        """Queue the next request. Raises EngineStopped if it will not be answered."""
         assert self._lease is not None
         submission = self._owner.submit_reserved(self._waiting[0], self._lease)
         del self._waiting[0]
@@ -97,7 +63,8 @@ class Reservation:
 
 
 class AsyncEngine:
-    """Owns the engine's driver: submit, abort, grant, stop. Made on the event loop it serves."""
+    """Owns the engine's driver: submit, abort, grant, reload, stop. Must be made on the event loop
+    that uses it."""
 
     def __init__(
         self,
@@ -106,12 +73,9 @@ class AsyncEngine:
         *,
         stall_timeout: float,
         on_step: Callable[[StepReport], None],
-        restarts: Restarts | None = None,
     ) -> None:
         self.admission = admission
-        self.failed = asyncio.Event()  # the engine stopped by itself, for good
-        self._restarts = restarts
-        self._restarting = False
+        self.failed = asyncio.Event()  # the engine stopped by itself
         self._driver = driver
         self._stall_timeout = stall_timeout
         self._on_step = on_step
@@ -119,30 +83,24 @@ class AsyncEngine:
         self._decoding = False  # in the last step
         self._draining = False  # no new requests
         self._closed = False  # no reserved ones either
-        self._failure: str | None = None
-        self.version = 0
-        """Of the weights that answer what is submitted now."""
-        self._oldest = 0  # version that the engine still has
-        self._first = 0  # version of the present driver's engine
-        self._leases: Counter[int] = Counter()  # that are not ended, by version
-        self._reload: _Reload | None = None
-        self._swapping = False  # the driver was told to
+        self._current = WeightsVersion(0, State.CURRENT)
+        self._other: WeightsVersion | None = None  # LOADING, RETIRING or SEALED
         self._loop = asyncio.get_running_loop()
         self._reports = WakeupThrottle(self._deliver)
         self._stopped = asyncio.Event()
-        # A daemon, so that a process that must die is not kept by a step.
+        # A daemon, so that a step that hangs does not keep a process that must end.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
-    def failure(self) -> str | None:
-        """Why the engine stopped by itself, if it did."""
-        return self._failure
+    def version(self) -> int:
+        """Number of the version of the weights that answers new requests."""
+        return self._current.number
 
     @property
-    def restarting(self) -> bool:
-        """Whether the engine was lost, and another is on its way."""
-        return self._restarting
+    def failure(self) -> str | None:
+        """The reason why the engine stopped by itself, if it did."""
+        return FAILED if self.failed.is_set() else None
 
     @property
     def slots(self) -> int:
@@ -161,80 +119,74 @@ class AsyncEngine:
 
     @property
     def decoding(self) -> bool:
-        """Whether tokens were decoded in the last step."""
+        """True if tokens were decoded in the last step."""
         return self._decoding
 
     def stalled(self) -> float | None:
-        """Seconds that the present step has taken, when that is more than a step can."""
+        """Seconds that the present step has taken, if that is longer than `stall_timeout`."""
         began = self._driver.step_began
         seconds = 0.0 if began is None else time.monotonic() - began
         return seconds if seconds > self._stall_timeout else None
 
     def now(self) -> float:
         """The engine's clock, on which deadlines are given."""
-        return self._driver.clock()
+        return self._driver.now()
 
     def lease(self, usage: Usage | None = None) -> Lease:
-        """Keep the newest weights until `end_lease`. What is submitted by it counts in `usage`."""
-        self._leases[self.version] += 1
-        return Lease(self.version, usage or Usage())
+        """Keep the current weights until `end_lease`."""
+        self._current.leases += 1
+        return Lease(self._current, usage or Usage())
 
     def end_lease(self, lease: Lease) -> None:
-        """Nothing else will be submitted by it."""
-        if self._leases[lease.version]:  # those of weights that had to go were forgotten
-            self._leases[lease.version] -= 1
-            self._swap_when_unleased()
+        """End a lease: nothing else will be submitted by it."""
+        lease.version.leases -= 1
+        self._seal_when_unleased()
 
     def submit(self, requests: Sequence[Request], lease: Lease | None = None) -> Submission:
-        """Queue requests: all, or none. They are answered by the weights of the lease, or the
-        newest.
+        """Queue requests, all or none, to be answered by the weights of the lease, or else by the
+        current ones.
 
-        Raises InvalidRequest for what the model cannot compute or the queue never holds,
+        Raises InvalidRequest for what the model cannot compute or the queue can never hold,
         EngineStopped, or QueueFull.
         """
-        lease = lease or Lease(self.version)
+        lease = lease or Lease(self._current)
         self._check(requests, lease.version)
         return self._enqueue(requests, self.admission.admit(requests), lease)
 
-    def reserve(self, requests: Sequence[Request], lease: Lease | None = None) -> "Reservation":
-        """Room for requests that are to run one after another, answered by the weights of the
-        lease, which becomes the reservation's, or the newest. Raises as `submit` does."""
-        self._check(requests, self.version if lease is None else lease.version)
+    def reserve(self, requests: Sequence[Request], lease: Lease | None = None) -> Reservation:
+        """Keep room for requests that are to run one after another. The lease becomes the
+        reservation's. Raises as `submit` does."""
+        self._check(requests, self._current if lease is None else lease.version)
         self.admission.reserve(requests)
         return Reservation(self, requests, lease or self.lease())
 
     def submit_reserved(self, request: Request, lease: Lease) -> Submission:
         """Queue a reserved request; called by its Reservation."""
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
-        if self._restarting:
-            raise EngineStopped(RESTARTING)
-        if self._closed:
-            raise EngineStopped(SHUTTING_DOWN)
+        self._check_running(closed=self._closed)
         self._check_version(lease.version)
         return self._enqueue([request], [self.admission.admit_reserved(request)], lease)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Load the weights of a checkpoint beside those that compute, and let them take over: from
-        when they are loaded, `version` is one more. Returns when nothing is computed by the old
-        ones any more, which have `timeout` seconds to end what was submitted before; what is left
-        then is ended with an error. Raises ReloadError."""
-        if self._reload is not None:
+        """Replace the weights by those of a checkpoint, without a break (`versions.py`).
+
+        The old weights have `timeout` seconds to answer what was submitted to them; what is left
+        then ends with an error. Returns when nothing is computed by them any more. Raises
+        ReloadError if the new ones do not take over.
+        """
+        if self.failure is not None or self._draining:
+            raise ReloadError(self.failure or SHUTTING_DOWN)
+        if self._other is not None:
             raise ReloadError("another checkpoint is being loaded")
-        if self._failure is not None or self._restarting or self._draining:
-            raise ReloadError(self._failure or (RESTARTING if self._restarting else SHUTTING_DOWN))
-        reload = self._reload = _Reload(self._loop.create_future(), self._loop.create_future())
+        old = self._current
+        new = self._other = WeightsVersion(old.number + 1)
+        self._driver.load_weights(path, weights_sha256, self._loaded)
+        await new.reach(State.CURRENT)
         try:
-            self._driver.put(PrepareWeights(path, weights_sha256))
-            await reload.ready
-            try:
-                async with asyncio.timeout(timeout):
-                    await asyncio.shield(reload.swapped)
-            except TimeoutError:
-                self._end_old()
-                await reload.swapped
-        finally:
-            self._reload = None
+            async with asyncio.timeout(timeout):
+                await old.reach(State.GONE)
+        except TimeoutError:
+            self._end_requests_of(old)
+            await old.reach(State.GONE)
 
     def abort(
         self,
@@ -242,12 +194,12 @@ class AsyncEngine:
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> None:
-        """End a request or one of its sequences; harmless when it has ended meanwhile."""
-        self._driver.put(Abort(request_id, index, reason))
+        """End a request or one of its sequences; harmless if it has ended meanwhile."""
+        self._driver.abort(request_id, index, reason)
 
     def grant(self, request_id: str) -> None:
         """Let an OutputsRequest compute one more chunk."""
-        self._driver.put(Grant(request_id))
+        self._driver.grant(request_id)
 
     async def stop(self, drain_timeout: float) -> None:
         """Reject new requests, give the running ones `drain_timeout` seconds, abort the rest."""
@@ -264,28 +216,25 @@ class AsyncEngine:
             logger.warning("aborting %d sequences at shutdown", sequences)
             for request_id in list(self._open):
                 self.abort(request_id)
-        if self._restarts is not None:
-            self._restarts.leave()
-        self._driver.put(None)
+        self._driver.stop()
         await self._stopped.wait()
         self._thread.join()
 
-    def _check(self, requests: Sequence[Request], version: int) -> None:
+    def _check(self, requests: Sequence[Request], version: WeightsVersion) -> None:
         """Raise unless the model can compute the requests and the engine accepts new ones."""
         for request in requests:
             check_request(request, self._driver.model_config)
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
-        if self._restarting:
-            raise EngineStopped(RESTARTING)
-        if self._draining:
-            raise EngineStopped(SHUTTING_DOWN)
+        self._check_running(closed=self._draining)
         self._check_version(version)
 
-    def _check_version(self, version: int) -> None:
-        """Raise EngineStopped where the engine may have forgotten the weights: from when it was
-        told to let others take over, be their lease ended or not."""
-        if version < (self.version if self._swapping else self._oldest):
+    def _check_running(self, *, closed: bool) -> None:
+        if self.failure is not None:
+            raise EngineStopped(self.failure)
+        if closed:
+            raise EngineStopped(SHUTTING_DOWN)
+
+    def _check_version(self, version: WeightsVersion) -> None:
+        if not version.accepts:
             raise EngineStopped(REPLACED)
 
     def _enqueue(
@@ -298,55 +247,30 @@ class AsyncEngine:
         for request, load in zip(requests, loads, strict=True):
             opened = _OpenRequest(submission, load.sequences, load, request.caller, lease.version)
             self._open[request.request_id] = opened
-            self._driver.put(Add(request, self.now(), lease.version - self._first))
+            self._driver.add(request, lease.version.number)
         return submission
 
-    # The thread.
+    # The engine's thread
 
     def _run(self) -> None:
-        try:
-            while self._drive_until_lost():
-                if not self._replace():
-                    return
-        except BaseException:  # whatever it was, the waiters are told
-            logger.exception("the engine failed")
-            self._loop.call_soon_threadsafe(self._fail)
-        finally:
-            self._driver.close()
-            self._loop.call_soon_threadsafe(self._stop)
-
-    def _drive_until_lost(self) -> bool:
-        """Make steps until the last command is done (False), or the engine is lost (True)."""
+        """Make steps until the last command is done."""
         try:
             while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
                 self._reports.put(report, urgent=urgent)
                 if not report.has_work:
-                    self._reports.wake()  # else when the next step computes
-        except EngineLost as error:
-            if self._restarts is None:
-                raise
-            logger.error("the engine is lost: %s", error)
-            return True
-        return False
+                    self._reports.wake()  # otherwise when the next step computes
+        except BaseException:  # everyone who waits is told, whatever it was
+            logger.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._on_failed)
+        finally:
+            self._driver.close()
+            self._loop.call_soon_threadsafe(self._on_stopped)
 
-    def _replace(self) -> bool:
-        """Another driver in place of one whose engine is lost; False where the server ends."""
-        assert self._restarts is not None
-        # Only when all open requests are told: none of them may reach another engine.
-        told = threading.Event()
-        self._loop.call_soon_threadsafe(self._lose, told)
-        told.wait()
-        self._driver.close()
-        driver = self._restarts.another()
-        if driver is None:
-            return False
-        back = threading.Event()
-        self._loop.call_soon_threadsafe(self._go_on, driver, back)
-        back.wait()
-        return True
+    def _loaded(self, refusal: str | None) -> None:
+        self._loop.call_soon_threadsafe(self._on_loaded, refusal)
 
-    # Back on the event loop.
+    # Back on the event loop
 
     def _deliver(self, report: StepReport) -> None:
         """Put a step's events into the mailboxes they belong to."""
@@ -354,91 +278,72 @@ class AsyncEngine:
             request = self._open[event.request_id]
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
-                self._end(event, request)
-        for notice in report.notices:
-            self._on_notice(notice)
+                self._end_sequence(event, request)
+        if self._other is not None and report.weights > self._other.number:
+            self._other.enter(State.GONE)
+            self._other = None
         self.admission.set_begun(report.stats.begun_tokens)
         self._decoding = report.result.decoded_sequences > 0
         self._on_step(report)
 
-    def _on_notice(self, notice: Notice) -> None:
-        """The driver has got on with a reload. It is for whoever awaits it, if they still do."""
-        reload = self._reload
-        match notice:
-            case WeightsReady():
-                self.version += 1
-                if reload is not None:
-                    reload.settle(reload.ready)
-                self._swap_when_unleased()
-            case WeightsRefused(reason):
-                if reload is not None:
-                    reload.fail(reason)
-            case WeightsSwapped():
-                self._oldest, self._swapping = self.version, False
-                if reload is not None:
-                    reload.settle(reload.swapped)
-
-    def _swap_when_unleased(self) -> None:
-        """Let the newest weights take over, unless somebody will yet submit to those before. The
-        engine itself waits for what was submitted."""
-        if self._swapping or self._oldest == self.version or self._leases[self._oldest]:
-            return
-        self._swapping = True
-        self._driver.put(SwapWeights())
-
-    def _end_old(self) -> None:
-        """End what the old weights still answer: others have waited for it long enough."""
-        old = [name for name, request in self._open.items() if request.version == self._oldest]
-        logger.warning("new weights take over: %d requests of the old ones are ended", len(old))
-        for request_id in old:
-            self.abort(request_id, reason=FinishReason.REPLACED)
-        self._leases[self._oldest] = 0
-        self._swap_when_unleased()
-
-    def _end(self, event: FinishEvent, request: "_OpenRequest") -> None:
+    def _end_sequence(self, event: FinishEvent, request: "_OpenRequest") -> None:
         request.open -= 1
         if not request.open:
             del self._open[event.request_id]
             self.admission.end_request(request.load, request.caller)
         self.admission.end_sequence(event, request.caller)
 
-    def _stop(self) -> None:
-        """The thread has ended: what it left is delivered first."""
-        self._reports.deliver()
-        if self._reload is not None:
-            self._reload.fail(SHUTTING_DOWN)
-        self._stopped.set()
+    def _on_loaded(self, refusal: str | None) -> None:
+        """The driver has loaded other weights, or refuses to."""
+        new = self._other
+        assert new is not None
+        if refusal is not None:
+            self._other = None
+            new.fail(refusal)
+            return
+        self._other, self._current = self._current, new
+        self._other.enter(State.RETIRING)
+        new.enter(State.CURRENT)
+        self._seal_when_unleased()
 
-    def _lose(self, told: threading.Event) -> None:
-        self._restarting = True
-        self._tell_all(LOST)
-        if self._reload is not None:
-            self._reload.fail(LOST)
-        told.set()
+    def _seal_when_unleased(self) -> None:
+        other = self._other
+        if other is not None and other.state is State.RETIRING and not other.leases:
+            self._seal(other)
 
-    def _go_on(self, driver: EngineDriver, back: threading.Event) -> None:
-        self._driver = driver
-        self._first = self._oldest = self.version
-        self._swapping = False
-        self._restarting = False
-        if self._closed:  # the last command went to the driver before
-            driver.put(None)
-        back.set()
+    def _seal(self, retiring: WeightsVersion) -> None:
+        """Let the current weights take over; the engine itself waits for what was submitted."""
+        retiring.enter(State.SEALED)
+        self._driver.swap_weights()
 
-    def _fail(self) -> None:
-        self._failure = FAILED
-        self._tell_all(FAILED)
-        if self._reload is not None:
-            self._reload.fail(FAILED)
+    def _end_requests_of(self, old: WeightsVersion) -> None:
+        """End the requests of the old weights: the current ones have waited long enough."""
+        ids = [name for name, request in self._open.items() if request.version is old]
+        logger.warning("new weights take over: %d requests of the old ones are ended", len(ids))
+        for request_id in ids:
+            self.abort(request_id, reason=FinishReason.REPLACED)
+        if old.state is State.RETIRING:
+            self._seal(old)
+
+    def _on_failed(self) -> None:
+        """Nothing that is submitted will be computed; what was, is delivered first."""
         self.failed.set()
-
-    def _tell_all(self, reason: str) -> None:
-        """Whatever was submitted will not be computed; what was, is delivered first."""
         self._reports.deliver()
         for request in self._open.values():
-            request.submission.fail(reason)
+            request.submission.fail(FAILED)
         self._open.clear()
         self.admission.clear()
+        self._fail_reload(FAILED)
+
+    def _on_stopped(self) -> None:
+        """The thread has ended; what it left is delivered first."""
+        self._reports.deliver()
+        self._fail_reload(SHUTTING_DOWN)
+        self._stopped.set()
+
+    def _fail_reload(self, reason: str) -> None:
+        if self._other is not None:
+            self._other.fail(reason)
 
 
 @dataclass(slots=True)
@@ -447,22 +352,4 @@ class _OpenRequest:
     open: int  # sequences that have not ended
     load: Load
     caller: str
-    version: int  # of the weights that answer it
-
-
-@dataclass(frozen=True, slots=True)
-class _Reload:
-    """Weights that are on their way: loaded, and alone."""
-
-    ready: asyncio.Future[None]
-    swapped: asyncio.Future[None]
-
-    def settle(self, future: asyncio.Future[None]) -> None:
-        if not future.done():
-            future.set_result(None)
-
-    def fail(self, reason: str) -> None:
-        for future in (self.ready, self.swapped):
-            if not future.done():
-                future.set_exception(ReloadError(reason))
-                future.exception()  # one of them is awaited, which is enough
+    version: WeightsVersion  # that answers it

@@ -1,7 +1,7 @@
-"""Build: from settings to an engine, in the process that computes.
+"""Build: from settings to an engine.
 
-Reads and verifies the checkpoint, chooses a device and a decoder, measures what quantization costs,
-and makes the engine. Not here: what drives the engine (`driver.py`), and the event loop.
+Reads and verifies the checkpoint, chooses a device and a decoder, measures the cost of
+quantization, and makes the engine. Not here: the driver (`driver.py`) and the event loop.
 """
 
 import logging
@@ -27,7 +27,6 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.load import (
     ChosenSlots,
-    LoadedModel,
     Slots,
     choose_slots,
     load_model,
@@ -59,32 +58,41 @@ STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, Dat
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What computes, and how: plain data for the banner and /info."""
+    """How a model is computed: plain data for the banner and /info.
+
+    dtype_why      reason for the placement's dtype
+    decoding       name of the decoder; `decoding_note` says why it is not a faster one
+    kernels        the native kernels that were loaded; None without any
+    quantization   None if nothing is quantized
+    slots_why      reason for the number of slots; None if a setting names it
+    target_gap     between tokens, as the setting writes it
+    """
 
     weights_sha256: str
     placement: Placement
     device: str
-    dtype_why: str  # why the placement's dtype
-    decoding: str  # how decode steps are computed
-    decoding_note: str | None  # why that is not faster
-    kernels: str | None  # which native kernels were loaded, where some were
-    quantization: QuantizationCost | None  # None where nothing is quantized
+    dtype_why: str
+    decoding: str
+    decoding_note: str | None
+    kernels: str | None
+    quantization: QuantizationCost | None
     parameters: int
     kv_cache_bytes: int
-    slots_why: str | None  # why as many slots, where nobody said how many
-    target_gap: str  # between tokens, as the setting writes it
+    slots_why: str | None
+    target_gap: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """Stands for something that this server cannot offer, with the reason."""
+    """The reason why this server cannot offer something."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, what the banner says of it, and the compiler of constraints for its vocabulary."""
+    """An engine and what the server needs to know of it. `compiler` compiles constraints for its
+    vocabulary; `load_weights` reads other weights of the same shape."""
 
     engine: Engine
     computation: Computation
@@ -94,11 +102,12 @@ class BuiltEngine:
 
 
 def build(settings: ServeSettings) -> BuiltEngine:
-    """Build with one thread, and leave the others to the engine's. Raises STARTUP_ERRORS.
+    """Build with one thread, and leave the others to the engine. Raises STARTUP_ERRORS.
 
-    OpenMP keeps a pool for each thread that ever computed with more than itself. With more of them
-    than processors they all sleep between any two operations: measured, a prefill took two and a
-    half times as long after weights had been read with a pool in another thread.
+    OpenMP keeps a pool for each thread that ever computed with more threads than itself. If the
+    pools have more threads than there are processors, all of them sleep between any two operations:
+    measured, a prefill took two and a half times as long after weights had been read with a pool in
+    another thread.
     """
     with one_thread():
         built = _build(settings)
@@ -106,12 +115,12 @@ def build(settings: ServeSettings) -> BuiltEngine:
     return built
 
 
-def compiler_for(tokenizer: Tokenizer) -> Compiler | Unavailable:
-    """The compiler of constraints, or why requests with a constraint will be rejected."""
-    try:
-        return Compiler(tokenizer)
-    except ConstraintsUnavailable as error:
-        return Unavailable(str(error))
+def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
+    """The number of slots if no setting names it. Batch-invariant on CUDA every step takes as long
+    as the largest, so there are few of them there."""
+    if settings.batch_invariant and gpu:
+        return SlotDefault(EngineConfig().slots)
+    return SERVED_SLOTS
 
 
 def _build(settings: ServeSettings) -> BuiltEngine:
@@ -151,29 +160,39 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         kv_cache_dtype=settings.kv_cache_dtype,
         speculate=settings.speculate,
     )
-    compiler = compiler_for(model.checkpoint.tokenizer)
+    compiler = _compiler(model.checkpoint.tokenizer)
     masks = MaskWorker() if isinstance(compiler, Compiler) else None
     engine = Engine(model.gpt, config, make_decoder=path.make_owner, masks=masks)
     release_memory()
-    return BuiltEngine(
-        engine,
-        _computation(model, engine, quantization, _why_slots(slots, chosen)),
-        model.checkpoint,
-        compiler,
-        partial(_load_weights, model.checkpoint, model.placement),  # not the model: it will go
+    computation = Computation(
+        weights_sha256=model.checkpoint.weights_sha256,
+        placement=model.placement,
+        device=describe(model.placement.device),
+        dtype_why=model.dtype.why,
+        decoding=path.name,
+        decoding_note=path.note,
+        kernels=path.kernels,
+        quantization=quantization,
+        parameters=parameter_count(model.checkpoint.config),
+        kv_cache_bytes=engine.kv_cache_bytes,
+        slots_why=_why_slots(slots, chosen),
+        target_gap=format_target_gap(engine.target_gap),
     )
+    # The loader does not keep the model: its weights are freed after a reload.
+    load_weights = partial(_load_weights, model.checkpoint, model.placement)
+    return BuiltEngine(engine, computation, model.checkpoint, compiler, load_weights)
 
 
-def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
-    """How many slots there are where no setting says it. Batch-invariant on CUDA every step takes
-    as long as that of all of them, so there they are few."""
-    if settings.batch_invariant and gpu:
-        return SlotDefault(EngineConfig().slots)
-    return SERVED_SLOTS
+def _compiler(tokenizer: Tokenizer) -> Compiler | Unavailable:
+    """The compiler of constraints, or why requests with a constraint will be rejected."""
+    try:
+        return Compiler(tokenizer)
+    except ConstraintsUnavailable as error:
+        return Unavailable(str(error))
 
 
 def _why_slots(slots: Slots, chosen: ChosenSlots) -> str | None:
-    """For the banner; None where a setting says how many."""
+    """The reason for the number of slots; None if a setting names it."""
     budget, default = slots.budget, slots.default
     if budget.slots is not None or budget.memory is not None or default.share is None:
         return None
@@ -183,7 +202,7 @@ def _why_slots(slots: Slots, chosen: ChosenSlots) -> str | None:
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
-    """What was asked for, or what suits streams, where steps can be timed."""
+    """The gap of the settings, or else the default if steps can be timed."""
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None
@@ -192,29 +211,7 @@ def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | No
 def _load_weights(
     served: CheckpointInfo, placement: Placement, path: Path, weights_sha256: str
 ) -> GPT:
-    """The weights of a checkpoint in place of those that are served, in a thread beside the one
-    that computes. Raises CheckpointError and DeviceError."""
+    """Read the weights of another checkpoint while the served ones compute in another thread.
+    Raises CheckpointError and DeviceError."""
     with one_thread():
         return load_replacement(served, path, weights_sha256, placement, log=logger.info)
-
-
-def _computation(
-    model: LoadedModel,
-    engine: Engine,
-    quantization: QuantizationCost | None,
-    slots_why: str | None,
-) -> Computation:
-    return Computation(
-        weights_sha256=model.checkpoint.weights_sha256,
-        placement=model.placement,
-        device=describe(model.placement.device),
-        dtype_why=model.dtype.why,
-        decoding=model.decode_path.name,
-        decoding_note=model.decode_path.note,
-        kernels=model.decode_path.kernels,
-        quantization=quantization,
-        parameters=parameter_count(model.checkpoint.config),
-        kv_cache_bytes=engine.kv_cache_bytes,
-        slots_why=slots_why,
-        target_gap=format_target_gap(engine.target_gap),
-    )

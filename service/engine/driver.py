@@ -1,8 +1,9 @@
-"""EngineDriver: runs an engine. Commands go in, a step is made, and a report comes out.
+"""EngineDriver: commands for an engine, and one step at a time.
 
-`AsyncEngine` has a thread that calls `run_once`. `LocalDriver` computes in that thread, or in turn
-with other engines (`turns.py`); `ProcessDriver` (`process.py`) has a process that does. New weights
-are read in a thread of their own, so that steps go on meanwhile. Knows no event loop and no HTTP.
+The methods of the first group may be called from any thread; they queue a command. One thread of
+`AsyncEngine` calls `run_once`, which handles the commands, makes a step and reports it. If several
+engines share the process, the steps are computed in turn in a `StepThread`. New weights are read in
+a thread of their own while steps go on. Knows no event loop and no HTTP.
 """
 
 import logging
@@ -10,10 +11,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
@@ -24,214 +26,156 @@ from logitd.model.transformer.gpt import GPT
 
 logger = logging.getLogger("logitd.engine")
 
+Result = TypeVar("Result")
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Compute a request, which came at `arrived` on the engine's clock, with a version of the
-    weights: the engine's or the next."""
-
-    request: Request
-    arrived: float
-    weights: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request, or one of its sequences."""
-
-    request_id: str
-    index: int | None
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Let an OutputsRequest compute one more chunk."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareWeights:
-    """Load the weights of a checkpoint beside those that compute. WeightsReady or WeightsRefused
-    is the answer."""
-
-    path: Path
-    weights_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class SwapWeights:
-    """Let the prepared weights take over when what was added for the others has ended.
-    WeightsSwapped is the answer."""
-
-
-Command = Add | Abort | Grant | PrepareWeights | SwapWeights
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsReady:
-    """Other weights are loaded: requests may be added for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsRefused:
-    """Other weights could not be loaded; the reason is for people."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsSwapped:
-    """Other weights compute, and those before are forgotten."""
-
-
-Notice = WeightsReady | WeightsRefused | WeightsSwapped
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a LocalDriver tells itself: weights are read, or why they are not."""
-
-    gpt: GPT | None
-    reason: str = ""
-
-
-Inbox = queue.SimpleQueue[Command | Loaded | None]
-"""Commands in their order; None is the last."""
+Command = Callable[[], Sequence[Event] | None]
+"""A call of the engine, made between two steps; it returns the events it caused."""
 
 WeightsLoader = Callable[[Path, str], GPT]
-"""Reads the weights of a checkpoint, which have that SHA-256, to take the place of those that
-compute. Raises what `EXPECTED` says, and anything else for what nobody expects."""
+"""Reads the weights of a checkpoint, given its path and their SHA-256. Any exception is reported as
+the reason why they cannot be served."""
+
+OnCompute = Callable[[], None]
+"""Called when a step begins to compute, or waits for its turn: from then on the interpreter is free
+for other threads for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What came of one `run_once`."""
+    """The outcome of one `run_once`.
 
-    events: tuple[Event, ...]  # of the aborts before the step, and of the step
-    result: StepResult  # its counts; its events are among those above
+    events    of the commands before the step, and of the step
+    result    counts of the step; its events are among those above
+    seconds   the step alone
+    ended     on the engine's clock
+    has_work  another step would do something, without another command
+    weights   version that the engine computes with
+    """
+
+    events: tuple[Event, ...]
+    result: StepResult
     stats: EngineStats
-    seconds: float  # the step alone
-    ended: float  # on the engine's clock
-    has_work: bool  # there is more to do, without another command
-    notices: tuple[Notice, ...] = ()  # what became of weights
+    seconds: float
+    ended: float
+    has_work: bool
+    weights: int = 0
 
 
-class EngineLost(Exception):
-    """The engine is gone, with all that it was computing; another may be made. The message says
-    why."""
+class StepThread:
+    """A thread in which the engines of one process compute, a step each in order of arrival.
 
+    Two engines at once would gain nothing, since a step uses every core, and would slow each other
+    down: torch keeps a pool of threads for each thread that computes, and with more pool threads
+    than processors all of them sleep between any two operations (`build.py` has the measure).
+    """
 
-OnCompute = Callable[[], None]
-"""Called when a step begins to compute, or waits for that: from here on the interpreter is free
-for others for a while."""
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+
+    def call(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, or raise its exception, once its turn has come."""
+        return self._executor.submit(work).result()
+
+    def close(self) -> None:
+        """End the thread. `call` must not be used afterwards."""
+        self._executor.shutdown(wait=False)
 
 
 def ignore() -> None:
-    """Nobody waits for the interpreter."""
+    """No other thread waits for the interpreter."""
 
 
-class EngineDriver(Protocol):
-    """Drives one engine. `run_once` and `close` are for one thread, the rest for any."""
-
-    @property
-    def model_config(self) -> GPTConfig:
-        """The shape of the model that computes."""
-
-    @property
-    def slots(self) -> int:
-        """Sequences that can run at once."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The engine's clock, on which deadlines are given."""
-
-    @property
-    def step_began(self) -> float | None:
-        """When the present step began, on the monotonic clock; None between two steps."""
-
-    def put(self, command: Command | None) -> None:
-        """Queue a command for the next `run_once`; None is the last one."""
-
-    def run_once(self, on_compute: OnCompute = ignore) -> StepReport | None:
-        """Wait until there is something to do, handle the commands, make a step. None after the
-        last command. Raises what the engine fails with, and must not be called again then."""
-
-    def close(self) -> None:
-        """End what computes."""
-
-
-Compute = Callable[[Callable[[], StepReport]], StepReport]
-"""Calls what computes a step, in its thread and when its turn has come (`turns.py`)."""
-
-
-class LocalDriver:
-    """Drives an engine in the thread that calls it, or where `compute` says, if it is not alone."""
+class EngineDriver:
+    """Drives one engine. `run_once` and `close` are for one thread, all the rest for any."""
 
     def __init__(
-        self,
-        engine: Engine,
-        load: WeightsLoader | None = None,
-        inbox: Inbox | None = None,
-        compute: Compute | None = None,
+        self, engine: Engine, load: WeightsLoader, steps: StepThread | None = None
     ) -> None:
-        """Without `load` the weights are those that the engine has."""
-        self._compute = compute
+        """Steps are computed in `steps`, or else in the thread that calls `run_once`."""
         self._engine = engine
         self._load = load
-        self._prepared: Passes | None = None
-        self._notices: list[Notice] = []  # of the present `run_once`
-        self._swaps = engine.weights  # that are told
-        self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
-        self.commands_done = 0
-        """Commands handled so far."""
+        self._steps = steps
+        self._prepared: Passes | None = None  # with loaded weights that have not taken over
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None is the last
         self._ended = False  # the last command was handled
         self._step_began: float | None = None
 
     @property
     def model_config(self) -> GPTConfig:
+        """The shape of the model."""
         return self._engine.model_config
 
     @property
     def slots(self) -> int:
+        """Number of sequences that can run at once."""
         return self._engine.slots
 
     @property
-    def clock(self) -> Callable[[], float]:
-        return self._engine.clock
-
-    @property
     def step_began(self) -> float | None:
+        """Start of the present step on the monotonic clock; None between two steps."""
         return self._step_began
 
-    def put(self, command: Command | None) -> None:
-        self._inbox.put(command)
+    def now(self) -> float:
+        """The time on the engine's clock, on which deadlines are given."""
+        return self._engine.clock()
+
+    # Commands
+
+    def add(self, request: Request, weights: int) -> None:
+        """Compute a checked request that arrived now, with this version of the weights."""
+        self._inbox.put(partial(self._engine.accept, request, self.now(), weights=weights))
+
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+        """End a request or one of its sequences; harmless if it has ended."""
+        self._inbox.put(partial(self._engine.abort, request_id, index, reason))
+
+    def grant(self, request_id: str) -> None:
+        """Let an OutputsRequest compute one more chunk."""
+        self._inbox.put(partial(self._engine.grant, request_id))
+
+    def load_weights(
+        self, path: Path, weights_sha256: str, on_loaded: Callable[[str | None], None]
+    ) -> None:
+        """Load the weights of a checkpoint next to the present ones. `on_loaded` is then called
+        once, in the engine's thread, with None or with the reason why they cannot be served."""
+        threading.Thread(
+            target=self._read, args=(path, weights_sha256, on_loaded), name="weights", daemon=True
+        ).start()
+
+    def swap_weights(self) -> None:
+        """Let the loaded weights take over when all requests of the present ones have ended, which
+        `StepReport.weights` tells."""
+        self._inbox.put(self._swap)
+
+    def stop(self) -> None:
+        """Give the last command: `run_once` handles those before it and then returns None."""
+        self._inbox.put(None)
+
+    # The engine's thread
 
     def run_once(self, on_compute: OnCompute = ignore) -> StepReport | None:
-        """Empty the inbox, handle the commands, step."""
+        """Wait until there is something to do, handle all commands, make a step. Return None after
+        the last command. Raises what the engine fails with, and must not be called again then."""
         if self._ended:
             return None
         commands = self._take_commands()
         self._ended = None in commands
-        if self._compute is None:
+        if self._steps is None:
             return self._step(commands, on_compute)
-        on_compute()  # it may not be its turn for a while
-        return self._compute(partial(self._step, commands, ignore))
+        on_compute()  # its turn may not come for a while
+        return self._steps.call(partial(self._step, commands, ignore))
 
-    def _step(
-        self, commands: Sequence[Command | Loaded | None], on_compute: OnCompute
-    ) -> StepReport:
-        """What computes of a `run_once`."""
-        self.commands_done += sum(not isinstance(command, Loaded) for command in commands)
-        events = [event for command in commands if command for event in self._handle(command)]
+    def close(self) -> None:
+        """End the threads that compute."""
+        if self._prepared is not None:
+            self._prepared.close()
+        self._engine.close()
+
+    def _step(self, commands: Sequence[Command | None], on_compute: OnCompute) -> StepReport:
+        events = [event for command in commands if command for event in command() or ()]
         self._step_began = began = time.monotonic()
         result = self._engine.step(on_compute)
         ended, self._step_began = time.monotonic(), None
-        if self._swaps != self._engine.weights:
-            self._swaps = self._engine.weights
-            self._notices.append(WeightsSwapped())
-        notices, self._notices = tuple(self._notices), []
         return StepReport(
             events=(*events, *result.events),
             result=result,
@@ -239,17 +183,12 @@ class LocalDriver:
             seconds=ended - began,
             ended=self._engine.clock(),
             has_work=self._engine.has_work(),
-            notices=notices,
+            weights=self._engine.weights,
         )
 
-    def close(self) -> None:
-        if self._prepared is not None:
-            self._prepared.close()
-        self._engine.close()
-
-    def _take_commands(self) -> list[Command | Loaded | None]:
-        """All that is in the inbox; waits for the first when the engine has nothing to do."""
-        commands: list[Command | Loaded | None] = []
+    def _take_commands(self) -> list[Command | None]:
+        """Empty the inbox; wait for the first command if the engine has nothing to do."""
+        commands: list[Command | None] = []
         try:
             if not self._engine.has_work():
                 commands.append(self._inbox.get(timeout=self._wait_timeout()))
@@ -259,48 +198,37 @@ class LocalDriver:
             return commands
 
     def _wait_timeout(self) -> float | None:
-        """Seconds until the deadline of a paused request; None when there is none."""
+        """Seconds until the deadline of a paused request; None if there is none."""
         deadline = self._engine.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._engine.clock())
 
-    def _handle(self, command: Command | Loaded) -> Sequence[Event]:
-        match command:
-            case Add(request, arrived, weights):
-                self._engine.accept(request, arrived, weights=weights)
-            case Abort(request_id, index, reason):
-                return self._engine.abort(request_id, index, reason)
-            case Grant(request_id):
-                self._engine.grant(request_id)
-            case PrepareWeights():
-                arguments = (command, self._load)
-                threading.Thread(
-                    target=self._read_weights, args=arguments, name="weights", daemon=True
-                ).start()
-            case Loaded(gpt, reason):
-                self._notices.append(self._prepare(gpt, reason))
-            case SwapWeights():
-                assert self._prepared is not None
-                self._engine.swap_weights(self._prepared)
-                self._prepared = None
-        return ()
+    # New weights
 
-    def _read_weights(self, command: PrepareWeights, load: WeightsLoader | None) -> None:
-        """In a thread of its own."""
+    def _read(
+        self, path: Path, weights_sha256: str, on_loaded: Callable[[str | None], None]
+    ) -> None:
+        """Read weights, in a thread of their own."""
         try:
-            if load is None:
-                raise LookupError("this engine was made without a way to load weights")
-            loaded = Loaded(load(command.path, command.weights_sha256))
-        except Exception as error:  # whatever it is, what computes goes on
+            gpt = self._load(path, weights_sha256)
+        except Exception as error:  # the present weights go on, whatever it is
             logger.debug("weights could not be loaded", exc_info=True)
-            loaded = Loaded(None, str(error) or type(error).__name__)
-        self._inbox.put(loaded)
+            self._inbox.put(partial(on_loaded, _reason(error)))
+        else:
+            self._inbox.put(partial(self._prepare, gpt, on_loaded))
 
-    def _prepare(self, gpt: GPT | None, reason: str) -> Notice:
-        """Make what computes with weights that were read."""
-        if gpt is None:
-            return WeightsRefused(reason)
+    def _prepare(self, gpt: GPT, on_loaded: Callable[[str | None], None]) -> None:
         try:
             self._prepared = self._engine.prepare_weights(gpt)
-        except Exception as error:  # memory, for one
-            return WeightsRefused(str(error) or type(error).__name__)
-        return WeightsReady()
+        except Exception as error:  # such as too little memory
+            on_loaded(_reason(error))
+        else:
+            on_loaded(None)
+
+    def _swap(self) -> None:
+        assert self._prepared is not None
+        self._engine.swap_weights(self._prepared)
+        self._prepared = None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -9,9 +9,10 @@ answer. Belongs to the event loop. Not here: how weights change (`async_engine.p
 from collections.abc import Sequence
 
 from logitd.model.inference.engine.requests import Request
-from logitd.service.engine.async_engine import AsyncEngine, Lease, Reservation
+from logitd.service.engine.async_engine import AsyncEngine, Reservation
 from logitd.service.engine.submission import Submission
 from logitd.service.engine.usage import Usage
+from logitd.service.engine.versions import Lease
 
 
 class EngineSession:
@@ -21,7 +22,7 @@ class EngineSession:
         self.usage = Usage()
         self._engine = engine
         self._lease: Lease | None = None
-        self._version: int | None = None  # None before the first submission
+        self._version: int | None = None  # None until the first submission
 
     @property
     def version(self) -> int:
@@ -51,5 +52,5 @@ class EngineSession:
     def _leased(self) -> Lease:
         if self._lease is None:
             self._lease = self._engine.lease(self.usage)
-            self._version = self._lease.version
+            self._version = self._lease.version.number
         return self._lease

@@ -1,9 +1,7 @@
-"""Shares: what each of several models gets of a device's memory, settled together before any of
-them is loaded.
+"""Shares: the slots of each of several models, decided together before any of them is loaded.
 
-One that cannot be read takes nothing, and no others along. The device is looked at from the
-server's own process, which on a GPU takes a context of its own there, also with --engine process.
-How memory is divided: `model/inference/sharing.py`.
+A model that cannot be read gets nothing, and the others are still served. How memory is divided:
+`model/inference/sharing.py`.
 """
 
 import logging
@@ -27,15 +25,15 @@ logger = logging.getLogger("logitd")
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Slots of each model by its name, and of those that cannot be read why."""
+    """Slots of each model by its name; `refused` says why a model cannot be read."""
 
     slots: Mapping[str, int]
     refused: Mapping[str, str]
 
 
 def divide_memory(settings: ServeSettings) -> Shares:
-    """The shares of the models of some settings, which have names. Raises DeviceError where they
-    do not fit together."""
+    """The shares of the settings' models, all of which have names. Raises DeviceError if they do
+    not fit together."""
     shapes, refused = [], {}
     for source in settings.models:
         assert source.name is not None
@@ -48,18 +46,13 @@ def divide_memory(settings: ServeSettings) -> Shares:
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
     device = choose_device(settings.device)
     gpu = device.type == "cuda"
-    slots = divide_slots(
-        shapes,
-        SlotBudget(settings.slots, memory),
-        available(device),
-        default=default_slots(settings, gpu=gpu),
-        gpu=gpu,
-    )
+    budget, default = SlotBudget(settings.slots, memory), default_slots(settings, gpu=gpu)
+    slots = divide_slots(shapes, budget, available(device), default=default, gpu=gpu)
     return Shares({shape.name: n for shape, n in zip(shapes, slots, strict=True)}, refused)
 
 
 def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
-    """Of the checkpoint that would be loaded now; its weights are not read."""
+    """The shape of the checkpoint that would be loaded now; its weights are not read."""
     assert source.name is not None
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)

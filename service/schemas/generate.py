@@ -315,7 +315,7 @@ class ModelStatus(ReplyBody):
     """Whether one of several models answers."""
 
     model: str
-    status: Literal["ok", "loading", "stalled", "failed"]
+    status: Literal["ok", "stalled", "failed"]
     reason: str | None = Field(description="Why it does not, where that is known.")
 
 
@@ -356,10 +356,6 @@ class Info(ReplyBody):
     )
     training: dict[str, Any] = Field(description="Where the weights come from.")
     parameters: int
-    engine: str = Field(
-        description="Where the engine runs: in a `thread` of the server, or in a "
-        "`process` of its own."
-    )
     device: str
     decoding: str = Field(description="How decode steps are computed.")
     kernels: str | None = Field(

@@ -256,18 +256,6 @@ class ServeSettings(CommandSettings):
         description="speculative decoding: ngram drafts tokens where a text repeats itself and "
         "verifies several in one step. The answers are the same, and come sooner",
     )
-    engine: Literal["thread", "process"] = Field(
-        "thread",
-        description="where the engine runs: in a thread of the server, or in a process of its own, "
-        "which is faster where steps take about a millisecond and processors are free",
-    )
-    engine_restarts: int = Field(
-        3,
-        ge=0,
-        le=1000,
-        description="how often within 10 minutes the process of --engine process is started again "
-        "when it has ended by itself; after that the server exits with 1",
-    )
     max_queue: int = Field(
         256,
         ge=0,

@@ -98,11 +98,8 @@ def training(tmp_path: Path) -> Iterator[ForkedProcess]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["thread", "process"])
-def test_a_run_is_served_while_it_trains(
-    training: ForkedProcess, engine: str, tmp_path: Path
-) -> None:
-    flags = ("run", "--follow", "latest", "--follow-interval", "0.2", "--engine", engine)
+def test_a_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path) -> None:
+    flags = ("run", "--follow", "latest", "--follow-interval", "0.2")
     with ServedProcess(*flags, "--threads", "1", "--dtype", "float32", cwd=tmp_path) as server:
         with Load(server.url) as load:
             wait_for(lambda: len(load.steps()) >= 5 or load.failures)

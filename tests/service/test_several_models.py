@@ -2,9 +2,7 @@
 were alone."""
 
 import json
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +30,6 @@ from tests.model.factories import (
 )
 from tests.service.client.conftest import Connect, connect
 from tests.service.core.test_reloader import point, save_steps
-from tests.service.engine.test_process import worker_of
 from tests.service.serving import (
     Serving,
     eventually,
@@ -468,26 +465,6 @@ def test_what_does_not_fit_together_is_refused_with_numbers(
             assert "two " in reason
             assert "this machine has " in reason
         assert server.state.models.every == ()
-    logged_errors.clear()
-
-
-@pytest.mark.slow
-def test_each_may_have_a_process_of_its_own(
-    paths: dict[str, Path], alone: Serving, logged_errors: list[str]
-) -> None:
-    """One that is killed is started again, and the other answers meanwhile."""
-    both = {"one": paths["small"], "two": paths["large"]}
-    with serving(both, engine="process", slots=4) as server:
-        expected = bits(alone, "two")
-        assert bits(server, "two") == expected
-        before = server.json("/generate", SAMPLED)["choices"]
-        os.kill(worker_of(server), signal.SIGKILL)
-        eventually(lambda: server.served.engine.restarting)
-        assert bits(server, "two") == expected
-        assert server.client.get("/health").status_code == 200
-        assert server.post("/generate", SAMPLED).status_code in (503, 200)
-        eventually(lambda: not server.served.engine.restarting)
-        assert server.json("/generate", SAMPLED)["choices"] == before
     logged_errors.clear()
 
 

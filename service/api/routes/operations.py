@@ -89,7 +89,6 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "vocabulary": checkpoint.tokenizer.kind,
             "training": checkpoint.training.to_dict(),
             "parameters": computed.parameters,
-            "engine": settings.engine,
             "device": computed.device,
             "decoding": computed.decoding,
             "kernels": computed.kernels,

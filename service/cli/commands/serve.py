@@ -100,11 +100,10 @@ def print_banner(models: Models, port: int) -> None:
 
 def _of_one(served: Served) -> Iterator[tuple[str, str]]:
     """The lines of one model."""
-    computed, settings = served.computation, served.settings
+    computed = served.computation
     yield "checkpoint", _checkpoint(served)
     yield "parameters", f"{computed.parameters:,}"
-    process = ", in a process of its own" if settings.engine == "process" else ""
-    yield from _device(computed.device, f"{computed.placement.threads} threads{process}")
+    yield from _device(computed.device, f"{computed.placement.threads} threads")
     yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
     yield "decoding", _decoding(served)
     if computed.kernels is not None:
@@ -130,11 +129,10 @@ def _of_several(models: Models) -> Iterator[tuple[str, str]]:
             yield "  quantized", cost.sentence()
         yield "  context", f"{model.context_length} tokens"
         yield "  slots", _slots(model)
-    computed, settings = models.served[0].computation, models.served[0].settings
-    shared = (
-        "each in a process of its own" if settings.engine == "process" else "a step each in turn"
+    computed = models.served[0].computation
+    yield from _device(
+        computed.device, f"{computed.placement.threads} threads; a step each in turn"
     )
-    yield from _device(computed.device, f"{computed.placement.threads} threads; {shared}")
     if computed.kernels is not None:
         yield "kernels", computed.kernels
 

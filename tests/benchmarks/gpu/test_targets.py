@@ -17,8 +17,8 @@ def test_targets_are_read_off_what_was_found_and_the_rest_stays_open() -> None:
         _found("prefill", "1.5b graphs, 8 at once, 1 prompts", share_of_limit=0.3),
         _found("prefill", "1.5b graphs, 8 at once, 8 prompts", share_of_limit=0.6),
         _found("transformers", "124m, 1 at once", tokens_per_second=160.0),
-        _found("http", "124m, 8 streams", thread=6000.0, process=7000.0, engine=7500.0),
-        _found("http", "124m, 64 streams", thread=9000.0, process=20_000.0, engine=60_000.0),
+        _found("http", "124m, 8 streams", tokens_per_second=7000.0, engine=7500.0),
+        _found("http", "124m, 64 streams", tokens_per_second=20_000.0, engine=60_000.0),
     ]
     machine = Machine(read_bandwidth=1.0, matrix_rate=1.0)
     plan = Plan(Placement(torch.device("cpu"), torch.bfloat16, 1), machine, tiny=False)

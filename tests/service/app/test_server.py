@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
 
 from logitd.service.app.server import serve
+from logitd.service.core.models import Models
 from logitd.service.schemas.base import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
@@ -99,9 +100,8 @@ def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_pa
         assert server.exit_code() == 0
 
 
-@pytest.mark.parametrize("engine", ["thread", "process"])
-def test_a_signal_ends_it_at_once_while_it_loads(slow_path: Path, engine: str) -> None:
-    with closing(process(slow_path, "--engine", engine)) as server:
+def test_a_signal_ends_it_at_once_while_it_loads(slow_path: Path) -> None:
+    with closing(process(slow_path)) as server:
         server.wait_for("listening on port")
         time.sleep(0.1)
         began = time.monotonic()
@@ -240,4 +240,26 @@ def test_what_cannot_be_loaded_ends_it_with_a_sentence(
     assert logged_errors == [
         f"cannot serve: {tmp_path}/nowhere does not exist; expected the directory of a checkpoint"
     ]
+    logged_errors.clear()
+
+
+@pytest.mark.usefixtures("signals_as_before")
+def test_an_engine_that_fails_ends_it_with_1(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    """A supervisor starts it again."""
+    requests: list[threading.Thread] = []
+
+    def break_engine(models: Models, port: int) -> None:
+        def broken(on_compute: object) -> NoReturn:
+            raise RuntimeError("a fault of the engine")
+
+        models.served[0].engine._driver._engine.step = broken  # type: ignore[assignment]
+        request, _ = posted(f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 1})
+        requests.append(request)
+
+    assert serve(serve_settings(checkpoint_path), announce=break_engine) == 1
+    requests[0].join(60)
+    assert "a fault of the engine" in logged_errors[0]
+    assert logged_errors[1] == "the engine failed: exiting with 1"
     logged_errors.clear()

@@ -3,10 +3,8 @@ which, and nobody notices but by that."""
 
 import gc
 import json
-import os
 import re
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +20,6 @@ from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
-from tests.service.engine.test_process import worker_of
 from tests.service.serving import Serving, eventually, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
 
@@ -56,9 +53,9 @@ def point(run: Path, link: str, step: int) -> None:
     (run / ".aside").replace(run / link)
 
 
-@pytest.fixture(scope="module", params=["thread", pytest.param("process", marks=pytest.mark.slow)])
-def started(request: pytest.FixtureRequest, run: Path) -> Iterator[Serving]:
-    with serving(run, engine=request.param, admin_key=ADMIN, slots=3) as running:
+@pytest.fixture(scope="module")
+def started(run: Path) -> Iterator[Serving]:
+    with serving(run, admin_key=ADMIN, slots=3) as running:
         yield running
 
 
@@ -343,18 +340,3 @@ def test_the_weights_before_are_given_back(run: Path) -> None:
         for step in (3, 1, 2, 3):
             reload(server, f"step-{step}")
         assert models() == before
-
-
-@pytest.mark.slow
-def test_the_process_of_an_engine_comes_back_with_the_newest_weights(
-    run: Path, logged_errors: list[str]
-) -> None:
-    with serving(run, engine="process", admin_key=ADMIN) as server:
-        reload(server, "step-3")
-        os.kill(worker_of(server), signal.SIGKILL)
-        eventually(lambda: server.served.engine.restarting)
-        eventually(lambda: not server.served.engine.restarting)
-        assert check_reply(ask(server)) == 3
-        assert reload(server, "step-2").json()["swapped"]
-        assert check_reply(ask(server)) == 2
-    logged_errors.clear()

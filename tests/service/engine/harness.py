@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from logitd.model.inference.engine.config import EngineConfig
@@ -21,9 +22,10 @@ from logitd.model.inference.engine.requests import (
     ScoreRequest,
 )
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.transformer.gpt import GPT
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.driver import LocalDriver, OnCompute, StepReport, WeightsLoader
+from logitd.service.engine.driver import EngineDriver, OnCompute, StepReport, WeightsLoader
 from logitd.service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
 from tests.service.serving import TEST_TIMEOUT
@@ -69,6 +71,10 @@ class PermittedEngine(Engine):
         return super().step()
 
 
+def no_weights(path: Path, weights_sha256: str) -> GPT:
+    raise LookupError(f"a test without a reload was asked for {path}")
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), TEST_TIMEOUT))
 
@@ -81,14 +87,14 @@ async def running(
     max_queue_elements: int = 10**7,
     stall_timeout: float = TEST_TIMEOUT,
     drain_timeout: float = TEST_TIMEOUT,
-    load: WeightsLoader | None = None,
+    load: WeightsLoader = no_weights,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
     limits = QueueLimits(
         sequences=max_queue, tokens=max_queue_tokens, elements=max_queue_elements, per_request=64
     )
     owner = AsyncEngine(
-        LocalDriver(engine, load),
+        EngineDriver(engine, load),
         AdmissionController(engine.model_config, engine.slots, limits),
         stall_timeout=stall_timeout,
         on_step=reports.append,

@@ -12,13 +12,14 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.service.engine.admission import AdmissionController
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.driver import LocalDriver, OnCompute
+from logitd.service.engine.driver import EngineDriver, OnCompute
 from logitd.service.engine.submission import EngineStopped, Submission
 from tests.service.engine.harness import (
     LIMITS,
     TINY,
     all_rows,
     generation,
+    no_weights,
     rest,
     run,
     running,
@@ -60,7 +61,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
-            LocalDriver(engine),
+            EngineDriver(engine, no_weights),
             AdmissionController(engine.model_config, 2, LIMITS),
             stall_timeout=TEST_TIMEOUT,
             on_step=lambda report: None,
@@ -95,7 +96,7 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
-            LocalDriver(engine),
+            EngineDriver(engine, no_weights),
             AdmissionController(engine.model_config, 2, LIMITS),
             stall_timeout=TEST_TIMEOUT,
             on_step=lambda report: None,

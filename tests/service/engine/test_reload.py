@@ -1,6 +1,7 @@
 """Other weights in a running AsyncEngine: what was promised old weights gets them, or is told."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.reference import generate
 from logitd.model.transformer.gpt import GPT
-from logitd.service.engine.async_engine import ReloadError
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
+from logitd.service.engine.versions import ReloadError
 from tests.model.factories import tiny_gpt
 from tests.service.engine.harness import GatedEngine, generation, run, running
 from tests.service.serving import TEST_TIMEOUT
@@ -107,6 +108,37 @@ def test_what_still_runs_when_the_time_is_over_ends() -> None:
             assert FinishReason.REPLACED in ends
             assert set(ends) <= {FinishReason.REPLACED, FinishReason.LENGTH}
             session.close()
+
+    run(test)
+
+
+def test_a_reload_without_a_caller_goes_on_and_keeps_others_out() -> None:
+    """Two reloads at once would ask the engine for a version that it does not have."""
+    go = threading.Event()
+
+    def wait_and_load(path: Path, weights_sha256: str) -> GPT:
+        assert go.wait(TEST_TIMEOUT)
+        return load(path, weights_sha256)
+
+    async def test() -> None:
+        async with running(engine(), load=wait_and_load) as (owner, _):
+            reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
+            await asyncio.sleep(0)
+            reloading.cancel()
+            lease = owner.lease()
+            with pytest.raises(ReloadError, match="another checkpoint is being loaded"):
+                await owner.reload(PATH, "hash", TEST_TIMEOUT)
+            go.set()
+            while not owner.version:
+                await asyncio.sleep(0.001)
+            old, new = owner.submit([generation("old")], lease), owner.submit([generation("new")])
+            with pytest.raises(ReloadError, match="another checkpoint is being loaded"):
+                await owner.reload(PATH, "hash", TEST_TIMEOUT)
+            owner.end_lease(lease)
+            assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
+            assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
+            await owner.reload(PATH, "hash", TEST_TIMEOUT)
+            assert owner.version == 2
 
     run(test)
 

@@ -237,23 +237,6 @@ def test_it_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
         assert server.served.admission._open.total == Load(), "what was counted is given back"
 
 
-@pytest.mark.slow  # a process begins; the values alone are compared in test_process.py
-def test_the_engine_in_a_process_of_its_own_gives_the_same(
-    server: Serving, checkpoint_path: Path
-) -> None:
-    asked = {"prompt": [PROMPT, "x"], "methods": list(METHODS), "steps": 2}
-    with serving(checkpoint_path, slots=4, engine="process") as other:
-        ours = other.json("/attributions", asked)["prompts"]
-        assert ours == server.json("/attributions", asked)["prompts"]
-        with closing(other.connect()) as raw:
-            raw.sendall(
-                request_bytes("/attributions", {**asked, "prompt": "x" * 128, "steps": 512})
-            )
-            eventually(lambda: other.sample("logitd_num_sequences_running") == 1)
-        other.wait_idle()
-        assert other.finished("abort") == 1
-
-
 def test_the_reply_names_its_model(server: Serving) -> None:
     response = server.post("/attributions", {"prompt": "x"})
     reply = AttributionsReply.model_validate(response.json())

@@ -23,9 +23,10 @@ from logitd.service.core.metrics import ENDPOINTS
 from logitd.service.core.models import Models
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.driver import LocalDriver, OnCompute
+from logitd.service.engine.driver import EngineDriver, OnCompute
 from logitd.service.schemas.base import ErrorReply
 from logitd.service.schemas.generate import CardReply, Health, Info, Version
+from tests.service.engine.harness import no_weights
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
@@ -155,7 +156,7 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
 
         async def swap() -> None:
             await server.served.engine.stop(0)
-            driver = LocalDriver(broken)
+            driver = EngineDriver(broken, no_weights)
             limits = QueueLimits(sequences=5, tokens=100, elements=10**6, per_request=64)
             engine = AsyncEngine(
                 driver,
@@ -190,7 +191,7 @@ def test_info(server: Serving) -> None:
     assert (info.dtype, info.threads, info.slots) == ("float32", 1, 4)
     assert info.quantization is None
     assert info.device.startswith("cpu")
-    assert (info.engine, info.decoding, info.speculate) == ("thread", "torch", "none")
+    assert (info.decoding, info.speculate) == ("torch", "none")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
     assert (info.prefill_chunk, info.target_gap) == (256, "4x")

@@ -70,9 +70,8 @@ def test_a_checkpoint_outside_a_run_has_its_folders_name(tmp_path: Path) -> None
     assert save_tiny_checkpoint(tmp_path / "step-000009").name == "step-000009"
 
 
-@pytest.mark.parametrize("engine", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_the_name_can_be_chosen(checkpoint_path: Path, engine: str) -> None:
-    with serving(checkpoint_path, served_model_name="team/é 1", engine=engine) as server:
+def test_the_name_can_be_chosen(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, served_model_name="team/é 1") as server:
         http = server.client
         assert http.get("/info").json()["model"] == "team/é 1"
         assert http.get("/info").json()["checkpoint"]["name"] == "team/é 1"

@@ -33,7 +33,7 @@ INFO = Info(
     vocabulary="bpe",
     version="9.9", model="m", models=(),
     checkpoint=Checkpoint("m", 1, None, "abc"), config={}, training={},
-    parameters=1, engine="thread",
+    parameters=1,
     device="cpu (X)", decoding="torch", kernels=None, dtype="float32", threads=2, slots=2,
     kv_cache_bytes=1, prefill_chunk=256, target_gap="none", quantization=None, speculate="none",
     api_keys=False, limits={}, request_id="r",
