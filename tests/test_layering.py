@@ -171,7 +171,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "service.cli.arguments": {"service.settings"},
     "service.schemas": set(),
-    "service.engine": {"model", "service.log", "service.settings"},
+    "service.engine": {"model", "service.settings"},
     "service.core": {"model", "service.engine", "service.schemas", "service.settings"},
     "service.api.requests": {"model", "service.core", "service.engine", "service.schemas"},
     "service.api.responses": {

@@ -19,10 +19,15 @@ from logitd.service.core.reloader import Reloader
 from logitd.service.core.state import ServiceState
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.build import STARTUP_ERRORS, BuiltEngine, build
+from logitd.service.engine.build import (
+    STARTUP_ERRORS,
+    BuiltEngine,
+    Shares,
+    build,
+    divide_memory,
+)
 from logitd.service.engine.driver import EngineDriver, StepThread
 from logitd.service.engine.session import EngineSession
-from logitd.service.engine.shares import Shares, divide_memory
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 

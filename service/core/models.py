@@ -13,6 +13,7 @@ from typing import Literal
 from starlette.requests import Request
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.evaluation.quantization_cost import QuantizationCost
 from logitd.service.core.auth import KeyRing
 from logitd.service.core.callers import caller_of
 from logitd.service.core.constraints import Constraints
@@ -22,7 +23,6 @@ from logitd.service.core.reply_budget import ReplyBudget
 from logitd.service.engine.admission import AdmissionController
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import Computation
-from logitd.service.engine.quantization import QuantizationCost
 from logitd.service.engine.session import EngineSession
 from logitd.service.settings.serve import ServeSettings
 

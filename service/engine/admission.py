@@ -1,23 +1,23 @@
 """AdmissionController: how much may wait for the engine, and how much is there now.
 
-Three things are counted, because each of them alone can be too much: sequences, prompt tokens, and
-elements of outputs. A request is counted from the moment its texts are encoded (`hold`) until its
-last sequence ends. Requests that run one after another are counted from the start (`reserve`), so
-that the later ones are not rejected half-way.
+Three amounts are limited, because each of them alone can be too much: sequences, prompt tokens, and
+elements of outputs. A request counts from the moment its texts are encoded (`hold`) until its last
+sequence ends. Requests that run one after another count from the start (`reserve`), so that the
+later ones are not rejected half-way.
 
-One caller must not fill the queue so that others only get rejected. So a queue that is full still
-takes a caller that has less than its share, the limit divided by the callers that have something in
-the queue; FULLEST times the limits are never exceeded. Whoever is alone may fill the whole queue,
-and nobody is rejected while it has room.
+No caller can fill the queue for all others. When the queue is full, a caller below its fair share
+is still admitted: its share is the limit divided by the callers that have something in the queue.
+All callers together never exceed FULLEST times the limits. A caller that is alone may fill the
+whole queue, and nobody is rejected while it has room.
 
-Belongs to the event loop. Not here: which request runs next, which is the scheduler's decision, and
-whether the model can compute a request (`model/inference/engine/validation.py`).
+Belongs to the event loop. Not here: which request runs next (the scheduler), and whether the model
+can compute a request (`model/inference/engine/validation.py`).
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,11 +29,11 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.transformer.config import GPTConfig
 
 FULLEST = 2
-"""What all callers together may have waiting, in times of each limit."""
+"""Largest queue of all callers together, as a multiple of each limit."""
 
 
 class Limit(StrEnum):
-    """What a request that is asked to come again has met."""
+    """The limit that a rejected request has met."""
 
     SEQUENCES = "queue_sequences"
     TOKENS = "queue_tokens"
@@ -54,9 +54,9 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How much is admitted.
+    """Largest amounts that are admitted.
 
-    sequences    that wait, besides those that run
+    sequences    that wait, not counting those that run
     tokens       of the prompts that wait
     elements     of the outputs of all requests, waiting or running
     per_request  sequences of one request
@@ -70,8 +70,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request adds to the queue: its sequences, the tokens that they count as (those of
-    their prompts, but for attributions), its output elements."""
+    """The amounts that a request adds to the queue: sequences, tokens of their prompts (or the
+    price of an attribution), elements of outputs."""
 
     sequences: int = 0
     tokens: int = 0
@@ -84,12 +84,8 @@ class Load:
             self.elements + other.elements,
         )
 
-    def __sub__(self, other: "Load") -> "Load":
-        return Load(
-            self.sequences - other.sequences,
-            self.tokens - other.tokens,
-            self.elements - other.elements,
-        )
+    def __neg__(self) -> "Load":
+        return Load(-self.sequences, -self.tokens, -self.elements)
 
 
 class _Tally:
@@ -97,33 +93,18 @@ class _Tally:
 
     def __init__(self) -> None:
         self.total = Load()
-        self._by_caller: dict[str, Load] = {}
-
-    @property
-    def callers(self) -> Collection[str]:
-        """Whoever has any."""
-        return self._by_caller.keys()
+        self.by_caller: dict[str, Load] = {}  # without callers that have nothing
 
     def of(self, caller: str) -> Load:
-        return self._by_caller.get(caller, Load())
+        return self.by_caller.get(caller, Load())
 
     def add(self, caller: str, load: Load) -> None:
         self.total += load
-        self._set(caller, self.of(caller) + load)
-
-    def subtract(self, caller: str, load: Load) -> None:
-        self.total -= load
-        self._set(caller, self.of(caller) - load)
-
-    def clear(self) -> None:
-        self.total = Load()
-        self._by_caller.clear()
-
-    def _set(self, caller: str, load: Load) -> None:
-        if load == Load():
-            self._by_caller.pop(caller, None)
+        own = self.of(caller) + load
+        if own == Load():
+            self.by_caller.pop(caller, None)
         else:
-            self._by_caller[caller] = load
+            self.by_caller[caller] = own
 
 
 class AdmissionController:
@@ -141,10 +122,9 @@ class AdmissionController:
         self._limits = limits
         self._open = _Tally()  # submitted and not ended
         self._reserved = _Tally()  # not submitted yet
-        self._begun_tokens = 0  # of the open ones, that have or had a slot as of the last step
+        self._begun_tokens = 0  # of open requests that have or had a slot as of the last step
         self._pace = _Pace(clock)
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._emptied = asyncio.Event()  # set whenever the last sequence has gone
 
     @property
     def sequences(self) -> int:
@@ -158,59 +138,60 @@ class AdmissionController:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is submitted or reserved."""
+        """True if nothing is submitted or reserved."""
         return not self.sequences
 
     async def wait_empty(self) -> None:
         """Wait until nothing is submitted or reserved."""
-        await self._empty.wait()
+        while not self.is_empty:
+            self._emptied.clear()
+            await self._emptied.wait()
 
     def load_of(self, request: Request) -> Load:
-        """What one request adds to the queue."""
+        """The load of one request."""
         prices = sequence_prices(request)
         return Load(len(prices), sum(prices), output_elements(request, self._config))
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
-        """Raise QueueFull where there is no room for a caller's `load` now, and InvalidRequest
-        where there never is; `param` names the field that asks for so many sequences.
+        """Raise QueueFull if there is no room for a caller's `load` now, and InvalidRequest if
+        there never is; `param` names the field that asks for so many sequences.
 
         An empty queue admits a request with any number of tokens: it is computed next.
         """
         self._check_possible(load, param)
+        limits, present = self._limits, self._open.total
+        own = self._open.of(caller) + self._reserved.of(caller) + load
+        callers = len({caller} | self._open.by_caller.keys() | self._reserved.by_caller.keys())
+
         waiting = max(0, self.sequences - self._slots)
         retry_after = self._pace.seconds_for(waiting + 1)
-        limits, own = self._limits, self._open.of(caller) + self._reserved.of(caller) + load
-        callers = len({caller, *self._open.callers, *self._reserved.callers})
 
-        def exceeds(queued: int, own: int, limit: int) -> bool:
-            """Whether so much, of which the caller's is so much, is more than a limit allows."""
-            in_its_share = own <= limit // callers and queued <= FULLEST * limit
-            return queued > limit and not in_its_share
+        def check(limit: Limit, holds: int, queued: int, own: int, waiting: str) -> None:
+            """Raise if `queued`, of which the caller has `own`, is more than the queue holds."""
+            in_its_share = own <= holds // callers and queued <= FULLEST * holds
+            if queued > holds and not in_its_share:
+                raise QueueFull(waiting, holds, retry_after, limit)
 
-        if exceeds(self.sequences + load.sequences - self._slots, own.sequences, limits.sequences):
-            raise QueueFull(
-                f"{waiting} sequences are waiting", limits.sequences, retry_after, Limit.SEQUENCES
-            )
-        queued = max(0, self._open.total.tokens - self._begun_tokens)
-        if waiting and exceeds(queued + load.tokens, own.tokens, limits.tokens):
-            raise QueueFull(
-                f"{queued} prompt tokens are waiting", limits.tokens, retry_after, Limit.TOKENS
-            )
-        if exceeds(self.elements + load.elements, own.elements, limits.elements):
-            raise QueueFull(
-                f"{self.elements} output elements are waiting or being computed and the "
-                f"request asks for {load.elements}",
-                limits.elements,
-                retry_after,
-                Limit.ELEMENTS,
-            )
+        queued = self.sequences + load.sequences - self._slots
+        said = f"{waiting} sequences are waiting"
+        check(Limit.SEQUENCES, limits.sequences, queued, own.sequences, said)
+        if waiting:
+            tokens = max(0, present.tokens - self._begun_tokens)
+            said = f"{tokens} prompt tokens are waiting"
+            check(Limit.TOKENS, limits.tokens, tokens + load.tokens, own.tokens, said)
+        queued = self.elements + load.elements
+        said = (
+            f"{self.elements} output elements are waiting or being computed and the request asks "
+            f"for {load.elements}"
+        )
+        check(Limit.ELEMENTS, limits.elements, queued, own.elements, said)
 
     @contextmanager
     def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
         """Reserve sequences of a caller's request while its texts are encoded. Raises as
         `check_capacity` does, and InvalidRequest for more than one request may have.
 
-        The block is left before the requests are submitted. The event loop runs nothing else in
+        The requests are submitted right after the block. The event loop runs nothing else in
         between, so nobody takes their room.
         """
         if sequences > self._limits.per_request:
@@ -222,38 +203,38 @@ class AdmissionController:
             )
         load = Load(sequences=sequences)
         self.check_capacity(load, param, caller)
-        self._reserve(caller, load)
+        self._reserved.add(caller, load)
         try:
             yield
         finally:
             self._release(caller, load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Keep room for a caller's requests that are submitted later, or raise as `check_capacity`
+        """Keep room for a caller's requests that are submitted later. Raises as `check_capacity`
         does."""
-        load, caller = self._sum(requests), _caller(requests)
-        self.check_capacity(load, caller=caller)
-        self._reserve(caller, load)
+        caller, loads = self._loads(requests)
+        total = sum(loads, Load())
+        self.check_capacity(total, caller=caller)
+        self._reserved.add(caller, total)
 
     def release(self, requests: Sequence[Request]) -> None:
         """Give up the room of reserved requests."""
-        for request in requests:
-            self._release(request.caller, self.load_of(request))
+        caller, loads = self._loads(requests)
+        self._release(caller, sum(loads, Load()))
 
     def admit(self, requests: Sequence[Request]) -> list[Load]:
-        """Count a caller's requests as submitted: all of them, or none where `check_capacity`
-        raises. Gives the load of each."""
-        loads = [self.load_of(request) for request in requests]
-        total, caller = sum(loads, Load()), _caller(requests)
+        """Count a caller's requests as submitted, all or none, and return the load of each. Raises
+        as `check_capacity` does."""
+        caller, loads = self._loads(requests)
+        total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
         self._open.add(caller, total)
-        self._note_empty()
         return loads
 
     def admit_reserved(self, request: Request) -> Load:
         """Count a reserved request as submitted."""
         load = self.load_of(request)
-        self._reserved.subtract(request.caller, load)
+        self._reserved.add(request.caller, -load)
         self._open.add(request.caller, load)
         return load
 
@@ -265,22 +246,21 @@ class AdmissionController:
         """One sequence of a caller has ended."""
         self._pace.finished(queued=self._open.total.sequences > self._slots)
         price = event.prompt_tokens if event.price is None else event.price
-        self._open.subtract(caller, Load(sequences=1, tokens=price))
+        self._open.add(caller, -Load(sequences=1, tokens=price))
         self._note_empty()
 
     def end_request(self, load: Load, caller: str = "") -> None:
-        """The last sequence of a caller's request has ended: nothing more of its output is
-        computed."""
-        self._open.subtract(caller, Load(elements=load.elements))
+        """The last sequence of a caller's request has ended: its outputs are computed."""
+        self._open.add(caller, -Load(elements=load.elements))
 
     def clear(self) -> None:
-        """Nothing that was submitted will be computed. What is reserved is still to be released."""
-        self._open.clear()
+        """Nothing that was submitted will be computed. Reserved room is still to be released."""
+        self._open = _Tally()
         self._begun_tokens = 0
         self._note_empty()
 
     def _check_possible(self, load: Load, param: str | None) -> None:
-        """Raise InvalidRequest for what an empty queue would reject as well."""
+        """Raise InvalidRequest for a load that an empty queue would reject as well."""
         limits = self._limits
         if load.sequences > self._slots + limits.sequences:
             raise InvalidRequest(
@@ -296,27 +276,17 @@ class AdmissionController:
                 "or positions at once, or raise --max-queue-elements"
             )
 
-    def _sum(self, requests: Sequence[Request]) -> Load:
-        return sum(map(self.load_of, requests), Load())
-
-    def _reserve(self, caller: str, load: Load) -> None:
-        self._reserved.add(caller, load)
-        self._note_empty()
+    def _loads(self, requests: Sequence[Request]) -> tuple[str, list[Load]]:
+        """The caller of the requests, which is one for all of them, and the load of each."""
+        return requests[0].caller if requests else "", [self.load_of(one) for one in requests]
 
     def _release(self, caller: str, load: Load) -> None:
-        self._reserved.subtract(caller, load)
+        self._reserved.add(caller, -load)
         self._note_empty()
 
     def _note_empty(self) -> None:
         if self.is_empty:
-            self._empty.set()
-        else:
-            self._empty.clear()
-
-
-def _caller(requests: Sequence[Request]) -> str:
-    """Whose requests these are: those of one HTTP request have one caller."""
-    return requests[0].caller if requests else ""
+            self._emptied.set()
 
 
 class _Pace:

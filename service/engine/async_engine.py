@@ -63,8 +63,7 @@ class Reservation:
 
 
 class AsyncEngine:
-    """Owns the engine's driver: submit, abort, grant, reload, stop. Must be made on the event loop
-    that uses it."""
+    """Owns the engine's driver. Must be made on the event loop that uses it."""
 
     def __init__(
         self,
@@ -76,11 +75,11 @@ class AsyncEngine:
     ) -> None:
         self.admission = admission
         self.failed = asyncio.Event()  # the engine stopped by itself
+        self.decoding = False  # tokens were decoded in the last step
         self._driver = driver
         self._stall_timeout = stall_timeout
         self._on_step = on_step
         self._open: dict[str, _OpenRequest] = {}
-        self._decoding = False  # in the last step
         self._draining = False  # no new requests
         self._closed = False  # no reserved ones either
         self._current = WeightsVersion(0, State.CURRENT)
@@ -116,11 +115,6 @@ class AsyncEngine:
     def open_elements(self) -> int:
         """Output elements of the requests that have not ended, and of those that are reserved."""
         return self.admission.elements
-
-    @property
-    def decoding(self) -> bool:
-        """True if tokens were decoded in the last step."""
-        return self._decoding
 
     def stalled(self) -> float | None:
         """Seconds that the present step has taken, if that is longer than `stall_timeout`."""
@@ -162,8 +156,7 @@ class AsyncEngine:
 
     def submit_reserved(self, request: Request, lease: Lease) -> Submission:
         """Queue a reserved request; called by its Reservation."""
-        self._check_running(closed=self._closed)
-        self._check_version(lease.version)
+        self._check_open(lease.version, closed=self._closed)
         return self._enqueue([request], [self.admission.admit_reserved(request)], lease)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
@@ -188,19 +181,6 @@ class AsyncEngine:
             self._end_requests_of(old)
             await old.reach(State.GONE)
 
-    def abort(
-        self,
-        request_id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.ABORT,
-    ) -> None:
-        """End a request or one of its sequences; harmless if it has ended meanwhile."""
-        self._driver.abort(request_id, index, reason)
-
-    def grant(self, request_id: str) -> None:
-        """Let an OutputsRequest compute one more chunk."""
-        self._driver.grant(request_id)
-
     async def stop(self, drain_timeout: float) -> None:
         """Reject new requests, give the running ones `drain_timeout` seconds, abort the rest."""
         self._draining = True
@@ -215,7 +195,7 @@ class AsyncEngine:
             sequences = sum(request.open for request in self._open.values())
             logger.warning("aborting %d sequences at shutdown", sequences)
             for request_id in list(self._open):
-                self.abort(request_id)
+                self._driver.abort(request_id)
         self._driver.stop()
         await self._stopped.wait()
         self._thread.join()
@@ -224,16 +204,13 @@ class AsyncEngine:
         """Raise unless the model can compute the requests and the engine accepts new ones."""
         for request in requests:
             check_request(request, self._driver.model_config)
-        self._check_running(closed=self._draining)
-        self._check_version(version)
+        self._check_open(version, closed=self._draining)
 
-    def _check_running(self, *, closed: bool) -> None:
+    def _check_open(self, version: WeightsVersion, *, closed: bool) -> None:
         if self.failure is not None:
             raise EngineStopped(self.failure)
         if closed:
             raise EngineStopped(SHUTTING_DOWN)
-
-    def _check_version(self, version: WeightsVersion) -> None:
         if not version.accepts:
             raise EngineStopped(REPLACED)
 
@@ -243,7 +220,7 @@ class AsyncEngine:
         """Give admitted requests to the engine."""
         ids, sequences = [r.request_id for r in requests], sum(load.sequences for load in loads)
         lease.usage.begin(requests, sequences)
-        submission = Submission(self, ids, sequences, lease.usage)
+        submission = Submission(self._driver, ids, sequences, lease.usage)
         for request, load in zip(requests, loads, strict=True):
             opened = _OpenRequest(submission, load.sequences, load, request.caller, lease.version)
             self._open[request.request_id] = opened
@@ -278,20 +255,17 @@ class AsyncEngine:
             request = self._open[event.request_id]
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
-                self._end_sequence(event, request)
+                request.open -= 1
+                if not request.open:
+                    del self._open[event.request_id]
+                    self.admission.end_request(request.load, request.caller)
+                self.admission.end_sequence(event, request.caller)
         if self._other is not None and report.weights > self._other.number:
             self._other.enter(State.GONE)
             self._other = None
         self.admission.set_begun(report.stats.begun_tokens)
-        self._decoding = report.result.decoded_sequences > 0
+        self.decoding = report.result.decoded_sequences > 0
         self._on_step(report)
-
-    def _end_sequence(self, event: FinishEvent, request: "_OpenRequest") -> None:
-        request.open -= 1
-        if not request.open:
-            del self._open[event.request_id]
-            self.admission.end_request(request.load, request.caller)
-        self.admission.end_sequence(event, request.caller)
 
     def _on_loaded(self, refusal: str | None) -> None:
         """The driver has loaded other weights, or refuses to."""
@@ -321,7 +295,7 @@ class AsyncEngine:
         ids = [name for name, request in self._open.items() if request.version is old]
         logger.warning("new weights take over: %d requests of the old ones are ended", len(ids))
         for request_id in ids:
-            self.abort(request_id, reason=FinishReason.REPLACED)
+            self._driver.abort(request_id, reason=FinishReason.REPLACED)
         if old.state is State.RETIRING:
             self._seal(old)
 
@@ -333,17 +307,15 @@ class AsyncEngine:
             request.submission.fail(FAILED)
         self._open.clear()
         self.admission.clear()
-        self._fail_reload(FAILED)
+        if self._other is not None:
+            self._other.fail(FAILED)
 
     def _on_stopped(self) -> None:
         """The thread has ended; what it left is delivered first."""
         self._reports.deliver()
-        self._fail_reload(SHUTTING_DOWN)
-        self._stopped.set()
-
-    def _fail_reload(self, reason: str) -> None:
         if self._other is not None:
-            self._other.fail(reason)
+            self._other.fail(SHUTTING_DOWN)
+        self._stopped.set()
 
 
 @dataclass(slots=True)

@@ -1,30 +1,40 @@
-"""Build: from settings to an engine.
+"""Build: from settings to an engine, and the slots of each engine if there are several.
 
 Reads and verifies the checkpoint, chooses a device and a decoder, measures the cost of
-quantization, and makes the engine. Not here: the driver (`driver.py`) and the event loop.
+quantization, and makes the engine. Not here: how memory is divided (`model/inference/sharing.py`),
+the driver (`driver.py`) and the event loop.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
+from logitd.model.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    check_header,
+    read_checkpoint,
+)
+from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.data.errors import DataError
 from logitd.model.device import (
     DeviceError,
     Placement,
     choose_device,
+    choose_placement,
     describe,
     one_thread,
     use_threads,
 )
+from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.constraints.mask_worker import MaskWorker
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
-from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.kernels.select import KernelError, choose_dtype
 from logitd.model.inference.load import (
     ChosenSlots,
     Slots,
@@ -42,12 +52,13 @@ from logitd.model.inference.options import (
     parse_memory,
     parse_target_gap,
 )
-from logitd.model.memory import format_bytes
+from logitd.model.inference.sharing import Shape, divide_slots
+from logitd.model.memory import available, format_bytes
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
-from logitd.service.engine.quantization import QuantizationCost, measure_quantization
+from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
@@ -101,6 +112,14 @@ class BuiltEngine:
     load_weights: WeightsLoader
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Slots of each model by its name; `refused` says why a model cannot be read."""
+
+    slots: Mapping[str, int]
+    refused: Mapping[str, str]
+
+
 def build(settings: ServeSettings) -> BuiltEngine:
     """Build with one thread, and leave the others to the engine. Raises STARTUP_ERRORS.
 
@@ -115,6 +134,30 @@ def build(settings: ServeSettings) -> BuiltEngine:
     return built
 
 
+def divide_memory(settings: ServeSettings) -> Shares:
+    """The shares of the settings' models, all of which have names. Raises DeviceError if they do
+    not fit together."""
+    shapes, refused = [], {}
+    for source in settings.models:
+        assert source.name is not None
+        try:
+            shapes.append(_shape(source, settings))
+        except (*STARTUP_ERRORS, OSError) as error:
+            refused[source.name] = str(error)
+    if not shapes:
+        return Shares({}, refused)
+    device = choose_device(settings.device)
+    gpu = device.type == "cuda"
+    budget, default = _slot_budget(settings), default_slots(settings, gpu=gpu)
+    slots = divide_slots(shapes, budget, available(device), default=default, gpu=gpu)
+    return Shares({shape.name: n for shape, n in zip(shapes, slots, strict=True)}, refused)
+
+
+def _slot_budget(settings: ServeSettings) -> SlotBudget:
+    memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
+    return SlotBudget(settings.slots, memory)
+
+
 def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
     """The number of slots if no setting names it. Batch-invariant on CUDA every step takes as long
     as the largest, so there are few of them there."""
@@ -124,10 +167,9 @@ def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
 
 
 def _build(settings: ServeSettings) -> BuiltEngine:
-    memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
-    budget = SlotBudget(settings.slots, memory)
     gpu = choose_device(settings.device).type == "cuda"
-    slots = Slots(budget, default_slots(settings, gpu=gpu), settings.kv_cache_dtype)
+    default = default_slots(settings, gpu=gpu)
+    slots = Slots(_slot_budget(settings), default, settings.kv_cache_dtype)
     model = load_model(
         settings.source.path,
         device=settings.device,
@@ -151,6 +193,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         kv_cache_dtype=settings.kv_cache_dtype,
         at_most=settings.max_quantization_loss,
     )
+    if quantization is not None:
+        level = logging.WARNING if quantization.deserves_warning else logging.INFO
+        logger.log(level, "%s", quantization.sentence())
     chosen = choose_slots(model, slots)
     config = EngineConfig(
         slots=chosen.count,
@@ -215,3 +260,20 @@ def _load_weights(
     Raises CheckpointError and DeviceError."""
     with one_thread():
         return load_replacement(served, path, weights_sha256, placement, log=logger.info)
+
+
+def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
+    """The shape of the checkpoint that would be loaded now; its weights are not read."""
+    assert source.name is not None
+    checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
+    check_header(checkpoint)
+    choice = choose_dtype(
+        settings.dtype,
+        checkpoint.config,
+        choose_device(settings.device),
+        kernels=settings.kernels,
+        kernel_target=settings.kernel_target,
+        log=logger.info,
+    )
+    placement = choose_placement(settings.device, choice.name, settings.threads)
+    return Shape(source.name, checkpoint.config, placement.dtype.itemsize, settings.kv_cache_dtype)

@@ -125,7 +125,9 @@ class EngineDriver:
         """Compute a checked request that arrived now, with this version of the weights."""
         self._inbox.put(partial(self._engine.accept, request, self.now(), weights=weights))
 
-    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
         """End a request or one of its sequences; harmless if it has ended."""
         self._inbox.put(partial(self._engine.abort, request_id, index, reason))
 
@@ -191,16 +193,13 @@ class EngineDriver:
         commands: list[Command | None] = []
         try:
             if not self._engine.has_work():
-                commands.append(self._inbox.get(timeout=self._wait_timeout()))
+                deadline = self._engine.next_deadline()  # of a paused request
+                seconds = None if deadline is None else max(0.0, deadline - self.now())
+                commands.append(self._inbox.get(timeout=seconds))
             while True:
                 commands.append(self._inbox.get_nowait())
         except queue.Empty:
             return commands
-
-    def _wait_timeout(self) -> float | None:
-        """Seconds until the deadline of a paused request; None if there is none."""
-        deadline = self._engine.next_deadline()
-        return None if deadline is None else max(0.0, deadline - self._engine.clock())
 
     # New weights
 

@@ -1,9 +1,9 @@
 """EngineSession: one HTTP request's way to the engine. All that it submits is answered by the same
-weights, whatever is loaded meanwhile.
+weights, even if others are loaded meanwhile.
 
-Which weights these are is settled by the first submission. Until the session is closed, or says
-that no other submission follows, the engine does not forget them: a sweep of many prompts has one
-answer. Belongs to the event loop. Not here: how weights change (`async_engine.py`).
+The first submission settles the version of the weights. The engine keeps it until the session is
+closed, or says that no other submission follows: so a sweep of many prompts has one answer. Belongs
+to the event loop. Not here: how weights change (`versions.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from logitd.service.engine.versions import Lease
 
 
 class EngineSession:
-    """Submits requests to be answered by one version of the weights; `usage` counts them."""
+    """Submits requests to one version of the weights; `usage` counts them."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.usage = Usage()
@@ -26,25 +26,25 @@ class EngineSession:
 
     @property
     def version(self) -> int:
-        """Of the weights that answer; the newest before anything is submitted."""
+        """Number of the version that answers; the current one before the first submission."""
         return self._engine.version if self._version is None else self._version
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
-        """Queue requests, all or none; raises as `AsyncEngine.submit` does. `more`: others will
-        follow, which are to be answered by the same weights."""
+        """Queue requests, all or none; raises as `AsyncEngine.submit` does. `more`: other requests
+        for the same weights will follow."""
         submission = self._engine.submit(requests, self._leased())
         if not more:
             self.close()
         return submission
 
     def reserve(self, requests: Sequence[Request]) -> Reservation:
-        """Room for requests that are to run one after another, and follow nothing but these."""
+        """Reserve room for requests that run one after another; nothing else may follow them."""
         reservation = self._engine.reserve(requests, self._leased())
-        self._lease = None  # it is the reservation's now
+        self._lease = None  # now the reservation's
         return reservation
 
     def close(self) -> None:
-        """Nothing else will be submitted; harmless the second time."""
+        """Say that nothing else will be submitted. May be repeated."""
         if self._lease is not None:
             self._engine.end_lease(self._lease)
             self._lease = None

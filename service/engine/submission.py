@@ -7,9 +7,9 @@ reader gets fewer, larger parts. Belongs to the event loop; `async_engine.py` de
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
+from logitd.service.engine.driver import EngineDriver
 from logitd.service.engine.usage import Usage
 
 REPLACED = "the model's weights were replaced before the request was answered; ask again"
@@ -19,27 +19,15 @@ class EngineStopped(Exception):
     """The engine does not take requests: it is shutting down, or it failed."""
 
 
-class Owner(Protocol):
-    """Gives a submission's commands to the engine. Both are harmless when it has ended."""
-
-    def abort(
-        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
-    ) -> None:
-        """End a request or one of its sequences."""
-
-    def grant(self, request_id: str) -> None:
-        """Let an OutputsRequest compute one more chunk."""
-
-
 class Submission:
     """Requests that were submitted together, and the mailbox of their events."""
 
     def __init__(
-        self, owner: Owner, request_ids: Sequence[str], sequences: int, usage: Usage
+        self, driver: EngineDriver, request_ids: Sequence[str], sequences: int, usage: Usage
     ) -> None:
-        """`usage` is told of each sequence's end."""
+        """`usage` counts each sequence that ends."""
         self.request_ids = tuple(request_ids)
-        self._owner = owner
+        self._driver = driver
         self._usage = usage
         self._open = sequences  # that have not ended
         self._events: list[Event] = []
@@ -51,13 +39,13 @@ class Submission:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has ended and every event was taken."""
+        """True if every sequence has ended and every event was taken."""
         return self._open == 0 and not self._events
 
     async def take(self, timeout: float | None = None) -> list[Event]:
-        """All events since the last call; waits for the first. Empty when `timeout` passed.
+        """All events since the last call; waits for the first. Empty after `timeout` seconds.
 
-        Raises EngineStopped when the engine failed before the last event.
+        Raises EngineStopped if the engine failed before the last event.
         """
         if not self._events and self._open and self._failure is None:
             await self._wait(timeout)
@@ -66,21 +54,21 @@ class Submission:
         events, self._events = self._events, []
         for event in events:
             if isinstance(event, OutputsChunk):
-                self._owner.grant(event.request_id)
+                self._driver.grant(event.request_id)
         return events
 
     def abort(self) -> None:
         """End all that has not ended. The last event of each sequence still comes."""
         if self._open:
             for request_id in self.request_ids:
-                self._owner.abort(request_id)
+                self._driver.abort(request_id)
 
     def stop(self, request_id: str, index: int) -> None:
-        """End one sequence whose text has come to a stop; harmless when it has ended."""
-        self._owner.abort(request_id, index, FinishReason.STOP)
+        """End one sequence whose text has come to a stop; harmless if it has ended."""
+        self._driver.abort(request_id, index, FinishReason.STOP)
 
     def deliver(self, event: Event) -> None:
-        """Put an event into the mailbox; called by the owner."""
+        """Put an event into the mailbox; called by the engine's owner."""
         self._events.append(event)
         if isinstance(event, FinishEvent):
             self._open -= 1
@@ -88,17 +76,16 @@ class Submission:
         self._wake()
 
     def fail(self, reason: str) -> None:
-        """No more events will come; called by the owner."""
+        """End the mailbox: no more events will come. Called by the engine's owner."""
         self._failure = reason
         self._usage.lose(self._open)
         self._wake()
 
     async def _wait(self, timeout: float | None) -> None:
-        """Wait until something comes, or `timeout` has passed."""
+        """Wait until an event comes, or `timeout` seconds have passed."""
         waiting = self._waiting = self._loop.create_future()
-        if timeout is None:
-            self._wait_deadline = math.inf
-        else:
+        self._wait_deadline = math.inf
+        if timeout is not None:
             self._wait_deadline = self._loop.time() + timeout
             if self._alarm is None:
                 self._alarm = self._loop.call_at(self._wait_deadline, self._check_deadline)
@@ -108,8 +95,8 @@ class Submission:
             self._waiting = None
 
     def _check_deadline(self) -> None:
-        """End a wait whose deadline has passed. One alarm serves many waits: to set and cancel one
-        for each would cost more than the waits."""
+        """End a wait whose deadline has passed. One alarm serves many waits: setting and cancelling
+        one for each would cost more than the waits."""
         self._alarm = None
         if self._waiting is None or self._wait_deadline == math.inf:
             return

@@ -1,4 +1,4 @@
-"""Usage: what one HTTP request had the engine compute, and when, summed over its sequences.
+"""Usage: the engine's work for one HTTP request, and its times, summed over its sequences.
 
 For the log, traces, `Server-Timing` and the timings of a reply. Belongs to the event loop.
 """
@@ -11,14 +11,14 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Ends of a sequence that the server has not failed at; ABORT is that of a client that went."""
+"""Finish reasons that are no failure of the server; ABORT: the client has gone."""
 PHASES = ("queue", "prefill", "decode")
 
 
 @dataclass(slots=True)
 class Usage:
-    """Of the sequences that have ended. Moments are on the engine's clock, in seconds; infinite
-    where no sequence got there.
+    """Sums over the sequences that have ended. Times are on the engine's clock, in seconds;
+    infinite if no sequence got there.
 
     arrived    of the first sequence
     admitted   of the first that got a slot
@@ -26,7 +26,7 @@ class Usage:
     finished   of the last
     first      of the engine's requests, None before one is submitted
     open       sequences that were submitted and have not ended
-    reasons    why each sequence that generates has ended, in the order of the reply; None: not yet
+    reasons    finish reason of each sequence that generates, in the order of the reply
     failed     the first end that is none of ANSWERS
     lost       the engine failed before all had ended
     """
@@ -47,7 +47,7 @@ class Usage:
     _when_settled: Callable[[], None] | None = None
 
     def begin(self, requests: Sequence[Request], sequences: int) -> None:
-        """Requests of so many sequences were submitted together."""
+        """Requests of this many sequences were submitted together."""
         self.first = self.first or requests[0]
         self.open += sequences
         for request in requests:
@@ -65,13 +65,13 @@ class Usage:
         self._close(1)
 
     def lose(self, sequences: int) -> None:
-        """So many will not be told of: the engine has failed."""
+        """The engine failed before this many sequences ended."""
         self.lost = self.lost or sequences > 0
         self._close(sequences)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Have `call` called when nothing is open, which may be now. A client that goes leaves
-        sequences whose ends come a step later."""
+        """Run `call` once nothing is open, which may be now. The sequences of a client that leaves
+        end a step later."""
         if self.open:
             self._when_settled = call
         else:

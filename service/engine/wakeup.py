@@ -1,16 +1,15 @@
-"""WakeupThrottle: how often the engine's thread wakes the event loop.
+"""WakeupThrottle: limits how often the engine's thread wakes the event loop.
 
-To write a token takes Python as long as a small model takes to compute it, in the same interpreter.
-So delivering may take at most an eighth of the event loop's time: after each delivery the loop
-pauses for PAUSE_FACTOR times the processor time that the delivery took, MAX_PAUSE at most, and what
-the thread puts down meanwhile is delivered together. A model whose steps are longer than the pause
-is never held up. What is urgent (first tokens, the last report before the engine is idle) waits
-for no pause.
+Writing a token takes Python as long as computing it takes a small model, in the same interpreter.
+Therefore delivering may take at most an eighth of the event loop's time: after each delivery the
+loop pauses for PAUSE_FACTOR times the processor time of the delivery, MAX_PAUSE at most, and
+everything the thread puts down meanwhile is delivered together. A model whose steps are longer than
+the pause is never held up. Urgent items (first tokens, the last report before the engine is idle)
+do not wait for a pause.
 
-The thread says when it may be: as it begins to compute, and so leaves the interpreter alone. Woken
-earlier the loop would take it from the thread while that prepares its step, with every core idle.
-
-Not here: what is delivered, and to whom (`async_engine.py`).
+The thread calls `wake` when it begins to compute, and so leaves the interpreter alone. Woken
+earlier, the loop would take the interpreter while the thread prepares its step, with every core
+idle. Not here: what is delivered, and to whom (`async_engine.py`).
 """
 
 import asyncio
@@ -23,15 +22,15 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 PAUSE_FACTOR = 7
-"""Pause as a multiple of the delivery before it: delivering takes an eighth of the time at most."""
+"""Pause as a multiple of the delivery before it."""
 MAX_PAUSE = 0.02
-"""Seconds that a token waits for others at most: half a frame of a film."""
+"""Longest wait of a token for others, in seconds: half a frame of a film."""
 MIN_TIMER = 0.002
 """Shortest timer, in seconds; event loops count in milliseconds."""
 
 
 class WakeupThrottle(Generic[Item]):
-    """Hands items from one thread to the event loop, with as few wake-ups as are worth it.
+    """Hands items from one thread to the event loop, with few wake-ups.
 
     The state is the time from which `wake` may wake the loop, `_quiet_until`:
 
@@ -47,7 +46,7 @@ class WakeupThrottle(Generic[Item]):
     item is appended before the state is read, and the timer reads the items after the pause has
     ended: an item that woke nobody is always seen by the timer.
 
-    `put` and `wake` are for the thread. Everything else belongs to the event loop.
+    `put` and `wake` are for the thread; all else belongs to the event loop.
     """
 
     def __init__(
@@ -61,19 +60,19 @@ class WakeupThrottle(Generic[Item]):
         self._urgent = False  # an item since the last `wake`
 
     def put(self, item: Item, *, urgent: bool) -> None:
-        """Leave an item for the loop. Somebody has to `wake` it, or it waits for the next one."""
+        """Leave an item for the loop. It waits for the next `wake`."""
         self._items.append(item)
         self._urgent |= urgent
 
     def wake(self) -> None:
-        """Wake the loop for what was left, if there is anything and that is worth it now."""
+        """Wake the loop if there are items, unless it pauses and none of them is urgent."""
         urgent, self._urgent = self._urgent, False
         if self._items and (urgent or time.monotonic() >= self._quiet_until):
             self._quiet_until = math.inf
             self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
-        """Deliver every item. Those who are woken by it run before the pause is measured."""
+        """Deliver every item. Tasks woken by that run before the pause is measured."""
         began = time.thread_time()
         try:
             while self._items:
@@ -82,7 +81,7 @@ class WakeupThrottle(Generic[Item]):
             self._loop.call_soon(self._pause, began)
 
     def _pause(self, began: float) -> None:
-        """Begin a pause. It follows the processor's time: a wait for the interpreter, above all
+        """Begin a pause. Its length follows processor time: waiting for the interpreter, such as
         while the thread makes a step, does not count."""
         pause = min(PAUSE_FACTOR * (time.thread_time() - began), MAX_PAUSE)
         self._quiet_until = time.monotonic() + pause
@@ -90,7 +89,7 @@ class WakeupThrottle(Generic[Item]):
             self._set_timer(pause)
 
     def _pause_ended(self) -> None:
-        """Deliver what was put during the pause: the thread may have nothing more to put."""
+        """Deliver the items of the pause: the thread may have nothing more to put."""
         self._timer = None
         left = self._quiet_until - time.monotonic()
         if left <= 0:

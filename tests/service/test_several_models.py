@@ -453,7 +453,7 @@ def test_what_does_not_fit_together_is_refused_with_numbers(
     """Before any weights are read. How much is free is made up, where there is too much of it."""
     if free is not None:
         small = Available("this machine", 2 * free, free)
-        monkeypatch.setattr("logitd.service.engine.shares.available", lambda device: small)
+        monkeypatch.setattr("logitd.service.engine.build.available", lambda device: small)
     both = {"one": paths["small"], "two": paths["large"]}
     with settled(both, **settings) as server:
         status, reason = server.state.status()

@@ -33,7 +33,7 @@ def test_abort_ends_one_sequence_a_request_or_all() -> None:
         async with running(engine) as (owner, _):
             engine.gate.clear()
             submission = owner.submit([generation("a", 50, n=2), generation("b", 50)])
-            owner.abort("a", 1)
+            owner._driver.abort("a", 1)
             engine.gate.set()
             events = await submission.take()
             while not any(isinstance(event, TokenEvent) for event in events):

@@ -283,4 +283,4 @@ def test_every_caller_gets_its_share_whatever_the_others_do(
     for caller in open_.elements():
         admission.end_sequence(finish(3), caller)
     assert admission.is_empty
-    assert not admission._open.callers
+    assert not admission._open.by_caller

@@ -1,11 +1,9 @@
-"""QuantizationCost: what --quantize and --kv-cache-dtype cost, measured while loading.
+"""QuantizationCost: the loss by quantized weights, or quantized keys and values, of a loaded model.
 
-The banner, /info and the log give the same figures, in a sentence or as JSON. Not here: what is
-measured (`model/evaluation/quantization_loss.py`), and on which text
-(`model/evaluation/held_out.py`).
+The banner, /info and the log of a server give the same figures, in a sentence or as JSON. Not here:
+how a loss is measured (`quantization_loss.py`), and on which text (`held_out.py`).
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +21,17 @@ from logitd.model.inference.options import (
     parse_loss_limit,
 )
 
-logger = logging.getLogger("logitd")
-
 WARN_ABOVE = 0.005
-"""Share of the bits per byte above which the log warns."""
+"""Relative loss above which a warning is due."""
 
 GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
-"""What costs less."""
+"""The next setting that costs less."""
 
 
 @dataclass(frozen=True)
 class QuantizationCost:
-    """What quantizing weights, or keys and values, costs. `text` is what it was measured on, or,
-    without a loss, why not; `measurable` whether a text that is named could be measured on."""
+    """The measured loss and the name of its text; or no loss, and `text` says why. `measurable` is
+    False if no text could change that."""
 
     kind: Quantization
     loss: QuantizationLoss | None
@@ -45,14 +41,19 @@ class QuantizationCost:
 
     @property
     def what(self) -> str:
-        """What is quantized, for people."""
+        """Description of what is quantized."""
         if self.kv_cache_dtype == "auto":
             return self.kind
         kept = f"{self.kv_cache_dtype} of keys and values"
         return kept if self.kind == "none" else f"{self.kind} with {kept}"
 
+    @property
+    def deserves_warning(self) -> bool:
+        """True if the loss is large or unknown."""
+        return self.loss is None or self.loss.relative > WARN_ABOVE
+
     def sentence(self) -> str:
-        """For the banner and the log."""
+        """The cost in a sentence, for the banner and the log."""
         if self.loss is None:
             advice = "; name a text with --validation-text" if self.measurable else ""
             return f"what {self.what} costs was not measured: {self.text}{advice}"
@@ -64,7 +65,7 @@ class QuantizationCost:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For /info."""
+        """The members of /info."""
         loss = self.loss
         return {
             "kind": self.kind,
@@ -86,12 +87,12 @@ def measure_quantization(
     kv_cache_dtype: KVCacheDType = "auto",
     at_most: str = "any",
 ) -> QuantizationCost | None:
-    """What the decoder of a loaded model loses against the same one without quantization; None
-    where nothing is quantized. The model is left as it was.
+    """Measure a loaded model's decoder against the same one without quantization; None if nothing
+    is quantized. The model is left as it was.
 
-    Raises KernelError for a text without quantizing and for a loss above `at_most`
-    (`parse_loss_limit`), DataError for a named text that cannot be measured on. Where none is named
-    and none is found, nothing is measured, so nothing is refused, and that is logged.
+    Raises KernelError for a text without quantization and for a loss above `at_most`
+    (`parse_loss_limit`), DataError for a named text that cannot be measured on. If no text is named
+    and none is found, nothing is measured, and therefore nothing refused.
     """
     if kind == "none" and kv_cache_dtype == "auto":
         if text is not None:
@@ -106,16 +107,12 @@ def measure_quantization(
         if text is not None:
             raise
         measurable = model.checkpoint.tokenizer.has_text
-        cost = QuantizationCost(kind, None, str(error), measurable, kv_cache_dtype)
-        logger.warning("%s", cost.sentence())
-        return cost
+        return QuantizationCost(kind, None, str(error), measurable, kv_cache_dtype)
     exact = model.decode_path
     if kind != "none":
+        threads = model.placement.threads
         exact = choose_decode_path(
-            model.gpt,
-            kernels="native",
-            kernel_target=kernel_target,
-            threads=model.placement.threads,
+            model.gpt, kernels="native", kernel_target=kernel_target, threads=threads
         )
     (batch,) = text_windows.windows
     loss = quantization_loss(
@@ -127,19 +124,12 @@ def measure_quantization(
         kept=kv_cache_dtype,
     )
     cost = QuantizationCost(kind, loss, text_windows.name, kv_cache_dtype=kv_cache_dtype)
-    if not loss.relative <= parse_loss_limit(at_most):  # what is not a number is refused too
+    if not loss.relative <= parse_loss_limit(at_most):  # not a number is refused too
+        gentler = "kv_cache_dtype to auto"
+        if kv_cache_dtype == "auto":
+            gentler = f"quantize to {GENTLER[kind]}"
         raise KernelError(
-            f"{cost.sentence()}, and max_quantization_loss is {at_most}: set {_gentler(cost)}, or "
+            f"{cost.sentence()}, and max_quantization_loss is {at_most}: set {gentler}, or "
             "max_quantization_loss to what you accept (any accepts everything)"
         )
-    logger.log(
-        logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", cost.sentence()
-    )
     return cost
-
-
-def _gentler(cost: QuantizationCost) -> str:
-    """The setting that costs less."""
-    if cost.kv_cache_dtype != "auto":
-        return "kv_cache_dtype to auto"
-    return f"quantize to {GENTLER[cost.kind]}"

@@ -12,7 +12,9 @@ import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint, read_checkpoint
 from logitd.model.data.sources.document import TextError
+from logitd.model.evaluation import quantization_cost
 from logitd.model.evaluation.held_out import held_out_windows
+from logitd.model.evaluation.quantization_cost import QuantizationCost
 from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.kernels.select import choose_decode_path
@@ -20,8 +22,6 @@ from logitd.model.inference.memory import slot_bytes
 from logitd.model.inference.options import Quantization, parse_loss_limit
 from logitd.service.app.app import create_app
 from logitd.service.cli.commands.serve import print_banner
-from logitd.service.engine import quantization
-from logitd.service.engine.quantization import QuantizationCost
 from logitd.service.schemas.generate import Info
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
@@ -45,7 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"
+BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 INT8: dict[str, Any] = {"kernels": "auto", "quantize": "int8", "dtype": "float32"}
 INT4: dict[str, Any] = {**INT8, "quantize": "int4"}
 
@@ -174,7 +174,7 @@ def test_a_large_loss_is_warned_of(
     covered: CheckpointInfo, text: Path, threshold: float, level: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(quantization, "WARN_ABOVE", threshold)
+    monkeypatch.setattr(quantization_cost, "WARN_ABOVE", threshold)
     with caplog.at_level(logging.INFO), serving(covered.path, validation_text=text, **INT8):
         pass
     assert [r.levelname for r in caplog.records if r.message.startswith("int8 costs")] == [level]
