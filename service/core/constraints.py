@@ -2,8 +2,8 @@
 
 Each is compiled first in a sandbox, a process that can be killed, and then here. Compiled ones are
 cached. There are two sandboxes, each with one compilation at a time, for which callers take turns
-(`turns.py`). In the first, a compilation has FIRST_SECONDS. What takes longer begins again in the
-second, where it has its whole time: so whatever slow ones are sent, others wait for moments. A
+(`fair_lock.py`). In the first, a compilation has FIRST_SECONDS. If that is not enough it begins
+again in the second, with its whole time: so slow constraints delay others only for moments. A
 client that leaves stops waiting, and a compilation that nobody waits for any more ends, with the
 process if need be.
 
@@ -28,8 +28,8 @@ from logitd.model.inference.constraints.compiler import (
 from logitd.model.inference.constraints.sandbox import Checker
 from logitd.model.inference.errors import ConstraintError
 from logitd.service.core.errors import ApiError, bad_request
+from logitd.service.core.fair_lock import FairLock
 from logitd.service.core.model_metrics import ModelMetrics
-from logitd.service.core.turns import Turns
 from logitd.service.engine.build import Unavailable
 
 MAX_COMPILING = 16
@@ -54,7 +54,7 @@ class _NoTurn(Exception):
 @dataclass(slots=True)
 class _Sandbox:
     checker: Checker
-    turns: Turns = field(default_factory=Turns)
+    lock: FairLock = field(default_factory=FairLock)
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +168,7 @@ class Constraints:
         otherwise. Raises _NoTurn or ConstraintError."""
         source = compiling.source
         try:
-            async with sandbox.turns.of(compiling.caller, self._timeout):
+            async with sandbox.lock.held_by(compiling.caller, self._timeout):
                 began = time.monotonic()
                 size = await _check(sandbox.checker, source, seconds)
                 if size is None:

@@ -1,1 +1,1 @@
-"""The engine behind asyncio: its thread, versions of its weights, admission, and how it is built."""
+"""The engine behind asyncio: its thread, its weights, admission, and how it is built."""

@@ -242,7 +242,7 @@ async def error_of_task(task: "asyncio.Task[Constraint]") -> ApiError:
 def test_whoever_waits_too_long_for_a_turn_is_told_to_come_again() -> None:
     async def test() -> None:
         async with bench(timeout=0.3) as b:
-            async with b.constraints._first.turns.of("other"):  # somebody else's
+            async with b.constraints._first.lock.held_by("other"):  # somebody else's
                 error = await error_of(b.constraints.compiled(GOOD))
                 assert (error.status, error.retry_after) == (429, 1)
                 assert b.count("busy") == 1
@@ -256,7 +256,7 @@ def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test() -> None:
         async with bench() as b:
-            async with b.constraints._first.turns.of("other"):
+            async with b.constraints._first.lock.held_by("other"):
                 waiting = [
                     asyncio.create_task(b.constraints.compiled(literal(i))) for i in range(3)
                 ]
@@ -274,7 +274,7 @@ def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_leaves_takes_nothing_from_the_others() -> None:
     async def test() -> None:
         async with bench() as b:
-            async with b.constraints._first.turns.of("other"):
+            async with b.constraints._first.lock.held_by("other"):
                 leaves, stays, bad = (
                     asyncio.create_task(b.constraints.compiled(source))
                     for source in (GOOD, GOOD, Source("regex", "("))
@@ -402,7 +402,7 @@ def test_the_places_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test() -> None:
         async with bench() as b:
-            async with b.constraints._first.turns.of("somebody"):
+            async with b.constraints._first.lock.held_by("somebody"):
                 waiting = [
                     asyncio.create_task(b.constraints.compiled(literal(i), "many"))
                     for i in range(4)

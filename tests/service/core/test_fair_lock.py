@@ -1,4 +1,4 @@
-"""Turns: one at a time, callers in turn, and whoever stops waiting is out."""
+"""FairLock: one holder at a time, callers in turn, and nobody that has stopped waiting."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.service.core.turns import Turns
+from logitd.service.core.fair_lock import FairLock
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30))
@@ -17,19 +17,19 @@ def test_callers_take_turns_and_each_in_the_order_of_coming(
     """Whoever leaves in between; never two at once."""
 
     async def test() -> None:
-        turns, taken = Turns(), []
+        lock, taken = FairLock(), []
         inside = 0
 
         async def take(index: int, caller: str) -> None:
             nonlocal inside
-            async with turns.of(caller):
+            async with lock.held_by(caller):
                 inside += 1
                 assert inside == 1
                 await asyncio.sleep(0)
                 taken.append((index, caller))
                 inside -= 1
 
-        async with turns.of("first"):
+        async with lock.held_by("first"):
             tasks = []
             for index, (caller, _) in enumerate(waiters):
                 tasks.append(asyncio.create_task(take(index, caller)))
@@ -52,7 +52,7 @@ def test_callers_take_turns_and_each_in_the_order_of_coming(
                     passed[other][caller] += 1
                     assert passed[other][caller] == 1
         async with asyncio.timeout(1):
-            async with turns.of("last"):
+            async with lock.held_by("last"):
                 pass
 
     asyncio.run(test())
@@ -60,12 +60,12 @@ def test_callers_take_turns_and_each_in_the_order_of_coming(
 
 def test_a_turn_that_does_not_come_in_time() -> None:
     async def test() -> None:
-        turns = Turns()
-        async with turns.of("a"):
+        lock = FairLock()
+        async with lock.held_by("a"):
             with pytest.raises(TimeoutError):
-                async with turns.of("b", timeout=0.01):
+                async with lock.held_by("b", timeout=0.01):
                     raise AssertionError("it was taken")
-        async with turns.of("b", timeout=0.01):
+        async with lock.held_by("b", timeout=0.01):
             pass
 
     asyncio.run(test())
@@ -75,13 +75,13 @@ def test_a_turn_that_comes_to_somebody_who_leaves_goes_on_to_the_next() -> None:
     """Both in the same round of the event loop."""
 
     async def test() -> None:
-        turns, taken = Turns(), []
+        lock, taken = FairLock(), []
 
         async def take(name: str) -> None:
-            async with turns.of(name):
+            async with lock.held_by(name):
                 taken.append(name)
 
-        async with turns.of("first"):
+        async with lock.held_by("first"):
             leaves, stays = (asyncio.create_task(take(name)) for name in ("leaves", "stays"))
             await asyncio.sleep(0)
         leaves.cancel()
