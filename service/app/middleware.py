@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitd.service.api.responses.text import CHECKPOINT_HEADERS
 from logitd.service.connections.limits import MAX_HEADER_BYTES, head_size
-from logitd.service.connections.protocol import headers_too_large
+from logitd.service.connections.refusals import headers_too_large
 from logitd.service.core.auth import CALLER
 from logitd.service.core.errors import LIMIT, clip, internal_error
 from logitd.service.core.metrics import Metrics, endpoint_label

@@ -24,8 +24,8 @@ import uvicorn
 
 from logitd.service.app.app import create_app
 from logitd.service.connections.limits import ConnectionLimitError, connection_limits
+from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.connections.protocol import Connection
-from logitd.service.connections.register import Register
 from logitd.service.core.auth import ApiKeyError
 from logitd.service.core.models import Models, Served
 from logitd.service.core.reloader import ReloadError
@@ -45,11 +45,15 @@ class Server(uvicorn.Server):
     """uvicorn's server, with an announcement at the start and a drain at the end."""
 
     def __init__(
-        self, config: uvicorn.Config, state: ServiceState, register: Register, announce: Announce
+        self,
+        config: uvicorn.Config,
+        state: ServiceState,
+        connections: OpenConnections,
+        announce: Announce,
     ) -> None:
         super().__init__(config)
         self._state = state
-        self._register = register
+        self._connections = connections
         self._announce = announce
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,7 +149,7 @@ class Server(uvicorn.Server):
         self._state.leave()
         await asyncio.sleep(grace)
         now = asyncio.get_running_loop().time()
-        self._register.reply_deadline = now + self._state.settings.drain_timeout
+        self._connections.reply_deadline = now + self._state.settings.drain_timeout
         await self._state.drain()
         self.should_exit = True
 
@@ -156,15 +160,17 @@ class Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
 
-def uvicorn_config(app: Any, settings: ServeSettings, register: Register) -> uvicorn.Config:
+def uvicorn_config(
+    app: Any, settings: ServeSettings, connections: OpenConnections
+) -> uvicorn.Config:
     """How uvicorn runs the application: with connections of our own."""
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=partial(Connection, register=register),  # type: ignore[arg-type]
+        http=partial(Connection, connections=connections),  # type: ignore[arg-type]
         ws="none",
-        backlog=register.limits.backlog,
+        backlog=connections.limits.backlog,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -183,12 +189,12 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
         return 1
     state: ServiceState = app.state.service
     try:
-        register = Register(connection_limits(settings), state.metrics)
+        connections = OpenConnections(connection_limits(settings), state.metrics)
     except ConnectionLimitError as error:
         logger.error("cannot serve: %s", error)
         return 1
-    config = uvicorn_config(app, settings, register)
-    server = Server(config, state, register, announce)
+    config = uvicorn_config(app, settings, connections)
+    server = Server(config, state, connections, announce)
     loop_factory = config.get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:

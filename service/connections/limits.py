@@ -14,13 +14,15 @@ MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
 """Bytes that come without completing a head: white space and blank lines have room as well."""
 FRAMING_PER_BODY_BYTE = 8
 """Bytes of chunk sizes for each byte of a chunked body: chunks of one byte take five."""
+DISCARDED_BYTES = 2**20
+"""Bytes that are read and discarded after a refusal; the rest stays with the client."""
 MIN_BYTES_PER_SECOND = 2048
-"""What a client that is sending or reading has to manage: half of 32 kbit/s, to which mobile
-networks throttle a line. 4 MiB may take 34 minutes."""
+"""Slowest client that is served, sending or reading: half of 32 kbit/s, to which mobile networks
+throttle a line. 4 MiB may take 34 minutes."""
 OWN_DESCRIPTORS = 64
-"""Kept for the process itself: listening, static files, checkpoints, the engine."""
+"""File descriptors of the process itself: listening, static files, checkpoints, the engine."""
 MOST_CONNECTIONS = 4096
-"""The default however many descriptors there are: an idle connection takes about 10 kB."""
+"""Default for any number of descriptors: an idle connection takes about 10 kB."""
 SURPLUS = 16
 """Connections above the bound at which /health is still answered."""
 
@@ -31,24 +33,24 @@ class ConnectionLimitError(ValueError):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Seconds and numbers that connections are held to."""
+    """Bounds on the number of connections, and timeouts in seconds. `backlog` counts connections
+    that the kernel completes before they are accepted, all at once at worst."""
 
     max_connections: int
     backlog: int
-    """Connections that the kernel completes before they are accepted, all at once at worst."""
     slow_sender_timeout: float
     slow_reader_timeout: float
     keep_alive_timeout: float
 
     @property
     def sweep_interval(self) -> float:
-        """Seconds between two looks at all connections."""
+        """Seconds between two checks of all connections."""
         timeouts = (self.slow_sender_timeout, self.slow_reader_timeout, self.keep_alive_timeout)
         return min(1.0, min(timeouts) / 4)
 
 
 def connection_limits(settings: ServeSettings) -> ConnectionLimits:
-    """The limits of a server; ConnectionLimitError where its descriptors do not suffice."""
+    """The limits of a server. Raises ConnectionLimitError if its descriptors do not suffice."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         descriptors = 2**20

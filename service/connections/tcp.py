@@ -1,34 +1,29 @@
 """TCP: what the kernel knows about a connection and a transport does not tell.
 
-Linux alone (`struct tcp_info` of linux/tcp.h); elsewhere every answer is None.
+Linux only (`struct tcp_info` of linux/tcp.h); elsewhere every answer is None.
 """
 
 import asyncio
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
-RESET = 7
-"""TCP_CLOSE: the other side has answered with a reset."""
-CLOSE_WAIT = 8
-"""The other side says no more."""
-_STATE, _IN_FLIGHT = struct.Struct("B"), struct.Struct("24xI")
-_ACKNOWLEDGED = struct.Struct("120xQ")
+_GONE = (7, 8)
+"""TCP_CLOSE: the client has reset the connection. TCP_CLOSE_WAIT: it has ended its side."""
+_STATE, _ACKNOWLEDGED = struct.Struct("B"), struct.Struct("120xQ")
 
 
-@dataclass(frozen=True)
-class TcpInfo:
-    """The state of a connection, the bytes that the other side has acknowledged of ours, and the
-    segments on their way to it that it has not."""
+class TcpInfo(NamedTuple):
+    """Whether the client has ended the connection, or its side of it; and the bytes of ours that it
+    has acknowledged."""
 
-    state: int
+    gone: bool
     acknowledged: int
-    in_flight: int
 
 
 def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
-    """What the kernel says; None where it does not, or the socket is not TCP."""
+    """Ask the kernel; None if it does not tell, or the socket is not TCP."""
     raw = transport.get_extra_info("socket")
     if sys.platform != "linux" or raw is None or raw.family == socket.AF_UNIX:
         return None
@@ -38,6 +33,5 @@ def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
         return None
     if len(answer) < _ACKNOWLEDGED.size:
         return None
-    (state,), (in_flight,) = _STATE.unpack_from(answer), _IN_FLIGHT.unpack_from(answer)
-    (acknowledged,) = _ACKNOWLEDGED.unpack_from(answer)
-    return TcpInfo(state, acknowledged, in_flight)
+    (state,), (acknowledged,) = _STATE.unpack_from(answer), _ACKNOWLEDGED.unpack_from(answer)
+    return TcpInfo(state in _GONE, acknowledged)

@@ -25,7 +25,7 @@ from logitd.model.inference.load import LoadedModel, load_model
 from logitd.service.app.app import create_app
 from logitd.service.app.server import uvicorn_config
 from logitd.service.connections.limits import connection_limits
-from logitd.service.connections.register import Register
+from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.core.models import Served
 from logitd.service.core.state import ServiceState
 from logitd.service.settings.model_source import ModelSource
@@ -151,7 +151,7 @@ def serving_app(app: Any) -> Iterator[Serving]:
     state: ServiceState = app.state.service
     settings = state.settings
     server = _ThreadServer(
-        uvicorn_config(app, settings, Register(connection_limits(settings), state.metrics))
+        uvicorn_config(app, settings, OpenConnections(connection_limits(settings), state.metrics))
     )
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()

@@ -17,7 +17,7 @@ from logitd.service.connections.limits import (
     ConnectionLimits,
     connection_limits,
 )
-from logitd.service.connections.register import Reports
+from logitd.service.connections.open_connections import Reports
 from logitd.service.core.metrics import ConnectionEnd, Metrics
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (

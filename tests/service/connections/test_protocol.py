@@ -256,6 +256,23 @@ def test_a_client_that_leaves_behind_another_request_is_noticed(speller: Serving
     server.wait_idle()
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_client_that_ends_its_side_counts_as_gone(speller: Serving, ahead: int) -> None:
+    """Whether it is read or, behind requests that are ahead of their turn, is not."""
+    server = speller
+    before = server.finished("abort")
+    with server.connect() as raw:
+        raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
+        eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+        for _ in range(ahead):
+            raw.sendall(GET)
+            time.sleep(0.1)
+        raw.shutdown(socket.SHUT_WR)
+        assert drained(raw) == b""
+    eventually(lambda: server.finished("abort") == before + 1, timeout=10)
+    server.wait_idle()
+
+
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_who_is_answered_before_its_body_has_come_reads_the_answer(
     hurried: Serving, version: str
