@@ -71,6 +71,7 @@ class Connection(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # its reply is not complete
         self._held = bytearray()  # received ahead of its turn
         self._upgrade = False  # the message asks for another protocol
+        self._served = False  # a reply was written
         self._refusal: ApiError | None = None  # waits for its turn
         self._linger_until: float | None = None  # the last answer is written
         self._shutdown_timer: asyncio.TimerHandle | None = None
@@ -187,7 +188,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """As uvicorn's, but for its timer of idle connections: `check` ends them."""
         self.server_state.total_requests += 1
-        self._running = None
+        self._running, self._served = None, True
         self._reading.end_reply(self.loop.time())
         if self.transport.is_closing() or self._linger_until is not None:
             return
@@ -267,10 +268,8 @@ class Connection(HttpToolsProtocol):
                 self._refuse(too_slow("the headers", timeout), ConnectionEnd.SLOW_HEAD)
             return
         # Browsers open connections ahead, and show an answer to nothing as one to something.
-        idle, end = self._limits.keep_alive_timeout, ConnectionEnd.IDLE
-        if self.cycle is None:
-            idle, end = timeout, ConnectionEnd.SILENT
-        if waited > idle:
+        end = ConnectionEnd.IDLE if self._served else ConnectionEnd.SILENT
+        if waited > (self._limits.keep_alive_timeout if self._served else timeout):
             self._all.reports.count(end)
             self.transport.close()
 

@@ -10,8 +10,7 @@ is still admitted: its share is the limit divided by the callers that have somet
 All callers together never exceed FULLEST times the limits. A caller that is alone may fill the
 whole queue, and nobody is rejected while it has room.
 
-Belongs to the event loop. Not here: which request runs next (the scheduler), and whether the model
-can compute a request (`model/inference/engine/validation.py`).
+Belongs to the event loop. Not here: which request runs next (the scheduler).
 """
 
 import asyncio
@@ -154,10 +153,8 @@ class AdmissionController:
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
         """Raise QueueFull if there is no room for a caller's `load` now, and InvalidRequest if
-        there never is; `param` names the field that asks for so many sequences.
-
-        An empty queue admits a request with any number of tokens: it is computed next.
-        """
+        there never is; `param` names the field that asks for so many sequences. An empty queue
+        admits a request with any number of tokens: it is computed next."""
         self._check_possible(load, param)
         limits, present = self._limits, self._open.total
         own = self._open.of(caller) + self._reserved.of(caller) + load

@@ -138,11 +138,8 @@ class AsyncEngine:
 
     def submit(self, requests: Sequence[Request], lease: Lease | None = None) -> Submission:
         """Queue requests, all or none, to be answered by the weights of the lease, or else by the
-        current ones.
-
-        Raises InvalidRequest for what the model cannot compute or the queue can never hold,
-        EngineStopped, or QueueFull.
-        """
+        current ones. Raises InvalidRequest for what the model cannot compute or the queue can never
+        hold, EngineStopped, or QueueFull."""
         lease = lease or Lease(self._current)
         self._check(requests, lease.version)
         return self._enqueue(requests, self.admission.admit(requests), lease)
@@ -160,12 +157,10 @@ class AsyncEngine:
         return self._enqueue([request], [self.admission.admit_reserved(request)], lease)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights by those of a checkpoint, without a break (`versions.py`).
-
-        The old weights have `timeout` seconds to answer what was submitted to them; what is left
-        then ends with an error. Returns when nothing is computed by them any more. Raises
-        ReloadError if the new ones do not take over.
-        """
+        """Replace the weights by those of a checkpoint, without a break (`versions.py`). The old
+        ones have `timeout` seconds to answer what was submitted to them; what is left then ends
+        with an error. Returns when nothing is computed by them any more. Raises ReloadError if the
+        new ones do not take over."""
         if self.failure is not None or self._draining:
             raise ReloadError(self.failure or SHUTTING_DOWN)
         if self._other is not None:

@@ -1,9 +1,9 @@
 """EngineDriver: commands for an engine, and one step at a time.
 
-The methods of the first group may be called from any thread; they queue a command. One thread of
-`AsyncEngine` calls `run_once`, which handles the commands, makes a step and reports it. If several
-engines share the process, the steps are computed in turn in a `StepThread`. New weights are read in
-a thread of their own while steps go on. Knows no event loop and no HTTP.
+Commands may come from any thread and wait in an inbox. One thread of `AsyncEngine` calls
+`run_once`, which handles them, makes a step and reports it. The steps of several engines are
+computed in turn in a `StepThread`. New weights are read in a thread of their own while steps go on.
+Knows no event loop and no HTTP.
 """
 
 import logging
@@ -81,10 +81,6 @@ class StepThread:
         self._executor.shutdown(wait=False)
 
 
-def ignore() -> None:
-    """No other thread waits for the interpreter."""
-
-
 class EngineDriver:
     """Drives one engine. `run_once` and `close` are for one thread, all the rest for any."""
 
@@ -155,7 +151,7 @@ class EngineDriver:
 
     # The engine's thread
 
-    def run_once(self, on_compute: OnCompute = ignore) -> StepReport | None:
+    def run_once(self, on_compute: OnCompute) -> StepReport | None:
         """Wait until there is something to do, handle all commands, make a step. Return None after
         the last command. Raises what the engine fails with, and must not be called again then."""
         if self._ended:
@@ -165,7 +161,7 @@ class EngineDriver:
         if self._steps is None:
             return self._step(commands, on_compute)
         on_compute()  # its turn may not come for a while
-        return self._steps.call(partial(self._step, commands, ignore))
+        return self._steps.call(partial(self._step, commands, None))
 
     def close(self) -> None:
         """End the threads that compute."""
@@ -173,7 +169,7 @@ class EngineDriver:
             self._prepared.close()
         self._engine.close()
 
-    def _step(self, commands: Sequence[Command | None], on_compute: OnCompute) -> StepReport:
+    def _step(self, commands: Sequence[Command | None], on_compute: OnCompute | None) -> StepReport:
         events = [event for command in commands if command for event in command() or ()]
         self._step_began = began = time.monotonic()
         result = self._engine.step(on_compute)

@@ -1,9 +1,8 @@
-"""EngineSession: one HTTP request's way to the engine. All that it submits is answered by the same
-weights, even if others are loaded meanwhile.
+"""EngineSession: one HTTP request's way to the engine, answered by one version of the weights.
 
-The first submission settles the version of the weights. The engine keeps it until the session is
-closed, or says that no other submission follows: so a sweep of many prompts has one answer. Belongs
-to the event loop. Not here: how weights change (`versions.py`).
+The first submission settles the version. The engine keeps it until the session is closed, or says
+that no other submission follows: so a sweep of many prompts has one answer. Belongs to the event
+loop. Not here: how weights change (`versions.py`).
 """
 
 from collections.abc import Sequence

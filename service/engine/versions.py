@@ -41,8 +41,8 @@ class WeightsVersion:
         dropped             GONE <---------------------------- SEALED
                                   its last request has ended
 
-    At most two versions exist at once: CURRENT, and either the one before it (RETIRING or SEALED)
-    or the next one (LOADING). If the engine stops, `fail` ends all waiting.
+    At most two versions exist at once: CURRENT, and the one before it (RETIRING or SEALED) or the
+    next one (LOADING).
     """
 
     def __init__(self, number: int, state: State = State.LOADING) -> None:
