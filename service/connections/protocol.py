@@ -242,8 +242,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(headers_too_large(), ConnectionEnd.TOO_LARGE)
 
     def _without_upgrade(self) -> bytes:
-        """The head of a request to upgrade, less that wish, for a new parser: the old one takes the
-        body for another protocol."""
+        """The head of a request to upgrade, as that of an ordinary one, for a new parser: the old
+        one takes the body for another protocol."""
         if not self._upgrade:
             return b""
         line = self.parser.get_method() + b" " + self.url
