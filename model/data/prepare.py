@@ -115,8 +115,6 @@ def _record(text: Text, written: Written, train: Shard, val: Shard) -> dict[str,
     }
     if text.downloads:
         record["downloads"] = list(text.downloads)
-    if written.bits is not None:
-        record["source_bits"] = written.bits
     return record
 
 
@@ -131,7 +129,6 @@ def _tokenise(
     """Encode every document piece by piece onto its side."""
     assert tokenizer.end_of_text is not None
     digest = hashlib.sha256()
-    bits: dict[Side, float] | None = {"train": 0.0, "val": 0.0}
     count = unchecked = 0
     for document in text.documents:
         count += 1
@@ -147,11 +144,7 @@ def _tokenise(
         digest.update(b"\0")
         for side in touched:
             writers[side].append([tokenizer.end_of_text], 0)
-        if bits is None or document.bits is None or len(touched) != 1:
-            bits = None  # of one document it is not known, or not how much is on which side
-        else:
-            bits[touched.pop()] += document.bits
-    return Written(sha256=digest.hexdigest(), documents=count, bits=bits)
+    return Written(sha256=digest.hexdigest(), documents=count)
 
 
 def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:

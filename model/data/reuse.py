@@ -36,7 +36,6 @@ class Written:
 
     sha256: str  # of its content
     documents: int
-    bits: Mapping[Side, float] | None  # information content, where the source is known exactly
 
 
 def reuse_shards(
@@ -74,7 +73,7 @@ def reuse_shards(
             write("train", ids[:cut])
             writers["train"].append([end_of_text], 0)
             write("val", ids[cut:])
-    return Written(sha256=digest.hexdigest(), documents=count, bits=None)
+    return Written(sha256=digest.hexdigest(), documents=count)
 
 
 def _check_ids(shard: Shard, vocab_size: int) -> None:

@@ -38,8 +38,8 @@ class ExtractSettings(CommandSettings):
     checkpoint: CliPositionalArg[Path] = Field(description="directory")
     data: tuple[str, ...] = Field(
         min_length=1,
-        description="text to go over: files, folders, globs, addresses, JSON lines, Parquet, "
-        "builtin:python or builtin:stories",
+        description="text to go over: files, folders, globs, addresses, JSON lines, Parquet "
+        "or builtin:python",
     )
     out: Path = Field(
         description="folder to write; one that was begun with the same flags is gone on with"

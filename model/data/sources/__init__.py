@@ -1,1 +1,1 @@
-"""Where documents come from: files, records, downloads, Python's own text, generated stories."""
+"""Where documents come from: files, records, downloads, Python's own text."""

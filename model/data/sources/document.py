@@ -27,7 +27,6 @@ class Document:
     name: str
     pieces: Callable[[], Iterator[str]]
     size: int | None = None  # bytes in UTF-8; None: nobody knows before it is read
-    bits: float | None = None  # information content, where the source is known exactly
     drawn_by_name: bool = False  # what decides whether it is held out: its name, or its content
 
     def count_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Open text: from the arguments of `--data` to documents.
 
   builtin:python         the documentation and sources of this Python; what is read by default
-  builtin:stories        generated stories, 5 MB; builtin:stories:20mb for another size
   http://, https://      a file, fetched once
   *.tokens               shards that a run has tokenised, trained on as they are
   anything else          files, folders and globs (`files.py`)
@@ -10,7 +9,6 @@ Several arguments make one text with the documents of all of them. Reads only th
 and does not split training from validation (`split.py`).
 """
 
-import re
 import sysconfig
 from collections.abc import Sequence
 from functools import partial
@@ -27,7 +25,6 @@ from logitd.model.data.sources.files import (
 )
 from logitd.model.data.sources.progress import Report, unreported
 from logitd.model.data.sources.python_text import python_text
-from logitd.model.data.sources.stories import stories_text
 
 BUILT_IN = "builtin:"
 
@@ -86,12 +83,7 @@ def _check_field(field: str, words: list[str], files: list[Path]) -> None:
 def _built_in(word: str) -> Text:
     if word == BUILT_IN + "python":
         return python_text(Path(sysconfig.get_path("stdlib")))
-    if size := re.fullmatch(r"builtin:stories(?::([1-9]\d{0,4})mb)?", word):
-        return stories_text(int(size[1])) if size[1] else stories_text()
-    raise TextError(
-        f"{word} is not built in; there are builtin:python, builtin:stories and, with a size of "
-        "up to 99999 MB, builtin:stories:20mb"
-    )
+    raise TextError(f"{word} is not built in; the only built-in text is {BUILT_IN}python")
 
 
 def _files(name: str) -> list[Path]:

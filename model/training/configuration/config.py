@@ -70,9 +70,8 @@ class TrainingConfig(BaseModel):
     data: tuple[str, ...] = Field(
         (),
         description="text to train on: files, folders and globs (text, JSON lines, Parquet, gzip), "
-        "http and https addresses, shards of another run (*.tokens), builtin:python (the reference "
-        "text and sources of this Python; what is read without any) or builtin:stories "
-        "(generated, 5 MB; builtin:stories:20mb for another size)",
+        "http and https addresses, shards of another run (*.tokens), or builtin:python (the "
+        "reference text and sources of this Python; what is read without any)",
     )
     text_field: str = Field(
         "text", min_length=1, description="field of JSON lines and Parquet that is the text"

@@ -15,11 +15,10 @@ from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared,
 from logitd.model.data.shards import Shard
 from logitd.model.data.sources.document import Text, TextError, text_document
 from logitd.model.data.sources.open_text import open_text
-from logitd.model.data.sources.stories import story
-from logitd.model.data.split import MANY, sides
+from logitd.model.data.split import sides
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.training.configuration.presets import preset
-from tests.model.conftest import story as sentences
+from tests.model.conftest import story
 
 RECIPE = preset("tiny").recipe
 
@@ -42,7 +41,7 @@ def decoded(shard: Shard, tokenizer: Tokenizer) -> list[str]:
 
 
 def test_many_documents_are_on_one_side_each_and_separated(tmp_path: Path) -> None:
-    texts = [f"{n}: {story(n).text}" for n in range(100)]
+    texts = [f"{n}: {story(8, n)}" for n in range(100)]
     prepared = prepare(text_of(*texts), tmp_path)
     train = decoded(prepared.train, prepared.tokenizer)
     val = decoded(prepared.val, prepared.tokenizer)
@@ -54,7 +53,6 @@ def test_many_documents_are_on_one_side_each_and_separated(tmp_path: Path) -> No
     assert record["documents"] == 100
     assert record["bytes"] == sum(len(text) for text in texts)
     assert record["val_bytes"] == sum(len(text) for text in val)
-    assert "source_bits" not in record
     assert "downloads" not in record
 
 
@@ -71,29 +69,13 @@ def test_copies_of_a_document_do_not_leak_into_validation(tmp_path: Path) -> Non
     folder.mkdir()
     for number in range(40):
         for name in ("a", "copy"):
-            (folder / f"{name}-{number}.txt").write_text(story(number).text)
+            (folder / f"{name}-{number}.txt").write_text(story(8, number))
     text = open_text((str(folder),))
     prepared = prepare(text, tmp_path / "data", val_fraction=0.3)
     train = set(decoded(prepared.train, prepared.tokenizer))
     val = decoded(prepared.val, prepared.tokenizer)
     assert not train & set(val)
     assert len(val) == 2 * len(set(val)) > 0
-
-
-def test_the_information_content_of_stories_is_recorded_for_each_side(tmp_path: Path) -> None:
-    stories = [story(number) for number in range(60)]
-    known = [text_document(f"{n}", s.text, bits=s.bits) for n, s in enumerate(stories)]
-    prepared = prepare(Text("stories", "MIT", known), tmp_path / "a")
-    val = decoded(prepared.val, prepared.tokenizer)
-    bits = prepared.record["source_bits"]
-    assert bits["val"] == pytest.approx(sum(s.bits for s in stories if s.text in val))
-    assert bits["val"] + bits["train"] == pytest.approx(sum(s.bits for s in stories))
-    assert read_prepared(tmp_path / "a").record == prepared.record
-    # Of few documents it is not known how much is on which side; nor of others beside them.
-    few = prepare(Text("stories", "MIT", known[: MANY - 1]), tmp_path / "b")
-    mixed = prepare(Text("both", "MIT", [*known, text_document("other", "x")]), tmp_path / "c")
-    assert "source_bits" not in few.record
-    assert "source_bits" not in mixed.record
 
 
 def test_downloads_are_recorded(tmp_path: Path) -> None:
@@ -105,7 +87,7 @@ def test_downloads_are_recorded(tmp_path: Path) -> None:
 
 def test_the_same_text_gives_the_same_shards(tmp_path: Path) -> None:
     for name in "ab":
-        prepare(text_of(sentences(200)), tmp_path / name)
+        prepare(text_of(story(200)), tmp_path / name)
     for file in ("train.tokens", "val.tokens", "tokenizer.tiktoken", "data.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
@@ -115,7 +97,7 @@ def test_the_same_text_gives_the_same_shards(tmp_path: Path) -> None:
     [
         (["One sentence."], r"the training text has \d+ tokens \(\d+ bytes of 13 in 1 documents\), "
          r"a window takes 33"),
-        ([sentences(60)], r"the validation text has \d+ tokens .*: give more text, another "
+        ([story(60)], r"the validation text has \d+ tokens .*: give more text, another "
          r"val_fraction or a context_length of at most \d+$"),
         ([f"Sentence {n}." for n in range(40)], "the validation text has .* in 40 documents"),
         (["the same"] * 400, "text has 0 tokens .* val_fraction or shorter documents"),
@@ -131,7 +113,7 @@ def test_too_little_text_is_refused_with_its_numbers(
 
 def test_eighty_kilobytes_are_enough_for_the_smallest_preset(tmp_path: Path) -> None:
     path = tmp_path / "notes.md"
-    path.write_text("".join(story(number).text for number in range(270)))
+    path.write_text(story(2_000))
     assert 70_000 < path.stat().st_size < 90_000
     start = preset("tiny")
     prepared = prepare(
@@ -141,7 +123,7 @@ def test_eighty_kilobytes_are_enough_for_the_smallest_preset(tmp_path: Path) -> 
 
 
 def test_shards_need_the_tokenizer_that_wrote_them(tmp_path: Path) -> None:
-    prepare(text_of(sentences(400)), tmp_path / "data")
+    prepare(text_of(story(400)), tmp_path / "data")
     text = open_text((str(tmp_path / "data"),))
     beside = tmp_path / "data" / "tokenizer.tiktoken"
     with pytest.raises(TextError, match=re.escape(f"for example --tokenizer {beside}")):
@@ -158,11 +140,11 @@ import resource, sys
 from functools import partial
 from pathlib import Path
 from logitd.model.data.prepare import prepare_text
-from logitd.model.data.sources.document import Documents, Text, text_document, PIECE
-from logitd.model.data.sources.stories import story
+from logitd.model.data.sources.document import Documents, Text, text_document
+from tests.model.conftest import story
 
 megabytes, folder = int(sys.argv[1]), Path(sys.argv[2])
-block = "".join(story(number).text for number in range(3500))[:1_000_000]
+block = story(27_000)[:1_000_000]
 
 def documents():
     for number in range(megabytes):
