@@ -119,34 +119,32 @@ def folder_aside(path: Path) -> Path:
         return aside
 
 
-def file_aside(path: Path) -> BinaryIO:
-    """A new file beside `path`, open to be written, and renamed when it is complete; `name` is its
-    path. Others may read it if the umask lets them, as no file of `tempfile`."""
-    while True:
-        try:
-            return _name_aside(path).open("xb")
-        except FileExistsError:
-            continue
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, after a loss of power too. Raises OSError;
-    what was written so far is removed then."""
-    aside = path.with_name(f".{path.name}{PART}")
+@contextmanager
+def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a file next to `path`, `aside` or one of a random name. It is synced and renamed to
+    `path` at the end of the block, or removed if the block raises. Others may read it if the umask
+    lets them, unlike a file of `tempfile`. Raises OSError."""
+    aside = aside or _name_aside(path)
     try:
         with aside.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    except OSError:
+    except BaseException:
         aside.unlink(missing_ok=True)
         raise
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(descriptor)  # so that the rename outlives a loss of power
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    with whole_file(path, path.with_name(f".{path.name}{PART}")) as file:
+        file.write(content)
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""Progress of a download: the events that a `Report` callback receives.
-
-Covers where a download stands and that a text is on this machine. Does not print anything: the
-command line does.
-"""
+"""Progress of a download: the events that a `Report` callback receives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +7,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Downloading:
-    """Where the download of a text stands, every few seconds."""
+    """Progress of a download, every few seconds."""
 
     url: str
     done: int  # bytes
-    total: int | None  # bytes, if the server told
+    total: int | None  # bytes, if the server announced them
 
 
 @dataclass(frozen=True)
@@ -32,4 +28,4 @@ Report = Callable[[Downloading | Downloaded], None]
 
 
 def unreported(event: Downloading | Downloaded) -> None:
-    """Tell nobody."""
+    """Ignore an event."""

@@ -26,7 +26,7 @@ from typing import Any
 from logitd.model.checkpoint.beside import METRICS
 from logitd.model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
 from logitd.model.data.shards import DATA
-from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
+from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_whole
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.run.description import RunDescription
 from logitd.model.training.run.lock import LOCK, RunLock
@@ -96,7 +96,7 @@ class RunDirectory:
             self._lock = None
 
     def write_description(self, description: RunDescription) -> None:
-        _replace(self.path / RUN, json.dumps(description.to_dict(), indent=2) + "\n")
+        write_whole(self.path / RUN, (json.dumps(description.to_dict(), indent=2) + "\n").encode())
 
     def read_description(self) -> RunDescription:
         """What run.json holds. Raises TrainingError for a file that is damaged."""
@@ -158,7 +158,8 @@ class RunDirectory:
         in the same way, and what a kill left half done."""
         self._sweep()
         kept = [record for record in self.metrics() if record["step"] <= step]
-        _replace(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        write_whole(self.path / METRICS, text.encode())
         self._cut_samples(step if step in self.checkpoints() else step - 1)
         self.link_newest_and_best(last=step)  # before their targets are removed
         for later, path in self.checkpoints().items():
@@ -183,7 +184,7 @@ class RunDirectory:
             text = file.read()
         for head in _SAMPLE.finditer(text):
             if int(head[1]) > last:
-                _replace(path, text[: head.start()])
+                write_whole(path, text[: head.start()].encode())
                 return
 
     def link_newest_and_best(self, last: int | None = None) -> None:
@@ -220,26 +221,8 @@ def _require_empty(path: Path) -> None:
     raise TrainingError(f"{path} exists already: resume it with --resume, or choose another --out")
 
 
-def sync(path: Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename outlives a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove(path: Path) -> None:
     """Remove a checkpoint; a folder of its name is always complete."""
     aside = path.with_name(f".{path.name}.gone")
     path.rename(aside)
     shutil.rmtree(aside)
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.part")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

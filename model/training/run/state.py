@@ -11,7 +11,6 @@ A resumed run has the same bits where the recorded environment is the same (torc
 threads, device, dtype, processes, sharded or not); `differences` says where it is not.
 """
 
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,12 +20,11 @@ from typing import Any, BinaryIO
 import torch
 
 from logitd.model.device import Placement, describe
-from logitd.model.files import file_aside, require_regular
+from logitd.model.files import require_regular, whole_file
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.optim.optimizers import Optimizers
-from logitd.model.training.run.directory import sync
 from logitd.model.training.stopping.counters import Counters
 from logitd.model.transformer.gpt import GPT
 
@@ -91,21 +89,9 @@ def save_state(
         "reports": dict(reports),
     }
     if ranks.is_main:
-        _replace(path, document)
-
-
-def _replace(path: Path, document: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with file_aside(path) as file:
-        try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
             _write(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-            sync(path.parent)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def _write(document: Mapping[str, Any], file: BinaryIO) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.files import file_aside, folder_aside
+from logitd.model.files import folder_aside
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.run.description import RunDescription
@@ -66,10 +66,10 @@ def test_rewinding_removes_what_a_kill_left_half_written(tmp_path: Path) -> None
     killed while it saved could not be resumed."""
     run = _run(tmp_path / "run", {5: 3.0})
     run.state.parent.mkdir()
-    with file_aside(run.state) as state:
-        left = (folder_aside(run.checkpoint(10)), Path(state.name), run.path / ".run.json.part")
-    (left[0] / "weights").touch()
-    left[2].touch()
+    half_written = (run.state.with_name(".state.pt.0.part"), run.path / ".run.json.part")
+    left = (folder_aside(run.checkpoint(10)), *half_written)
+    for path in (left[0] / "weights", *half_written):
+        path.touch()
     run.rewind(5)
     assert not any(path.exists() for path in left)
     assert list(run.checkpoints()) == [5]
