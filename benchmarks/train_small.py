@@ -30,13 +30,11 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
-from logitd.model.data.amount import count_bytes
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.device import keep_freed_memory
@@ -80,7 +78,7 @@ def configuration(side: str, asked: TrainingConfig, measured: Measured) -> Train
     for all sides."""
     if side == "nanogpt-char":
         return TrainingConfig(**{**asked.to_dict(), "preset": side})
-    count = partial(count_bytes, open_text(asked.data)) if side == "adapted" else _endless
+    count = open_text(asked.data).count_bytes if side == "adapted" else _endless
     return adapt(asked, measured, count, ignore_events)
 
 
@@ -90,9 +88,9 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
         raise SystemExit("nanogpt-char has a size of its own: compare it by --minutes")
     text, chosen = open_text(asked.data), SIZES[size]
     share = 1 - resolve_config(asked).recipe.val_fraction
-    tokens = passes * share * count_bytes(text, float("inf")) / bytes_per_token(chosen.vocab_size)
+    tokens = passes * share * text.count_bytes(float("inf")) / bytes_per_token(chosen.vocab_size)
     filled = fill_in(asked, chosen, tokens)
-    count = partial(count_bytes, text) if side == "adapted" else _endless
+    count = text.count_bytes if side == "adapted" else _endless
     config = regularise(filled, asked, tokens, None, count, ignore_events)
     steps = max(1, round(tokens / (chosen.batch_size * chosen.context_length)))
     return config.model_copy(update={"steps": steps, "minutes": None})

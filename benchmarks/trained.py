@@ -11,7 +11,7 @@ import torch
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.data.prepare import read_prepared
-from logitd.model.data.windows import ValidationWindows
+from logitd.model.data.windows import validation_windows
 from logitd.model.device import Placement, keep_freed_memory
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.step.forward import Forward, training_placement
@@ -40,7 +40,7 @@ def weights_of(checkpoint: Path, placement: Placement) -> GPT:
 def held_out_bits_per_byte(gpt: GPT, run: Path, placement: Placement) -> float:
     """Of the whole validation text of the run, in windows as long as the model's context."""
     prepared = read_prepared(run / "data")
-    windows = ValidationWindows(
+    windows = validation_windows(
         prepared.val,
         prepared.tokenizer,
         window=gpt.config.context_length,

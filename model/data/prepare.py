@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logitd.model.data.ready_made import ready_made
+from logitd.model.data.published_vocabulary import published_vocabulary
 from logitd.model.data.reuse import Written, reuse_shards
 from logitd.model.data.shards import Shard, ShardWriter, open_shard
 from logitd.model.data.sources.document import Text, TextError
@@ -61,7 +61,7 @@ def prepare_text(
     """Learn or take the vocabulary, tokenise every document, and write `folder`.
 
     vocabulary    "own" learns one of `vocab_size` from the text; else a name or a file, as
-                  `ready_made` reads it, or a checkpoint's tokenizer
+                  `published_vocabulary` reads it, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def prepare_text(
     elif vocabulary == "own":
         tokenizer = learn(_training_pieces(text, fraction, many=many), vocab_size)
     else:
-        tokenizer = ready_made(vocabulary)
+        tokenizer = published_vocabulary(vocabulary)
     identity = tokenizer_sha256(tokenizer)
     writers: dict[Side, ShardWriter] = {
         side: ShardWriter(
@@ -154,7 +154,7 @@ def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
             f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {beside}"
         )
-    return ready_made(vocabulary)
+    return published_vocabulary(vocabulary)
 
 
 def read_prepared(folder: Path) -> PreparedText:

@@ -2,7 +2,7 @@
 
 Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
 is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read one that is made already
-(`ready_made.py`) or documents, and writes no tokens.
+(`published_vocabulary.py`) or documents, and writes no tokens.
 """
 
 import hashlib

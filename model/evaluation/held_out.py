@@ -20,7 +20,7 @@ from logitd.model.data.sources.files import documents_of_all, each_once, named_f
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import first_held_out
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
-from logitd.model.data.windows import ValidationWindows
+from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.text.tokenizer import Tokenizer
 
 WINDOW_TOKENS = 2048
@@ -40,7 +40,7 @@ class HeldOutWindows:
     """One batch of windows, and where they come from, for people."""
 
     name: str
-    windows: ValidationWindows
+    windows: Windows
 
 
 def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOutWindows:
@@ -54,7 +54,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
         raise TextError(
             f"{name} has {shard.count:,} tokens; to measure a loss takes more than {MIN_TOKENS:,}"
         )
-    windows = ValidationWindows(
+    windows = validation_windows(
         shard, checkpoint.tokenizer, window=window, batch_size=WINDOW_TOKENS // window, batches=1
     )
     return HeldOutWindows(name, windows)

@@ -1,6 +1,6 @@
 """Text loss: the loss of a checkpoint on a text, computed as the trainer computes it.
 
-Every token of the text counts exactly once (`RollingWindows` in `model/data/windows.py`); the end
+Every token of the text counts exactly once (`rolling_windows` in `model/data/windows.py`); the end
 of a document is a token of zero bytes. In the dtype that a run was trained in, the result on its
 held-out text is what the trainer reported, if that evaluated on all of it (`eval_batches`). In
 windows that overlap (`stride`) it is lower, because tokens have more context. With quantized
@@ -25,7 +25,7 @@ from logitd.model.data.shards import Shard, ShardWriter, open_shard
 from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
-from logitd.model.data.windows import UNCOUNTED, RollingWindows
+from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
 from logitd.model.device import Placement, use_threads
 from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
 from logitd.model.evaluation.quantization_loss import step_nats
@@ -111,7 +111,7 @@ def text_loss(
         text=name,
         evaluation=evaluation,
         window=windows.width,
-        stride=windows.stride,
+        stride=min(stride or windows.width, windows.width),
         dtype=placement.dtype_name,
         device=str(placement.device),
         threads=placement.threads,
@@ -123,7 +123,7 @@ def text_loss(
 
 def _windows(
     checkpoint: CheckpointInfo, name: str, shard: Shard, stride: int | None, batch_size: int
-) -> RollingWindows:
+) -> Windows:
     context = checkpoint.config.context_length
     if shard.count < 2:
         raise TextError(f"{name} has {shard.count} tokens; the first predicts the second")
@@ -132,7 +132,7 @@ def _windows(
             f"stride is {stride}, and the model sees {context} tokens: between two windows some "
             "would be left out. Give one that is not larger"
         )
-    return RollingWindows(
+    return rolling_windows(
         shard,
         checkpoint.tokenizer,
         window=context,
@@ -168,7 +168,7 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
         yield text.name, open_shard(path, identity)
 
 
-def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> ValidationLoss:
+def _as_in_training(gpt: GPT, windows: Windows, placement: Placement) -> ValidationLoss:
     with warnings.catch_warnings():
         # As in `train`: torch warns that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
@@ -176,7 +176,7 @@ def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> 
 
 
 def _decoded(
-    loaded: LoadedModel, windows: RollingWindows, batch_size: int, kept: KVCacheDType
+    loaded: LoadedModel, windows: Windows, batch_size: int, kept: KVCacheDType
 ) -> ValidationLoss:
     """The loss by decode steps, the only way to compute with quantized weights, keys or values."""
     gpt, weight = loaded.gpt, loaded.gpt.token_embedding.weight

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.data.errors import DataError
+from logitd.model.data.shards import text_bytes_of
 
 PIECE = 100_000
 """Most characters in a piece. Tokenizers overflow their stack on runs of a million spaces."""
@@ -31,9 +32,7 @@ class Document:
 
     def count_bytes(self) -> int:
         """Bytes in UTF-8, by reading it if need be."""
-        if self.size is not None:
-            return self.size
-        return sum(len(piece.encode()) for piece in self.pieces())
+        return self.size if self.size is not None else sum(map(_size, self.pieces()))
 
 
 class Documents:
@@ -59,6 +58,20 @@ class Text:
     downloads: Sequence[Mapping[str, Any]] = ()  # url, sha256 and bytes of each
     shards: Sequence[Path] = ()
 
+    def count_bytes(self, limit: float) -> int:
+        """Bytes in UTF-8 of all documents or shards, or some number above `limit` if there are
+        more: documents of unknown size are read no further than that."""
+        if self.shards:
+            return sum(map(text_bytes_of, self.shards))
+        total = 0
+        for document in self.documents:
+            known = document.size is not None
+            for size in [document.size or 0] if known else map(_size, document.pieces()):
+                total += size
+                if total > limit:
+                    return total
+        return total
+
 
 def text_document(name: str, text: str, **facts: Any) -> Document:
     """A document that is in memory."""
@@ -74,3 +87,7 @@ def pieces_of(text: str) -> Iterator[str]:
         at = end
     if at < len(text):
         yield text[at:]
+
+
+def _size(piece: str) -> int:
+    return len(piece.encode())

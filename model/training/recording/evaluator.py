@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from logitd.model.data.windows import ValidationWindows
+from logitd.model.data.windows import validation_windows
 from logitd.model.training.distributed.fsdp import is_sharded
 from logitd.model.training.events import Evaluated, EventHandler, Noticed
 from logitd.model.training.run import plot
@@ -31,7 +31,7 @@ class Evaluator:
     ) -> None:
         self.history: list[dict[str, Any]] = []  # records of metrics.jsonl, oldest first
         self._run, self._gpt, self._forward, self._report = run, gpt, forward, report
-        self._windows = ValidationWindows(
+        self._windows = validation_windows(
             run.text.val,
             run.text.tokenizer,
             window=run.model.context_length,

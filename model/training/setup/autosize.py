@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from logitd.model.data.ready_made import ready_made
+from logitd.model.data.published_vocabulary import published_vocabulary
 from logitd.model.device import Placement, use_threads
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import Recipe
@@ -368,7 +368,7 @@ def _vocabulary_size(tokenizer: str | None) -> int | None:
     """The size of a ready-made vocabulary; None where one is learned, which has the size's own."""
     if tokenizer is None or tokenizer == "own":
         return None
-    return PUBLISHED.get(tokenizer) or ready_made(tokenizer).vocab_size
+    return PUBLISHED.get(tokenizer) or published_vocabulary(tokenizer).vocab_size
 
 
 def _describe(choice: Choice, chosen: TrainingConfig, tokens: float, placement: Placement) -> str:

@@ -8,10 +8,8 @@ build the model and takes no steps.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from logitd.model.data.amount import count_bytes
 from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
@@ -82,7 +80,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
         report=report,
     )
     if by_minutes:
-        config = choose(config, partial(count_bytes, text), report)
+        config = choose(config, text.count_bytes, report)
         resolution = resolve_config(config)
         process = resolve_process(config, resolution.recipe, ranks)
     recipe = resolution.recipe

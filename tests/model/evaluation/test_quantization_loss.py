@@ -11,7 +11,7 @@ import torch
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.data.shards import Shard
 from logitd.model.data.sources.document import TextError
-from logitd.model.data.windows import ValidationWindows
+from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import (
     QuantizationLoss,
@@ -29,9 +29,9 @@ from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_con
 BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"
 
 
-def windows(window: int = 48, rows: int = 5) -> ValidationWindows:
+def windows(window: int = 48, rows: int = 5) -> Windows:
     shard = Shard(Path(), random_ids(window * rows + 1).numpy(), 0)
-    return ValidationWindows(shard, byte_tokenizer(), window=window, batch_size=rows, batches=1)
+    return validation_windows(shard, byte_tokenizer(), window=window, batch_size=rows, batches=1)
 
 
 def rounded_to(bits: int) -> Any:
@@ -93,7 +93,7 @@ def test_what_is_added_is_told_as_a_share() -> None:
 
 
 @pytest.fixture(scope="module")
-def bundled() -> tuple[GPT, ValidationWindows]:
+def bundled() -> tuple[GPT, Windows]:
     """The bundled checkpoint, and a text that it was not trained on."""
     info, gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=torch.float32)
     try:
@@ -102,7 +102,7 @@ def bundled() -> tuple[GPT, ValidationWindows]:
         pytest.skip(str(reason))
 
 
-def test_three_bits_are_seen(bundled: tuple[GPT, ValidationWindows]) -> None:
+def test_three_bits_are_seen(bundled: tuple[GPT, Windows]) -> None:
     gpt, text = bundled
     ((inputs, targets),) = text
     loss = quantization_loss(
@@ -115,7 +115,7 @@ def test_three_bits_are_seen(bundled: tuple[GPT, ValidationWindows]) -> None:
 @pytest.mark.parametrize(("quantize", "most"), [("int8", 0.005), ("int4", 0.01)])
 def test_quantizing_costs_little(
     library: ctypes.CDLL,
-    bundled: tuple[GPT, ValidationWindows],
+    bundled: tuple[GPT, Windows],
     quantize: Quantization,
     most: float,
     dtype: torch.dtype,

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from logitd.model.data.shards import Shard
-from logitd.model.data.windows import UNCOUNTED, RollingWindows, ValidationWindows, byte_lengths
+from logitd.model.data.windows import (
+    UNCOUNTED,
+    Windows,
+    byte_lengths,
+    rolling_windows,
+    validation_windows,
+)
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.step.validate import bits_per_byte, validate
@@ -25,9 +31,9 @@ TOKENIZER = Tokenizer(
 )
 
 
-def _windows(ids: list[int], window: int, batches: int | None = None) -> ValidationWindows:
+def _windows(ids: list[int], window: int, batches: int | None = None) -> Windows:
     shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
-    return ValidationWindows(shard, TOKENIZER, window=window, batch_size=2, batches=batches)
+    return validation_windows(shard, TOKENIZER, window=window, batch_size=2, batches=batches)
 
 
 def _gpt() -> GPT:
@@ -102,7 +108,7 @@ def test_rolling_windows_count_every_token_once_with_the_context_promised(
 ) -> None:
     stride = data.draw(st.integers(1, window))
     shard = Shard(Path("memory"), np.arange(count, dtype=np.uint16), 0)
-    windows = RollingWindows(shard, TOKENIZER, window=window, stride=stride, batch_size=3)
+    windows = rolling_windows(shard, TOKENIZER, window=window, stride=stride, batch_size=3)
     counted: list[int] = []
     for inputs, targets in windows:
         assert inputs.shape == targets.shape == (len(inputs), min(window, count - 1))
@@ -122,10 +128,10 @@ def test_whole_strides_are_the_trainers_windows() -> None:
     shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
     gpt = _gpt()
     forward = lambda ids: gpt(ids).logits  # noqa: E731
-    rolling = RollingWindows(shard, TOKENIZER, window=8, stride=8, batch_size=2)
+    rolling = rolling_windows(shard, TOKENIZER, window=8, stride=8, batch_size=2)
     assert validate(gpt, rolling, forward) == validate(gpt, _windows(ids, window=8), forward)
     more = Shard(Path("memory"), np.array([*ids, 65, 65], dtype=np.uint16), 0)
-    longer = RollingWindows(more, TOKENIZER, window=8, stride=8, batch_size=2)
+    longer = rolling_windows(more, TOKENIZER, window=8, stride=8, batch_size=2)
     assert validate(gpt, longer, forward).tokens == 82
     assert validate(gpt, _windows([*ids, 65, 65], window=8), forward).tokens == 80
 
@@ -136,4 +142,4 @@ def test_whole_strides_are_the_trainers_windows() -> None:
 def test_impossible_windows_are_refused(count: int, stride: int, message: str) -> None:
     shard = Shard(Path("memory"), np.zeros(count, dtype=np.uint16), 0)
     with pytest.raises(ValueError, match=message):
-        RollingWindows(shard, TOKENIZER, window=8, stride=stride, batch_size=1)
+        rolling_windows(shard, TOKENIZER, window=8, stride=stride, batch_size=1)

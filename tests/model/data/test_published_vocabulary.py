@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from logitd.model.data.errors import DataError
-from logitd.model.data.ready_made import ready_made
+from logitd.model.data.published_vocabulary import published_vocabulary
 from logitd.model.data.vocabulary import learn, tokenizer_sha256
 from logitd.model.text.tokenizer import END_OF_TEXT
 from tests.model.conftest import story
@@ -16,27 +16,27 @@ LEARNED = learn([story(800)], 340)
 
 def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
     LEARNED.write_ranks(tmp_path / "own.tiktoken")
-    tokenizer = ready_made(str(tmp_path / "own.tiktoken"))
+    tokenizer = published_vocabulary(str(tmp_path / "own.tiktoken"))
     assert tokenizer_sha256(tokenizer) == tokenizer_sha256(LEARNED)
     with pytest.raises(DataError, match="neither 'own' nor one of gpt2"):
-        ready_made("no-such-thing")
+        published_vocabulary("no-such-thing")
     (tmp_path / "bad.tiktoken").write_text("not ranks at all\n")
     with pytest.raises(DataError, match=r"line 1 of bad\.tiktoken"):
-        ready_made(str(tmp_path / "bad.tiktoken"))
+        published_vocabulary(str(tmp_path / "bad.tiktoken"))
 
 
 def test_a_tokenizer_json_is_taken_with_the_ids_of_its_library(tmp_path: Path) -> None:
     library = their_tokenizer()
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = ready_made(str(tmp_path / "tokenizer.json"))
+    tokenizer = published_vocabulary(str(tmp_path / "tokenizer.json"))
     text = story(800)
     assert tokenizer.encode(text) == library.encode(text).ids
     unended = (tmp_path / "tokenizer.json").read_text("utf-8").replace(END_OF_TEXT, "<|other|>")
     (tmp_path / "unended.json").write_text(unended, "utf-8")
     with pytest.raises(DataError, match=r"tokenizer_config\.json beside it names"):
-        ready_made(str(tmp_path / "unended.json"))
+        published_vocabulary(str(tmp_path / "unended.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|other|>"}', "utf-8")
-    assert ready_made(str(tmp_path / "unended.json")).end_of_text is not None
+    assert published_vocabulary(str(tmp_path / "unended.json")).end_of_text is not None
     (tmp_path / "list.json").write_text('["a", "b"]')
     with pytest.raises(DataError, match=r"list\.json"):
-        ready_made(str(tmp_path / "list.json"))
+        published_vocabulary(str(tmp_path / "list.json"))

@@ -13,7 +13,7 @@ from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 
-def ready_made(name: str) -> Tokenizer:
+def published_vocabulary(name: str) -> Tokenizer:
     """A published encoding by its name; a ranks file, or a `tokenizer.json` of Hugging Face's
     tokenizers, by its path. Raises DataError."""
     try:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.data.amount import count_bytes
 from logitd.model.data.prepare import prepare_text
 from logitd.model.data.sources.document import Document, Text, text_document
 from logitd.model.data.sources.open_text import open_text
@@ -18,7 +17,7 @@ from logitd.model.data.sources.open_text import open_text
 def test_it_is_the_length_or_something_above_the_limit(texts: list[str], limit: int) -> None:
     documents = [text_document(str(index), text) for index, text in enumerate(texts)]
     whole = sum(len(text.encode()) for text in texts)
-    found = count_bytes(Text("some", "none", documents), limit)
+    found = Text("some", "none", documents).count_bytes(limit)
     assert found == whole if whole <= limit else limit < found <= whole
 
 
@@ -31,7 +30,7 @@ def test_what_has_no_size_is_read_up_to_the_limit_and_no_further() -> None:
             read += 1
             yield "é" * 50
 
-    assert count_bytes(Text("long", "none", [Document("long", pieces)]), 1000) == 1100
+    assert Text("long", "none", [Document("long", pieces)]).count_bytes(1000) == 1100
     assert read == 11
 
 
@@ -41,8 +40,8 @@ def test_files_and_the_shards_that_are_made_of_them(packed: bool, tmp_path: Path
     path = tmp_path / ("text.txt.gz" if packed else "text.txt")
     path.write_bytes(gzip.compress(raw) if packed else raw)
     text = open_text([str(path)])
-    assert count_bytes(text, 1e9) == len(raw)
+    assert text.count_bytes(1e9) == len(raw)
     prepare_text(text, tmp_path / "data", vocabulary="own", vocab_size=300, val_fraction=0.1)
     shards = open_text([str(tmp_path / "data")])
     assert shards.shards
-    assert count_bytes(shards, 1e9) == len(raw)
+    assert shards.count_bytes(1e9) == len(raw)
