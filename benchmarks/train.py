@@ -34,7 +34,6 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,11 @@ from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.split import are_many, sides
 from logitd.model.data.vocabulary import learn
+from logitd.model.training.configuration.autosize import SIZES, Size
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.presets import preset
-from logitd.model.training.events import ignore_events
 from logitd.model.training.optim.optimizers import kind_of
-from logitd.model.training.setup.autosize import SIZES, Size, choose
+from logitd.model.training.setup.measure import measure_machine
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
@@ -117,10 +116,7 @@ class Results:
 
 def choose_size(minutes: float, threads: int) -> Size:
     """The size that `logitd train --minutes` takes on this machine, for a long text."""
-    config = TrainingConfig(minutes=minutes, threads=threads)
-    chosen = choose(config, lambda limit: ceil(limit) + 1, ignore_events)
-    wanted = (chosen.n_layer, chosen.d_model)
-    return next(size for size in SIZES if (size.n_layer, size.d_model) == wanted)
+    return measure_machine(TrainingConfig(minutes=minutes, threads=threads)).choice.size
 
 
 def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads: int) -> Any:

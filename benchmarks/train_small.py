@@ -11,9 +11,9 @@ minutes. Its last tenth is held out, as `logitd train` does. The sides:
     nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
 
 With `--size N --passes P` the clock decides nothing: `adapted` and `long` have the N-th size of
-`model/training/setup/autosize.py` (from 0) and as many steps as `long` needs to pass the text P
-times. So a machine that does other things besides gives the same figures. A step of `adapted` has
-less arithmetic in its head and more for its dropout.
+`model/training/configuration/autosize.py` (from 0) and as many steps as `long` needs to pass the
+text P times. So a machine that does other things besides gives the same figures. A step of
+`adapted` has less arithmetic in its head and more for its dropout.
 
 Each run is a real `train()` in a process of its own, in turns. Bits per byte are measured after it
 on the whole validation text, of the last weights and of the best evaluation's, which are what is
@@ -38,18 +38,17 @@ from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.device import keep_freed_memory
-from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.configuration.repetition import bytes_per_token
-from logitd.model.training.events import ignore_events
-from logitd.model.training.setup.autosize import (
+from logitd.model.training.configuration.autosize import (
     SIZES,
     Measured,
-    adapt,
+    autosize,
+    bytes_per_token,
     fill_in,
-    measure_machine,
-    regularise,
+    suit_text,
 )
-from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.resolve import resolve
+from logitd.model.training.setup.measure import measure_machine
 
 SIDES = ("adapted", "long", "nanogpt-char")
 FIRST_SEED = 1337
@@ -79,7 +78,7 @@ def configuration(side: str, asked: TrainingConfig, measured: Measured) -> Train
     if side == "nanogpt-char":
         return TrainingConfig(**{**asked.to_dict(), "preset": side})
     count = open_text(asked.data).count_bytes if side == "adapted" else _endless
-    return adapt(asked, measured, count, ignore_events)
+    return autosize(asked, measured, count)[0]
 
 
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
@@ -87,13 +86,13 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
     if side == "nanogpt-char":
         raise SystemExit("nanogpt-char has a size of its own: compare it by --minutes")
     text, chosen = open_text(asked.data), SIZES[size]
-    share = 1 - resolve_config(asked).recipe.val_fraction
+    share = 1 - resolve(asked).recipe.val_fraction
     tokens = passes * share * text.count_bytes(float("inf")) / bytes_per_token(chosen.vocab_size)
     filled = fill_in(asked, chosen, tokens)
     count = text.count_bytes if side == "adapted" else _endless
-    config = regularise(filled, asked, tokens, None, count, ignore_events)
+    changes, _ = suit_text(filled, asked, tokens, None, count)
     steps = max(1, round(tokens / (chosen.batch_size * chosen.context_length)))
-    return config.model_copy(update={"steps": steps, "minutes": None})
+    return filled.model_copy(update={**changes, "steps": steps, "minutes": None})
 
 
 def _endless(limit: float) -> int:

@@ -22,7 +22,7 @@ CARD_BYTES = 2**20
 MOST_POINTS = 1000
 
 _ROW = re.compile(r"^\| ([\d,]+) \| (\d+\.\d+) \| (\d+\.\d+) \|$", re.MULTILINE)
-"""Of the curve in a card (`model/training/run/card.py`): step, validation loss, bits per byte."""
+"""Row of the curve in a card (`model/training/recording/card.py`): step, loss, bits per byte."""
 
 
 @dataclass(frozen=True, slots=True)

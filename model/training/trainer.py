@@ -1,8 +1,8 @@
 """Trainer: from a configuration to a trained checkpoint. `train` is the entry.
 
-    setup_run   decide what the run does (`resolve`), prepare or reopen its directory (`setup`)
-    Trainer     build the model (`finetune`), optimizers (`optim/`), loss (`step/`)
-    load        only of a resumed run: weights, optimizer states, counters (`run/state`)
+    setup_run   resolve the run (`configuration/`), prepare or reopen its directory (`setup/`)
+    Trainer     build the model (`setup/base`), optimizers (`optim/`), loss (`step/`)
+    load        for a resumed run: weights, optimizer states, counters (`run/state`)
     fit         take steps until there is a reason to stop
 
 A step: forward and backward over this process's batches, add up the gradients of all processes,
@@ -32,18 +32,17 @@ from logitd.model.training.distributed.ranks import ALONE, Ranks, process_group
 from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
 from logitd.model.training.optim.optimizers import Optimizers, lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
-from logitd.model.training.run.errors import diverged, last_good
+from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import load_state
 from logitd.model.training.run.step_log import Figures, StepLog
 from logitd.model.training.run.tensorboard import require_tensorboard, with_tensorboard
+from logitd.model.training.setup.base import initial_model
 from logitd.model.training.setup.begin import setup_run
-from logitd.model.training.setup.finetune import initial_model
-from logitd.model.training.setup.resolve import ResolvedRun
-from logitd.model.training.step.compile import choose_loss
+from logitd.model.training.step.compile import choose_loss, compiles
 from logitd.model.training.step.flops import Meter
 from logitd.model.training.step.forward import Forward
-from logitd.model.training.stopping.counters import Counters
 from logitd.model.training.stopping.divergence import DivergenceMonitor, Observation
+from logitd.model.training.stopping.length import Counters
 from logitd.model.training.stopping.signals import StopSignals
 from logitd.model.training.stopping.worsening import ended_worse
 
@@ -87,7 +86,8 @@ def train(config: TrainingConfig, report: EventHandler = ignore_events) -> Train
                 require_tensorboard()
             run = setup_run(config, ranks, report)
             try:
-                with with_tensorboard(run.tensorboard and ranks.is_main, report) as report:
+                wanted = run.training.config.tensorboard and ranks.is_main
+                with with_tensorboard(wanted, report) as report:
                     trainer = Trainer(run, report)
                     if config.resume:
                         trainer.load()
@@ -110,32 +110,38 @@ def _random_state(ranks: Ranks, config: TrainingConfig) -> AbstractContextManage
 class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
-    def __init__(self, run: ResolvedRun, report: EventHandler) -> None:
-        recipe, placement, ranks = run.recipe, run.placement, run.ranks
-        self.run, self.report, self.ranks = run, report, ranks
+    def __init__(self, run: Run, report: EventHandler) -> None:
+        self.run, self.training, self.ranks, self.report = (
+            run,
+            run.training,
+            run.share.ranks,
+            report,
+        )
+        recipe, model = run.training.recipe, run.training.model
+        placement, ranks = run.share.placement, run.share.ranks
         use_threads(placement.threads)
         if placement.device.type == "cuda" and ranks.size > 1:
             torch.cuda.set_device(placement.device)  # where NCCL takes its buffers
         torch.manual_seed(recipe.seed)
         # 1) The model, whole or this process's part of it.
-        self.gpt = initial_model(run.model, recipe, run.base, run.lora, report)
+        self.gpt = initial_model(run.training, report)
         if run.sharded:
             shard_model(self.gpt, placement, ranks)
         else:
             self.gpt.to(placement.device)
         self.gpt.train()
         # 2) What a step takes: batches, loss, update.
-        self.batches = Batches(run.text.train, window=run.model.context_length, seed=recipe.seed)
+        self.batches = Batches(run.text.train, window=model.context_length, seed=recipe.seed)
         self.loss = choose_loss(
-            Forward(self.gpt, placement, dropout=run.model.dropout),
+            Forward(self.gpt, placement, dropout=model.dropout),
             lambda message: report(Noticed(message)),
-            compiled=run.compiled,
+            compiled=compiles(run.training.config.compile, placement.device),
             peers=ranks if run.sharded else ALONE,
         )
         self.optimizers = Optimizers(self.gpt, recipe, ranks)
         # 3) What happens between steps.
         self.counters = Counters()
-        self.log = StepLog(Meter.measure(run.model, placement))
+        self.log = StepLog(Meter.measure(model, placement))
         self.divergence = DivergenceMonitor(recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
         self.began = time.monotonic()
@@ -201,13 +207,13 @@ class Trainer:
             self.report(Noticed(notice))
 
     def _report_start(self) -> None:
-        placement = self.run.placement
+        placement = self.run.share.placement
         self.report(
             Started(
                 run=self.run.directory.path,
                 parameters=self.gpt.parameter_count(),
                 step=self.counters.step,
-                steps=self.run.length.steps,
+                steps=self.training.length.steps,
                 device=describe(placement.device),
                 dtype=placement.dtype_name,
                 threads=placement.threads,
@@ -219,7 +225,7 @@ class Trainer:
 
     def _export(self) -> str:
         """Whether `logitd export` can write this model: known now, and not only after hours."""
-        model, base = self.run.model, self.run.base
+        model, base = self.training.model, self.training.base
         sentence = describe_export(model, self.run.text.tokenizer)
         begins = self.counters.step == 0 and base is None
         way_out = ". --exportable trains one that can" if begins and objections(model) else ""
@@ -227,23 +233,24 @@ class Trainer:
 
     def _step(self) -> None:
         """Forward, backward, update."""
-        recipe, rank_batch, device = self.run.recipe, self.run.rank_batch, self.run.placement.device
-        scale = lr_scale(recipe, self.counters.step, self.run.length.done(self.counters))
+        recipe, share = self.training.recipe, self.run.share.batch
+        device = self.run.share.placement.device
+        scale = lr_scale(recipe, self.counters.step, self.training.length.done(self.counters))
         # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
         loss = torch.zeros((), device=device)
-        for first in rank_batch.batches(self.counters.step):
-            inputs, targets = self.batches.batch(first, rank_batch.batch_size)  # (B, T) each
+        for first in share.batches(self.counters.step):
+            inputs, targets = self.batches.batch(first, share.batch_size)  # (B, T) each
             torch.manual_seed(noise_seed(recipe.seed, first))
             part_loss = self.loss(to_device(inputs, device), to_device(targets, device))
-            (part_loss / rank_batch.parts).backward()
-            loss += part_loss.detach() / rank_batch.parts
+            (part_loss / share.parts).backward()
+            loss += part_loss.detach() / share.parts
         # 2) Those of all processes together, and the update.
         parameters = list(self.gpt.parameters())
         self.ranks.all_reduce_sum([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
         self.optimizers.step(scale)
         # 3) Count. The loss stays on the device until a report is due.
-        tokens = rank_batch.total * self.gpt.config.context_length
+        tokens = share.total * self.gpt.config.context_length
         self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens)
         self.counters = Counters(
             step=self.counters.step + 1,
@@ -269,7 +276,7 @@ class Trainer:
 
     def _due(self) -> Due:
         """What the recipe asks for after this step."""
-        step, recipe = self.counters.step, self.run.recipe
+        step, recipe = self.counters.step, self.training.recipe
         return Due(
             state=step % recipe.checkpoint_every == 0,
             evaluation=step % recipe.eval_every == 0,
@@ -278,7 +285,7 @@ class Trainer:
 
     def _reports(self, due: Due) -> bool:
         """Whether the steps up to this one are reported: with anything else, and by themselves."""
-        logs = self.counters.step % self.run.log_every == 0
+        logs = self.counters.step % self.training.config.log_every == 0
         return due.state or due.evaluation or due.samples or logs
 
     def _reports_state(self) -> dict[str, Any]:
@@ -300,7 +307,7 @@ class Trainer:
         self.report(
             Progress(
                 step=counters.step,
-                share=self.run.length.done(counters),
+                share=self.training.length.done(counters),
                 loss=figures.loss,
                 smoothed_loss=figures.smoothed_loss,
                 learning_rate=figures.learning_rate,
@@ -308,7 +315,7 @@ class Trainer:
                 tokens_per_second=figures.tokens_per_second,
                 matrix_share=figures.matrix_share,
                 seconds=counters.seconds,
-                seconds_left=self.run.length.seconds_left(counters, figures.seconds_per_step),
+                seconds_left=self.training.length.seconds_left(counters, figures.seconds_per_step),
             )
         )
 
@@ -330,14 +337,14 @@ class Trainer:
         return REASONS[int(code)] if code >= 0 else None
 
     def _own_reason(self, signals: StopSignals) -> Reason | None:
-        patience = self.run.recipe.patience
+        patience = self.training.recipe.patience
         if signals.asked:
             return "interrupted"
         if not self.ranks.is_main:
             return None
-        if self.run.length.out_of_steps(self.counters):
+        if self.training.length.out_of_steps(self.counters):
             return "finished"
-        if self.run.length.done(self.counters) >= 1:
+        if self.training.length.done(self.counters) >= 1:
             return "time is up"
         if patience is not None and self.recorder.evaluations_since_best() >= patience:
             return "no improvement"
@@ -346,12 +353,12 @@ class Trainer:
     def _diverged(self, diagnosis: str) -> TrainingError:
         if not self.ranks.is_main:
             return self.ranks.secondary_error()
-        return diverged(self.run.directory, diagnosis)
+        return self.run.directory.diverged(diagnosis)
 
     def _not_saved(self) -> str:
         return (
-            f"step {self.counters.step} is not saved: the loss stands far above its best. "
-            f"{last_good(self.run.directory)}"
+            f"step {self.counters.step} is not saved: the loss is far above its best. "
+            f"{self.run.directory.last_good()}"
         )
 
     def _stopping(self) -> None:
@@ -372,5 +379,5 @@ class Trainer:
             val_bits_per_byte=last["val_bits_per_byte"],
             reason=reason,
             rank=self.ranks.rank,
-            adapter_of=self.run.base_path if self.run.lora else None,
+            adapter_of=self.training.config.from_checkpoint if self.training.lora else None,
         )

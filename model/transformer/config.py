@@ -9,10 +9,13 @@ torch, and knows nothing of training or of names such as "gpt2-124m"
 
 import json
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import BeforeValidator, Field
 
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
@@ -30,17 +33,6 @@ BLOCK = 32
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e12
 """Of the values of `RopeScaling`: far beyond what is used, and angles stay finite."""
-
-_SIZES = (
-    "vocab_size",
-    "context_length",
-    "n_layer",
-    "n_head",
-    "n_kv_head",
-    "head_dim",
-    "d_model",
-    "d_ff",
-)
 
 
 class ConfigError(ValueError):
@@ -151,72 +143,88 @@ _ROPE_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
 """The keys that each kind has."""
 
 
+def read_rope_scaling(value: Any) -> RopeScaling | None:
+    """`rope_scaling` as JSON has it, or as it is. Raises ConfigError."""
+    if value is None or isinstance(value, RopeScaling):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"rope_scaling is {value!r}; it must be an object or null")
+    return RopeScaling.from_dict(value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
     """The shape of a GPT. Every field is explicit, so that a checkpoint describes itself.
 
-    vocab_size           token ids run from 0 to vocab_size - 1
-    padded_vocab_size    rows of the embedding and head matrices; the rest are never shown
-    context_length       positions, prompt and completion together
-    n_layer, d_model     blocks, and the width of the residual stream
-    n_head, n_kv_head    query heads, and the key/value heads they share (equal: multi-head,
-                         1: multi-query)
-    head_dim             width of one head; n_head * head_dim need not be d_model
-    d_ff                 hidden width of the feed-forward (of each half, with swiglu)
-    norm, norm_position  layernorm or rmsnorm; before each sublayer ("pre") or after the residual
-                         sum ("post")
-    final_norm           a norm after the last block as well
-    residual             sequential: the feed-forward reads the sum that attention was added to;
-                         parallel: both read the same x, and x + attention(attention_norm(x)) +
-                         mlp(mlp_norm(x)) follows (GPT-NeoX)
-    positions            learned or sinusoidal vectors added to the embeddings, or rotary
-    rope_theta           base of the rotary angles
-    rotary_dim           channels of each head that turn. Channel i is paired with i + head_dim / 2
-                         whatever rotary_dim is: the first rotary_dim / 2 pairs turn, and the angle
-                         of the others is 0. Elsewhere the first rotary_dim channels are paired
-                         among themselves, so an import reorders the rows of query and key, and the
-                         weights of their norms, head by head
-    rope_scaling         how the angles are scaled for a longer context (`RopeScaling`); None: not
-    bias, qkv_bias       biases in norms, projections and feed-forward; in query, key and value
-    qk_norm              RMS-normalise queries and keys per head before rotation
-    tied_head            the head is the embedding matrix
-    head_bias            a bias in the head, of padded_vocab_size elements, with a tied head too
-    value_embeddings     every second block adds a gated per-token embedding to its values
-    dropout              in training: on embeddings, attention weights and residual branches
+    A field is declared here alone: the flags of the trainer and of the importer have its
+    description and limits.
+
+    Channel i is paired with i + head_dim / 2 whatever rotary_dim is: the first rotary_dim / 2 pairs
+    turn, and the angle of the others is 0. Elsewhere the first rotary_dim channels are paired among
+    themselves, so an import reorders the rows of query and key, and the weights of their norms,
+    head by head. Parallel is GPT-NeoX's x + attention(attention_norm(x)) + mlp(mlp_norm(x)).
     """
 
-    vocab_size: int
-    padded_vocab_size: int
-    context_length: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    head_dim: int
-    d_model: int
-    d_ff: int
-    norm: Norm
-    norm_position: NormPosition
-    norm_eps: float
-    final_norm: bool
-    residual: Residual
-    positions: Positions
-    rope_theta: float
-    rotary_dim: int
-    rope_scaling: RopeScaling | None
-    activation: Activation
-    bias: bool
-    qkv_bias: bool
-    qk_norm: bool
-    tied_head: bool
-    head_bias: bool
-    value_embeddings: bool
-    dropout: float
+    vocab_size: Annotated[int, Field(ge=1, description="token ids run from 0 to vocab_size - 1")]
+    padded_vocab_size: Annotated[
+        int, Field(description="rows of embedding and head; those from vocab_size on are unused")
+    ]
+    context_length: Annotated[
+        int, Field(ge=1, description="positions, prompt and completion together")
+    ]
+    n_layer: Annotated[int, Field(ge=1, description="blocks")]
+    n_head: Annotated[int, Field(ge=1, description="query heads")]
+    n_kv_head: Annotated[
+        int, Field(ge=1, description="key/value heads that the query heads share (default: n_head)")
+    ]
+    head_dim: Annotated[int, Field(ge=1, description="width of a head (default: d_model / n_head)")]
+    d_model: Annotated[int, Field(ge=1, description="width of the residual stream")]
+    d_ff: Annotated[
+        int, Field(ge=1, description="width of the feed-forward (default: 4 * d_model)")
+    ]
+    norm: Annotated[Norm, Field(description="kind of normalisation")]
+    norm_position: Annotated[
+        NormPosition, Field(description="before each sublayer (pre) or after the residual sum")
+    ]
+    norm_eps: Annotated[float, Field(gt=0, lt=1, description="term that norms add to the variance")]
+    final_norm: Annotated[
+        bool, Field(description="a norm after the last block (default: with norm_position pre)")
+    ]
+    residual: Annotated[
+        Residual, Field(description="feed-forward after attention, or in parallel on the same x")
+    ]
+    positions: Annotated[
+        Positions, Field(description="vectors added to the embeddings, or rotary positions")
+    ]
+    rope_theta: Annotated[float, Field(gt=1, description="base of the rotary frequencies")]
+    rotary_dim: Annotated[
+        int, Field(ge=2, description="channels of each head that turn (default: head_dim)")
+    ]
+    rope_scaling: Annotated[
+        RopeScaling | None,
+        BeforeValidator(read_rope_scaling),
+        Field(
+            description="scaled rotary positions, as JSON: "
+            """'{"kind": "yarn", "factor": 4, "original_context_length": 2048}', or kind llama3 """
+            "or linear"
+        ),
+    ]
+    activation: Annotated[Activation, Field(description="activation of the feed-forward")]
+    bias: Annotated[bool, Field(description="biases in norms, projections and feed-forward")]
+    qkv_bias: Annotated[bool, Field(description="biases in query, key and value")]
+    qk_norm: Annotated[bool, Field(description="normalise queries and keys per head")]
+    tied_head: Annotated[bool, Field(description="use the embedding matrix as the head")]
+    head_bias: Annotated[bool, Field(description="a bias in the head, a tied one too")]
+    value_embeddings: Annotated[
+        bool, Field(description="add gated embeddings per token to every second block's values")
+    ]
+    dropout: Annotated[float, Field(ge=0, lt=1, description="dropout in training")]
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for name, limits in _LIMITS.items():
+            _check_limits(name, getattr(self, name), limits)
+        if self.positions == "rotary" and not 1 < self.rope_theta < math.inf:
+            raise ConfigError(f"rope_theta is {self.rope_theta}; it must be finite and above 1")
         if self.padded_vocab_size < self.vocab_size:
             raise ConfigError(
                 f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
@@ -230,12 +238,6 @@ class GPTConfig:
             raise ConfigError(
                 f"head_dim {self.head_dim} is odd; rotary positions turn pairs, so it must be even"
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
-        if not 0 < self.norm_eps < 1:
-            raise ConfigError(f"norm_eps is {self.norm_eps}; it must be above 0 and below 1")
-        if self.positions == "rotary" and not 1 < self.rope_theta < math.inf:
-            raise ConfigError(f"rope_theta is {self.rope_theta}; it must be finite and above 1")
         if self.residual == "parallel" and self.norm_position == "post":
             raise ConfigError(
                 "residual is 'parallel' and norm_position 'post': there is no sum between the "
@@ -313,13 +315,29 @@ def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_rope_scaling(value: Any) -> RopeScaling | None:
-    """`rope_scaling` as JSON has it, or as it is. Raises ConfigError."""
-    if value is None or isinstance(value, RopeScaling):
-        return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"rope_scaling is {value!r}; it must be an object or null")
-    return RopeScaling.from_dict(value)
+_WORDS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "lt": ("below", operator.lt),
+}
+_LIMITS = {
+    name: [
+        (*_WORDS[kind], getattr(limit, kind))
+        for field in getattr(hint, "__metadata__", ())
+        for limit in getattr(field, "metadata", ())
+        for kind in _WORDS
+        if hasattr(limit, kind)
+    ]
+    for name, hint in get_type_hints(GPTConfig, include_extras=True).items()
+    if name not in ("rope_theta", "rotary_dim")  # limited with rotary positions alone
+}
+"""Limits of each field, from its annotation."""
+
+
+def _check_limits(name: str, value: Any, limits: Sequence[tuple[str, Any, float]]) -> None:
+    if not all(holds(value, bound) for _, holds, bound in limits):
+        rule = " and ".join(f"{word} {bound}" for word, _, bound in limits)
+        raise ConfigError(f"{name} is {value}; it must be {rule}")
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:

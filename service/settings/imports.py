@@ -1,11 +1,11 @@
-"""Settings of `logitd import`: where a model is, and what only a person can say of it.
+"""Settings of `logitd import`: where a model is, and answers to what its tensors do not say.
 
-The fields of a `Computation` are flags of the same names.
+Each field of a `Computation` is a flag of the same name.
 """
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
@@ -20,12 +20,13 @@ from logitd.model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
-from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
+from logitd.model.optional_fields import with_optional_fields
+from logitd.model.transformer.config import GPTConfig
 from logitd.service.settings.common import CommandSettings, StoredDType, settings_of
 
 
-class ImportSettings(CommandSettings):
-    """Import a model trained elsewhere, by any code, as a checkpoint."""
+class _Source(CommandSettings):
+    """Where the model is, and how it is read."""
 
     model_config = settings_of("import")
 
@@ -67,24 +68,28 @@ class ImportSettings(CommandSettings):
     map: Path | None = Field(
         None, description="TOML file that says which tensor is what (a draft is written on need)"
     )
-    n_head: int | None = Field(None, ge=1, description="query heads")
-    activation: Activation | None = Field(None, description="activation of the feed-forward")
-    norm: Norm | None = Field(None, description="kind of the norms")
-    norm_eps: float | None = Field(None, gt=0, lt=1, description="what norms add to the variance")
-    norm_position: NormPosition | None = Field(
-        None, description="norms before each sublayer, or after the residual sum"
-    )
-    final_norm: bool | None = Field(
-        None, description="whether the norm behind the layers is applied"
-    )
-    residual: Residual | None = Field(
-        None, description="feed-forward after attention, or beside it on the same stream"
-    )
+
+
+_COMPUTED, _SHAPE = get_type_hints(Computation), get_type_hints(GPTConfig)
+ANSWERS = [
+    name
+    for name, kind in _COMPUTED.items()
+    if _SHAPE.get(name) == kind and name not in _Source.model_fields
+]
+"""Fields of a `Computation` that are fields of a `GPTConfig`, which declares them."""
+if TYPE_CHECKING:
+    _Answers = _Source
+else:
+    _Answers = with_optional_fields(_Source, GPTConfig, ANSWERS)
+
+
+class ImportSettings(_Answers):
+    """Import a model trained elsewhere, by any code, as a checkpoint."""
+
     positions: Positions | None = Field(None, description="how positions are told apart")
     rotary_layout: RotaryLayout | None = Field(
         None, description="channels that turn together: i and i + D/2, or 2i and 2i + 1"
     )
-    rope_theta: float | None = Field(None, gt=1, description="base of the rotary frequencies")
     score_scale: ScoreScale | None = Field(
         None, description="attention scores are divided by the square root of this width, or not"
     )

@@ -16,9 +16,9 @@ from benchmarks.train import (
     summary,
     table,
 )
+from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.setup.autosize import SIZES
-from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.configuration.resolve import resolve
 
 RUN = Run(minutes=2, side="default", rate=0.03, batch=8, seed=1)
 OUTCOME = Outcome(
@@ -40,10 +40,10 @@ def test_both_sides_have_the_same_matrices_at_every_size() -> None:
         for side in ("default", "nanogpt"):
             fields = settings(replace(RUN, side=side), size, (), Path("some.tiktoken"), 1)
             config = TrainingConfig(**fields)
-            resolution = resolve_config(config)
+            resolution = resolve(config)
             assert resolution.recipe.matrix_lr == RUN.rate
             assert resolution.recipe.optimizer == ("muon" if side == "default" else "adamw")
-            found.add(block_matrices(resolution.model(1000)))
+            found.add(block_matrices(resolution.model))
         assert found == {12 * size.n_layer * size.d_model**2}
 
 

@@ -1,15 +1,15 @@
 """Presets: model shapes and training recipes by name.
 
-A preset is a starting point: every number in it can be given anew on the command line
-(`model/training/configuration/config.py`). Covers the names and their values. Does not import
-torch, does not build or train anything, and what its fields do is told where they are used
-(`model/transformer/config.py`, `model/training/optim/optimizers.py`).
+A preset is a starting point: every value in it can be replaced on the command line
+(`model/training/configuration/config.py`). Does not import torch, and builds or trains nothing.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 
@@ -27,60 +27,86 @@ SaveDType = Literal["float32", "bfloat16"]
 
 
 class PresetError(ValueError):
-    """A preset that does not exist; the message lists those that do."""
+    """An unknown preset; the message lists the known ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How a model is trained. `TrainingConfig` has a field of the same name for each of these.
+    """How a model is trained. `TrainingConfig` has the same fields, which may be None there.
 
-    tokenizer, vocab_size      "own" learns vocab_size tokens from the text; else a published
-                               encoding, ranks or a tokenizer.json, which bring their own size
-    steps                      optimizer steps
-    batch_size, accumulate     sequences in a forward pass, and passes in a step
-    optimizer, init            the update rule of the block matrices, and the initial weights
-    *_lr                       peak learning rates: block matrices, embeddings, head, and the rest
-    momentum, beta1, beta2     Muon's momentum; AdamW's two
-    warmup                     steps of linear rise to the peak
-    decay, cooldown, final_lr  linear: flat, then straight down over the last `cooldown` share of
-                               the run; cosine: from the peak on; both end at `final_lr` * peak
-    weight_decay, clip         decoupled decay of matrices; largest gradient norm (0: no limit)
-    eval_every, eval_batches   steps between evaluations; batches of each (None: the whole text)
-    sample_every               steps between samples (None: at each evaluation)
-    checkpoint_every, keep     steps between checkpoints; how many stay (`best` stays besides)
-    patience                   evaluations without a new best before the run stops (None: never)
+    A linear decay is flat, then falls straight over the last `cooldown` share of the run; a cosine
+    falls from the peak on. Both end at `final_lr` times the peak.
     """
 
-    steps: int
-    batch_size: int
-    accumulate: int = 1
-    tokenizer: str = "own"
-    vocab_size: int = 2048
-    optimizer: Optimizer = "muon"
-    init: Init = "modern"
-    matrix_lr: float
-    embedding_lr: float
-    head_lr: float
-    scalar_lr: float
-    momentum: float = 0.95
-    beta1: float = 0.9
-    beta2: float = 0.95
-    warmup: int = 0
-    decay: Decay = "linear"
-    cooldown: float = 0.6
-    final_lr: float = 0.0
-    weight_decay: float = 0.0
-    clip: float = 0.0
-    dtype: TrainingDType = "auto"
-    seed: int = 1337
-    val_fraction: float = 0.1
-    eval_every: int
-    eval_batches: int | None = None
-    sample_every: int | None = None
-    checkpoint_every: int
-    keep: int = 2
-    save_dtype: SaveDType = "float32"
-    patience: int | None = None
+    steps: Annotated[int, Field(ge=1, description="optimizer steps")]
+    batch_size: Annotated[int, Field(ge=1, description="sequences in a forward pass")]
+    accumulate: Annotated[int, Field(ge=1, description="forward passes in a step")] = 1
+    optimizer: Annotated[
+        Optimizer, Field(description="of the block matrices; AdamW updates everything else")
+    ] = "muon"
+    init: Annotated[
+        Init, Field(description="initial weights: GPT-2's, or with zero-initialised projections")
+    ] = "modern"
+    matrix_lr: Annotated[float, Field(gt=0, description="peak learning rate of block matrices")]
+    embedding_lr: Annotated[float, Field(gt=0, description="peak learning rate of embeddings")]
+    head_lr: Annotated[
+        float, Field(gt=0, description="peak learning rate of the head, tied or not")
+    ]
+    scalar_lr: Annotated[
+        float, Field(gt=0, description="peak learning rate of norms, biases and gates")
+    ]
+    momentum: Annotated[float, Field(ge=0, lt=1, description="Muon's momentum")] = 0.95
+    beta1: Annotated[float, Field(ge=0, lt=1, description="AdamW's first beta")] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="AdamW's second beta")] = 0.95
+    warmup: Annotated[int, Field(ge=0, description="steps of linear rise to the peak")] = 0
+    decay: Annotated[Decay, Field(description="how the learning rate falls")] = "linear"
+    cooldown: Annotated[
+        float, Field(ge=0, le=1, description="share of the run that a linear decay takes")
+    ] = 0.6
+    final_lr: Annotated[
+        float, Field(ge=0, le=1, description="last learning rate as a share of the peak")
+    ] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
+    clip: Annotated[float, Field(ge=0, description="largest gradient norm (0: no limit)")] = 0.0
+    dtype: Annotated[
+        TrainingDType, Field(description="dtype of the forward pass; the weights stay float32")
+    ] = "auto"
+    seed: Annotated[
+        int, Field(ge=0, lt=2**63, description="seed of initial weights, batches and dropout")
+    ] = 1337
+    tokenizer: Annotated[
+        str,
+        Field(
+            description="'own' learns a vocabulary from the text; else gpt2, cl100k_base, "
+            "o200k_base, or the path of a ranks file or a tokenizer.json"
+        ),
+    ] = "own"
+    vocab_size: Annotated[
+        int, Field(ge=257, le=1_000_000, description="size of a vocabulary that is learned")
+    ] = 2048
+    val_fraction: Annotated[
+        float, Field(gt=0, le=0.5, description="share of the text held out for validation")
+    ] = 0.1
+    eval_every: Annotated[int, Field(ge=1, description="steps between evaluations")]
+    eval_batches: Annotated[
+        int | None,
+        Field(ge=1, description="batches of validation text in an evaluation (default: all of it)"),
+    ] = None
+    sample_every: Annotated[
+        int | None,
+        Field(ge=1, description="steps between samples (default: with each evaluation)"),
+    ] = None
+    checkpoint_every: Annotated[int, Field(ge=1, description="steps between checkpoints")]
+    keep: Annotated[
+        int,
+        Field(ge=1, description="number of recent checkpoints to keep; the best is always kept"),
+    ] = 2
+    save_dtype: Annotated[SaveDType, Field(description="dtype of the checkpoint's weights")] = (
+        "float32"
+    )
+    patience: Annotated[
+        int | None, Field(ge=1, description="evaluations without a new best before the run stops")
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Evaluator: the validation loss of a run, step by step.
 
 Computes it (`model/training/step/validate.py`), writes it to the metrics, draws the curves, and
-knows which evaluation was the best. Of several processes each computes a part of the loss, and the
-main one writes. Does not decide when to evaluate, and changes nothing of the model.
+knows the best evaluation. Of several processes each computes a part of the loss, and the main one
+writes. Does not decide when to evaluate, and changes nothing of the model.
 """
 
 import math
@@ -15,10 +15,9 @@ from logitd.model.data.windows import validation_windows
 from logitd.model.training.distributed.fsdp import is_sharded
 from logitd.model.training.events import Evaluated, EventHandler, Noticed
 from logitd.model.training.run import plot
-from logitd.model.training.run.errors import diverged, saving
-from logitd.model.training.setup.resolve import ResolvedRun
+from logitd.model.training.run.run import Run
 from logitd.model.training.step.validate import validate
-from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.length import Counters
 from logitd.model.training.stopping.worsening import worsening
 from logitd.model.transformer.gpt import GPT
 
@@ -27,20 +26,21 @@ class Evaluator:
     """Evaluates a model in training. `forward` maps ids (B, T) to logits (B, T, V)."""
 
     def __init__(
-        self, run: ResolvedRun, gpt: GPT, forward: Callable[[Tensor], Tensor], report: EventHandler
+        self, run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor], report: EventHandler
     ) -> None:
         self.history: list[dict[str, Any]] = []  # records of metrics.jsonl, oldest first
         self._run, self._gpt, self._forward, self._report = run, gpt, forward, report
+        recipe = run.training.recipe
         self._windows = validation_windows(
             run.text.val,
             run.text.tokenizer,
-            window=run.model.context_length,
-            batch_size=run.recipe.batch_size,
-            batches=run.recipe.eval_batches,
+            window=run.training.model.context_length,
+            batch_size=recipe.batch_size,
+            batches=recipe.eval_batches,
         )
 
     def restore(self) -> None:
-        """Take up the evaluations that the metrics of a resumed run hold."""
+        """Read the evaluations of a resumed run from its metrics."""
         self.history = [
             record for record in self._run.directory.metrics() if record["kind"] == "eval"
         ]
@@ -48,16 +48,15 @@ class Evaluator:
     def evaluate(self, counters: Counters) -> bool:
         """Compute and record the validation loss, unless this step has been evaluated. Returns
         whether it is the best so far of the steps that trained."""
-        step = counters.step
+        step, directory, ranks = counters.step, self._run.directory, self._run.share.ranks
         if self.history and self.history[-1]["step"] == step:
             return False
-        run = self._run
-        result = validate(
-            self._gpt, self._windows, self._forward, run.ranks, sharded=is_sharded(self._gpt)
-        )
+        sharded = is_sharded(self._gpt)
+        result = validate(self._gpt, self._windows, self._forward, ranks, sharded=sharded)
         if not math.isfinite(result.loss):
-            reason = f"training diverged: at step {step} the validation loss is {result.loss}"
-            raise diverged(run.directory, reason)
+            raise directory.diverged(
+                f"training diverged: at step {step} the validation loss is {result.loss}"
+            )
         best = min((record["val_loss"] for record in self.history), default=math.inf)
         is_best = result.loss < best
         record = {
@@ -69,12 +68,13 @@ class Evaluator:
             "seconds": round(counters.seconds, 3),
         }
         self.history.append(record)
-        if run.ranks.is_main:
-            with saving(run.directory, step):
-                run.directory.append(record)
+        if ranks.is_main:
+            with directory.saving(step):
+                directory.append(record)
         self._report(Evaluated(step, result.loss, result.bits_per_byte, is_best))
-        if run.ranks.is_main:
-            if notice := worsening(run.directory.metrics(), run.recipe.patience):
+        if ranks.is_main:
+            patience = self._run.training.recipe.patience
+            if notice := worsening(directory.metrics(), patience):
                 self._report(Noticed(notice))
             self._draw(step, result.bits_per_byte)
         return is_best and step > 0
@@ -87,7 +87,7 @@ class Evaluator:
     def _draw(self, step: int, bits: float) -> None:
         directory = self._run.directory
         title = f"{directory.path.name}, step {step}: {bits:.3f} bits per byte"
-        with saving(directory, step):
+        with directory.saving(step):
             drawn = plot.draw(directory.metrics(), directory.plot, title)
         if not drawn and step == 0:
             self._report(Noticed("no loss.png: matplotlib is not installed"))

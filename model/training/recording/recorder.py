@@ -20,11 +20,10 @@ from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.recording.checkpoint_writer import CheckpointWriter
 from logitd.model.training.recording.evaluator import Evaluator
 from logitd.model.training.recording.sample_writer import SampleWriter
-from logitd.model.training.run.errors import diverged, saving
+from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import Environment, save_state
-from logitd.model.training.setup.resolve import ResolvedRun
 from logitd.model.training.step.forward import Forward
-from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
 
 
@@ -40,10 +39,8 @@ class Due:
 class RunRecorder:
     """Evaluates and saves a model in training; changes nothing of it."""
 
-    def __init__(
-        self, run: ResolvedRun, gpt: GPT, optimizers: Optimizers, report: EventHandler
-    ) -> None:
-        forward = without_backward(gpt, Forward(gpt, run.placement, dropout=0.0))
+    def __init__(self, run: Run, gpt: GPT, optimizers: Optimizers, report: EventHandler) -> None:
+        forward = without_backward(gpt, Forward(gpt, run.share.placement, dropout=0.0))
         self._run, self._gpt, self._optimizers = run, gpt, optimizers
         self._evaluator = Evaluator(run, gpt, forward, report)
         self._samples = SampleWriter(run, gpt, forward, report)
@@ -89,19 +86,19 @@ class RunRecorder:
 
     def write_metrics(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        if self._run.ranks.is_main:
-            with saving(self._run.directory, record["step"]):
+        if self._run.share.ranks.is_main:
+            with self._run.directory.saving(record["step"]):
                 self._run.directory.append(record)
 
     def environment(self) -> Environment:
-        """What the bits of a step depend on here."""
-        run = self._run
-        return Environment.of(run.placement, run.ranks.size, sharded=is_sharded(self._gpt))
+        """Everything but the run that the bits of a step depend on."""
+        share = self._run.share
+        return Environment.of(share.placement, share.ranks.size, sharded=is_sharded(self._gpt))
 
     def _save_state(self, counters: Counters, reports: Mapping[str, Any]) -> None:
-        run = self._run
+        run, ranks = self._run, self._run.share.ranks
         self._require_finite(counters.step)
-        with saving(run.directory, counters.step):
+        with run.directory.saving(counters.step):
             save_state(
                 run.directory.state,
                 gpt=self._gpt,
@@ -109,22 +106,21 @@ class RunRecorder:
                 counters=counters,
                 environment=self.environment(),
                 reports=reports,
-                ranks=run.ranks,
+                ranks=ranks,
             )
-        run.ranks.barrier()  # here, where the time that writing takes has no limit
+        ranks.barrier()  # here, where the time that writing takes has no limit
         self._state_step = counters.step
 
     def _require_finite(self, step: int) -> None:
         """The last update may have spoiled the weights, and no loss has seen them yet."""
-        ranks = self._run.ranks
+        ranks = self._run.share.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
         if not any(ranks.all_reduce_max([spoiled is not None])):
             return
         if not ranks.is_main:
             raise ranks.secondary_error()
-        raise diverged(
-            self._run.directory,
+        raise self._run.directory.diverged(
             f"training diverged: after step {step} {spoiled or 'the model'} holds numbers that are "
             "not finite",
         )

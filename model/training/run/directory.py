@@ -1,4 +1,4 @@
-"""Run: the directory of a training run.
+"""RunDirectory: the files of a training run, and the errors that name them.
 
   run.json         what was asked for, and what that was resolved to
   data/            the tokenised text (`model/data/prepare.py`)
@@ -8,18 +8,20 @@
   step-000500/     checkpoints, ready to be served
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
-  run.lock         who trains it now (`lock.py`)
+  run.lock         who trains it now
 
 Everything is written under another name and renamed, so a kill at any moment leaves a directory
-that can be served and resumed. Of several processes only the main one writes, and it has the lock.
-Does not decide what is written or when.
+that can be served and resumed. One trainer at a time writes a run: of several processes the main
+one, which has the lock. Readers need none. Does not decide what is written or when.
 """
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from logitd.model.checkpoint.beside import METRICS
 from logitd.model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
 from logitd.model.data.shards import DATA
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_whole
+from logitd.model.folder_lock import FolderLock, FolderLocked
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.run.description import RunDescription
-from logitd.model.training.run.lock import LOCK, RunLock
+from logitd.model.training.configuration.resolve import ResolvedTraining
 
-SAMPLES, PLOT = "samples.txt", "loss.png"
+LOCK, SAMPLES, PLOT = "run.lock", "samples.txt", "loss.png"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a quota, a limit on the size of a file."""
 _STEP = re.compile(r"step-(\d{6,})")
 _SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 
@@ -46,7 +50,7 @@ class RunDirectory:
         self.plot = path / PLOT
         self.latest = path / LATEST
         self.best = path / BEST
-        self._lock: RunLock | None = None
+        self._lock: FolderLock | None = None
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
@@ -86,19 +90,62 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Keep other trainers out until `release`, or until this process ends. Raises TrainingError
-        where one is there, and OSError."""
-        self._lock = RunLock(self.path)
+        if another one has the lock, and OSError if it cannot be written."""
+        try:
+            self._lock = FolderLock(self.path / LOCK)
+        except FolderLocked as error:
+            raise TrainingError(
+                f"{self.path} is being trained by {error.owner}: wait until it has ended, stop it "
+                "(SIGTERM lets it save), or choose another --out"
+            ) from error
 
     def release(self) -> None:
-        """Let other trainers in; does nothing where it is not locked."""
+        """Let other trainers in; does nothing if it is not locked."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def write_description(self, description: RunDescription) -> None:
-        write_whole(self.path / RUN, (json.dumps(description.to_dict(), indent=2) + "\n").encode())
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Turn an error of the disk before the first step into a TrainingError."""
+        try:
+            yield
+        except OSError as error:
+            way_out = "make room there, or choose" if error.errno in NO_SPACE else "choose"
+            raise TrainingError(
+                f"the run cannot be prepared in {self.path}: {error.strerror or error}; {way_out} "
+                "another --out"
+            ) from error
 
-    def read_description(self) -> RunDescription:
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Turn an error of the disk into a TrainingError that says how to continue."""
+        try:
+            yield
+        except OSError as error:
+            way_out = f"{self.path} was removed meanwhile: there is nothing left to resume"
+            if is_run(self.path):
+                mended = (
+                    "With room on the disk" if error.errno in NO_SPACE else "Once that is mended"
+                )
+                way_out = f"{self.last_good()} {mended}, --resume continues"
+            raise TrainingError(f"step {step} could not be saved: {error}. {way_out}") from error
+
+    def diverged(self, reason: str) -> TrainingError:
+        """The error for training that went wrong for this `reason`."""
+        return TrainingError(f"{reason}. {self.last_good()} Try lower learning rates or a warmup")
+
+    def last_good(self) -> str:
+        """The checkpoint that is safe on the disk, as a sentence."""
+        step = self.linked_step(self.latest)
+        if step is None:
+            return "Nothing was saved before."
+        return f"The last good checkpoint is {self.checkpoint(step)}."
+
+    def write_training(self, training: ResolvedTraining) -> None:
+        write_whole(self.path / RUN, (json.dumps(training.to_dict(), indent=2) + "\n").encode())
+
+    def read_training(self) -> ResolvedTraining:
         """What run.json holds. Raises TrainingError for a file that is damaged."""
         path = self.path / RUN
         try:
@@ -106,7 +153,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise TrainingError(f"{path} cannot be read: {error}") from error
         try:
-            return RunDescription.from_dict(document)
+            return ResolvedTraining.from_dict(document)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise TrainingError(f"{path} does not describe a run: {reason}") from error

@@ -25,7 +25,7 @@ from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.optim.optimizers import Optimizers
-from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
 
 VERSION = 2

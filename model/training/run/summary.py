@@ -9,18 +9,18 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from logitd.model.checkpoint.beside import METRICS
 from logitd.model.checkpoint.run_folder import RUN, is_run
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.presets import PresetError, Recipe, preset
+from logitd.model.training.configuration.presets import PresetError, preset
 from logitd.model.training.run.directory import SAMPLES, RunDirectory
-from logitd.model.training.stopping.counters import Counters
-from logitd.model.training.stopping.length import resolve_length
+from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.lora import LoraShape
 from logitd.model.transformer.size import parameter_count
 
 _SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
@@ -58,18 +58,17 @@ def summarise(path: Path) -> RunSummary:
     """Summarise the run directory at `path`. Raises TrainingError where it is not one."""
     if not is_run(path):
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
-    description = RunDirectory(path).read_description()
-    config, recipe, model = description.config, description.recipe, description.model
+    training = RunDirectory(path).read_training()
+    config, model, length = training.config, training.model, training.length
     records, notes = _metrics(path / METRICS)
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
     best = min(evals, key=lambda record: float(record["val_loss"]), default=None)
-    length = resolve_length(config, recipe)
     done = length.done(Counters(step=last["step"], seconds=last["seconds"]))
     sampled_at, samples = _samples(path / SAMPLES)
-    settings = {**_values(recipe), **model.to_dict(), **_adapters(config)}
-    base = (description.base or {}).get("record")
+    settings = {**asdict(training.recipe), **model.to_dict(), **_adapters(training.lora)}
+    base = None if training.base is None else training.base.record
     return RunSummary(
         path=path,
         preset=config.preset,
@@ -151,7 +150,7 @@ def _changes(
     try:
         start = preset(config.preset)
         built = start.config(model.vocab_size).to_dict() if shape else {}
-        before = {**built, **_values(start.recipe)}
+        before = {**built, **asdict(start.recipe)}
     except PresetError:  # of another version
         return {}
     return {
@@ -161,18 +160,10 @@ def _changes(
     }
 
 
-def _values(recipe: Recipe) -> dict[str, Any]:
-    return {field.name: getattr(recipe, field.name) for field in fields(recipe)}
-
-
-def _adapters(config: TrainingConfig) -> dict[str, Any]:
-    if config.lora is None:
+def _adapters(lora: LoraShape | None) -> dict[str, Any]:
+    if lora is None:
         return {}
-    return {
-        "lora": config.lora,
-        "lora_alpha": config.lora_alpha or config.lora,
-        "lora_targets": list(config.lora_targets),
-    }
+    return {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": list(lora.targets)}
 
 
 def _last_written(path: Path) -> float:

@@ -1,77 +1,71 @@
-"""Setup: the run that a command asks for, from its configuration, ready to be trained.
+"""Setup: opens a run, ready to be trained.
 
 There are three ways to one: `_create` a new run, `_resume` one that exists, and in every process
 but the main one `_join` what the main one has set up. Whatever can be rejected is rejected here,
 before the first step, and before anything is written unless the vocabulary is needed to see it.
-Reads and writes files; what they come to is decided in `model/training/setup/resolve.py`. Does not
+Reads and writes files; `model/training/configuration/resolve.py` decides what is in them. Does not
 build the model and takes no steps.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
-from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.files import CONFIG_BYTES, read_text
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.training.configuration.autosize import MANY, autosize, chooses, dropout_of
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError, run_name
-from logitd.model.training.configuration.presets import Recipe
-from logitd.model.training.configuration.repetition import MANY, dropout_of
+from logitd.model.training.configuration.resolve import (
+    ResolvedTraining,
+    resolve,
+    resolve_resumed,
+)
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.events import EventHandler, Noticed, Prepared
-from logitd.model.training.run.description import RunDescription
 from logitd.model.training.run.directory import RunDirectory
-from logitd.model.training.run.errors import preparing
+from logitd.model.training.run.run import Run, Share
 from logitd.model.training.run.state import read_state
-from logitd.model.training.setup.autosize import choose, chooses
-from logitd.model.training.setup.finetune import Base, open_base, reopen_base
-from logitd.model.training.setup.resolve import (
-    Resolution,
-    ResolvedRun,
-    agree_on_sharding,
-    resolve_compile,
-    resolve_config,
-    resolve_process,
-    resolve_resumed,
-    resolve_run,
-)
-from logitd.model.training.stopping.length import resolve_length
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.training.setup.base import open_base, reopen_base
+from logitd.model.training.setup.measure import measure_machine
 
 
-def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
-    """A new run in a directory of its own, or with `resume` one that exists. Every process calls
-    it, and all return the same run; each knows which part of it to compute. The main one has locked
-    its directory, and the caller releases that."""
+def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
+    """Open a new run in a directory of its own, or with `resume` one that exists. Every process
+    calls this, and all return the same run, each with its own share. The main one has locked the
+    directory, and the caller releases it."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
-            "shard on was given, but there is one process, which has the whole model: start "
-            "several with torchrun --no-python --nproc-per-node N logitd train ..."
+            "shard is on, but there is one process, which has the whole model: start several with "
+            "torchrun --no-python --nproc-per-node N logitd train ..."
         )
-    run: ResolvedRun | None = None
+    run: Run | None = None
     if ranks.is_main:
         run = _resume(config, ranks, report) if config.resume else _create(config, ranks, report)
     try:
         ranks.barrier()  # from here on, run.json and the text are there for the others to read
-        return agree_on_sharding(_join(config, ranks) if run is None else run)
+        opened = run or _join(config, ranks)
+        # The model is sharded if any process has no room for a copy.
+        sharded = bool(ranks.all_reduce_max([opened.wants_sharding()])[0])
+        return replace(opened, sharded=sharded)
     except BaseException:
         if run is not None:
             run.directory.release()
         raise
 
 
-def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
-    """A new run. On an error it leaves no directory behind."""
+def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
+    """Create a new run. On an error it leaves no directory behind."""
     # 1) Reject all that can be rejected without the text, which may have to be downloaded.
     by_minutes = chooses(config, ranks.size)
     base = None if config.from_checkpoint is None else open_base(config.from_checkpoint)
-    resolution = resolve_config(config, base)
-    chat_template = _chat_template(config, base)
-    process = resolve_process(config, resolution.recipe, ranks)
+    training = resolve(config, base)
+    chat_template = _chat_template(training)
+    share = Share.of(training, ranks)
 
-    # 2) Open the text. Where the minutes choose the model, its length counts too.
+    # 2) Open the text. If the minutes choose the model, its length counts too.
     text = open_text(
         config.data,
         text_field=config.text_field,
@@ -80,44 +74,48 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
         report=report,
     )
     if by_minutes:
-        config = choose(config, text.count_bytes, report)
-        resolution = resolve_config(config)
-        process = resolve_process(config, resolution.recipe, ranks)
-    recipe = resolution.recipe
+        config, notice = autosize(config, measure_machine(config), text.count_bytes)
+        report(Noticed(notice))
+        training = resolve(config)
+        share = Share.of(training, ranks)
+    recipe = training.recipe
 
     # 3) Tokenise it. Now the size of the vocabulary is known, and with it the model.
     directory = RunDirectory.create(_path(config))
     try:
-        with preparing(directory):
-            prepared, model = _prepare(text, directory, resolution, base)
+        with directory.preparing():
+            prepared = prepare_text(
+                text,
+                directory.data,
+                vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
+                vocab_size=recipe.vocab_size,
+                val_fraction=recipe.val_fraction,
+            )
+        training = training.with_vocabulary(prepared.tokenizer.vocab_size)
+        require_window(prepared, training.model.context_length)
         _check_prompts(config.prompts, prepared.tokenizer)
         report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-        _warn_of_repetition(config, recipe, model, prepared, report)
+        _warn_of_repetition(training, prepared, report)
 
         # 4) Write down what was decided.
-        if (decided := resolve_compile(config, recipe, model)) != config.compile:
-            config = config.model_copy(update={"compile": decided})
-        described = None if base is None else base.to_dict()
-        description = RunDescription(config, recipe, model, described)
-        with preparing(directory):
-            directory.write_description(description)
+        with directory.preparing():
+            directory.write_training(training)
     except BaseException:
         directory.discard()
         raise
-    return resolve_run(
-        description,
-        process,
+    return Run(
+        training=training,
+        share=share,
         directory=directory,
         text=prepared,
-        base=base,
         chat_template=chat_template,
     )
 
 
-def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
-    """A run that exists, back at its saved state. The whole of a resume, in order:
+def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
+    """Open a run that exists, back at its saved state. The whole of a resume, in order:
 
-    1. Lock the directory. Read run.json, and change in it what was given anew (here).
+    1. Lock the directory. Read run.json, and change in it what was set again (here).
     2. Open the base again if its weights are needed, the chat template and the tokenised text.
     3. Rewind the directory to the step of the saved state, as later steps will be taken again:
        remove later metrics, samples and checkpoints, and what a kill left half done.
@@ -131,84 +129,49 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
     A run that was killed before it first saved begins again at step 0.
     """
     directory = RunDirectory.open(_path(config))
-    with preparing(directory):
+    with directory.preparing():
         directory.lock()
     try:
-        return _resume_locked(config, ranks, directory, report)
+        training = resolve_resumed(config, directory.read_training())
+        training = _with_open_base(training, directory)
+        chat_template = _chat_template(training)
+        share = Share.of(training, ranks)
+        text = read_prepared(directory.data)
+        _check_prompts(training.config.prompts, text.tokenizer)
+        report(Prepared(text.record, text.tokenizer.vocab_size))
+        with directory.preparing():
+            directory.rewind(_saved_step(directory))
+            directory.write_training(training)
     except BaseException:
         directory.release()
         raise
-
-
-def _resume_locked(
-    config: TrainingConfig, ranks: Ranks, directory: RunDirectory, report: EventHandler
-) -> ResolvedRun:
-    """What `_resume` does, in a directory that no other trainer writes."""
-    description = resolve_resumed(config, directory.read_description())
-    base = _reopen_base(description, directory)
-    chat_template = _chat_template(description.config, base)
-    process = resolve_process(description.config, description.recipe, ranks)
-    text = read_prepared(directory.data)
-    _check_prompts(description.config.prompts, text.tokenizer)
-    report(Prepared(text.record, text.tokenizer.vocab_size))
-    with preparing(directory):
-        directory.rewind(_saved_step(directory))
-        directory.write_description(description)
-    return resolve_run(
-        description,
-        process,
-        directory=directory,
-        text=text,
-        base=base,
-        chat_template=chat_template,
+    return Run(
+        training=training, share=share, directory=directory, text=text, chat_template=chat_template
     )
 
 
-def _join(config: TrainingConfig, ranks: Ranks) -> ResolvedRun:
-    """What the main process has decided and written, with this process's part of the work."""
+def _join(config: TrainingConfig, ranks: Ranks) -> Run:
+    """Open what the main process has decided and written."""
     directory = RunDirectory.open(_path(config))
-    description = directory.read_description()
-    return resolve_run(
-        description,
-        resolve_process(description.config, description.recipe, ranks),
+    training = _with_open_base(directory.read_training(), directory)
+    return Run(
+        training=training,
+        share=Share.of(training, ranks),
         directory=directory,
         text=read_prepared(directory.data),
-        base=_reopen_base(description, directory),
         chat_template=None,  # the main process writes the checkpoints
     )
 
 
-def _prepare(
-    text: Text, directory: RunDirectory, resolution: Resolution, base: Base | None
-) -> tuple[PreparedText, GPTConfig]:
-    """The tokenised text, and the model for its vocabulary."""
-    recipe = resolution.recipe
-    prepared = prepare_text(
-        text,
-        directory.data,
-        vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
-        vocab_size=recipe.vocab_size,
-        val_fraction=recipe.val_fraction,
-    )
-    model = resolution.model(prepared.tokenizer.vocab_size)
-    require_window(prepared, model.context_length)
-    return prepared, model
-
-
 def _warn_of_repetition(
-    config: TrainingConfig,
-    recipe: Recipe,
-    model: GPTConfig,
-    text: PreparedText,
-    report: EventHandler,
+    training: ResolvedTraining, text: PreparedText, report: EventHandler
 ) -> None:
-    """Say how often so many steps pass the text, where that is too often for a model without
-    dropout. Without a number of steps nobody knows it yet."""
-    steps = resolve_length(config, recipe).steps
+    """Say how often the steps pass the text, if that is too often for a model without dropout.
+    Without a number of steps it is not known yet."""
+    steps, model = training.length.steps, training.model
     if steps is None or model.dropout:
         return
-    tokens = steps * recipe.batch_size * recipe.accumulate * model.context_length
-    often = tokens / text.train.count
+    often = steps * training.tokens_per_step / text.train.count
     if often > MANY:
         report(
             Noticed(
@@ -220,8 +183,7 @@ def _warn_of_repetition(
 
 
 def _check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise TrainingError for a prompt that the vocabulary cannot encode: not every one has all
-    characters."""
+    """Raise TrainingError for a prompt that the vocabulary cannot encode."""
     for prompt in prompts:
         try:
             tokenizer.encode(prompt)
@@ -229,12 +191,14 @@ def _check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
             raise TrainingError(f"the prompt {prompt[:40]!r} cannot be encoded: {error}") from error
 
 
-def _reopen_base(description: RunDescription, directory: RunDirectory) -> Base | None:
-    """Its weights are needed beside adapters, and where there is no saved state to load."""
-    if description.base is None:
-        return None
-    needed = description.config.lora is not None or not directory.state.exists()
-    return reopen_base(description.base, description.config.from_checkpoint if needed else None)
+def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> ResolvedTraining:
+    """Open the base if its weights are needed: for adapters, or without a saved state to load."""
+    path = training.config.from_checkpoint
+    if training.base is None or path is None:
+        return training
+    if training.lora is None and directory.state.exists():
+        return training
+    return replace(training, base=reopen_base(training.base, path))
 
 
 def _saved_step(directory: RunDirectory) -> int:
@@ -244,19 +208,18 @@ def _saved_step(directory: RunDirectory) -> int:
     return int(read_state(directory.state, mapped=True)["counters"]["step"])
 
 
-def _chat_template(config: TrainingConfig, base: Base | None) -> str | None:
+def _chat_template(training: ResolvedTraining) -> str | None:
     """The chat template for the checkpoints, read once, so that one that does not compile is
-    rejected before hours of training. Where none is given it is the base's."""
-    if config.chat_template is None:
+    rejected before hours of training. The default is the base's."""
+    path, base = training.config.chat_template, training.base
+    if path is None:
         return None if base is None else base.chat_template
     try:
-        return ChatTemplate(read_text(config.chat_template, CONFIG_BYTES)).source
+        return ChatTemplate(read_text(path, CONFIG_BYTES)).source
     except (OSError, UnicodeDecodeError) as error:
-        raise TrainingError(
-            f"the chat template {config.chat_template} cannot be read: {error}"
-        ) from error
+        raise TrainingError(f"the chat template {path} cannot be read: {error}") from error
     except ChatTemplateError as error:
-        raise TrainingError(f"{config.chat_template}: {error}") from error
+        raise TrainingError(f"{path}: {error}") from error
 
 
 def _path(config: TrainingConfig) -> Path:

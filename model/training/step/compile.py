@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.configuration.presets import Compile, Recipe
+from logitd.model.training.configuration.presets import Compile
 from logitd.model.training.distributed.ranks import ALONE, Ranks
-from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.step.forward import Forward
-from logitd.model.training.stopping.length import Length
-from logitd.model.transformer.config import GPTConfig
-
-LONG_MINUTES = 15.0
-LONG_OPERATIONS = 1.5e14
-"""From where on a run on a CPU is compiled: twice what it takes to earn the compiling back. The
-operations are those of fifteen minutes on two AVX-512 cores in bfloat16."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From ids and targets, (B, T) each, to the mean loss."""
@@ -116,21 +108,11 @@ def _why(error: RuntimeError) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def worth_compiling(recipe: Recipe, model: GPTConfig, length: Length) -> bool:
-    """Whether a run on a CPU is long enough to earn back what compiling takes."""
-    if length.minutes is not None and length.minutes < LONG_MINUTES:
-        return False
-    if length.steps is None:
-        return True
-    tokens = length.steps * recipe.batch_size * recipe.accumulate * model.context_length
-    return tokens * flops_per_token(model) >= LONG_OPERATIONS
-
-
 def choose_loss(forward: Forward, notice: Notice, *, compiled: bool, peers: Ranks = ALONE) -> Loss:
     """The loss of training. `peers`: processes of which none computes without the others."""
     return CompiledLoss(forward, notice, peers=peers) if compiled else forward.loss
 
 
-def compiles(compile_option: Compile, device: torch.device) -> bool:
-    """Whether a run compiles here: where `auto` was left open, on CUDA alone."""
-    return compile_option == "on" or (compile_option == "auto" and device.type == "cuda")
+def compiles(option: Compile, device: torch.device) -> bool:
+    """Whether a run compiles here; `auto`, which a short run keeps, does on CUDA alone."""
+    return option == "on" or (option == "auto" and device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Length: when a run ends, by steps, by the clock, or by whichever comes first.
+"""Length: how far a run is, and when it ends: by steps, by the clock, or by whichever comes first.
 
 The learning rate falls with the share of the run that is done
 (`model/training/optim/optimizers.py`), so a run that only the clock ends cools down in time as
@@ -9,14 +9,19 @@ can be repeated exactly.
 import math
 from dataclasses import dataclass
 
-from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.configuration.presets import Recipe
-from logitd.model.training.stopping.counters import Counters
+
+@dataclass(frozen=True)
+class Counters:
+    """How far a run is, in all sittings together."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Length:
-    """The end of a run. At least one of the two is given."""
+    """The end of a run. At least one of the two is set."""
 
     steps: int | None
     minutes: float | None  # wall clock, all sittings together
@@ -34,9 +39,3 @@ class Length:
 
     def out_of_steps(self, counters: Counters) -> bool:
         return self.steps is not None and counters.step >= self.steps
-
-
-def resolve_length(config: TrainingConfig, recipe: Recipe) -> Length:
-    """Minutes without steps leave the preset's steps out of account."""
-    by_clock = config.minutes is not None and config.steps is None
-    return Length(None if by_clock else recipe.steps, config.minutes)

@@ -16,7 +16,7 @@ from logitd.model.checkpoint.beside import (
     read_card,
     read_curve,
 )
-from logitd.model.training.run.card import _curve
+from logitd.model.training.recording.card import _curve
 
 
 def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:

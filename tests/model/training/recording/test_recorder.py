@@ -80,7 +80,7 @@ def test_a_file_that_cannot_grow_ends_with_a_sentence_and_leaves_what_was_good(
     process.join(60)
     assert re.fullmatch(
         r"step 12 could not be saved: .*File too large. The last good checkpoint is \S+step-000006."
-        r" With room on the disk, --resume goes on",
+        r" With room on the disk, --resume continues",
         (tmp_path / "sentence").read_text(),
     )
     assert (run / "state" / "state.pt").read_bytes() == before
@@ -109,7 +109,7 @@ def test_a_folder_that_is_gone_is_not_taken_for_a_full_disk(
     if removed == "run":
         assert said.endswith(f"{run} was removed meanwhile: there is nothing left to resume")
     else:
-        assert said.endswith("step-000003. Once that is mended, --resume goes on")
+        assert said.endswith("step-000003. Once that is mended, --resume continues")
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_with_a_sentence(

@@ -7,22 +7,23 @@ import pytest
 
 from logitd.model.files import folder_aside
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.finetune import Base
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.run.description import RunDescription
+from logitd.model.training.configuration.resolve import ResolvedTraining
 from logitd.model.training.run.directory import RunDirectory
 from tests.model.factories import tiny_config
 
-DESCRIPTION = RunDescription(
-    TrainingConfig(steps=20, data=("a.txt",)),
-    PRESETS["tiny"].recipe,
-    tiny_config(),
-    base={"record": {"name": "base"}, "chat_template": None},
+TRAINING = ResolvedTraining(
+    config=TrainingConfig(steps=20, data=("a.txt",)),
+    recipe=PRESETS["tiny"].recipe,
+    model=tiny_config(),
+    base=Base({"name": "base"}, None),
 )
 
 
 def _run(path: Path, losses: dict[int, float]) -> RunDirectory:
     run = RunDirectory.create(path)
-    run.write_description(DESCRIPTION)
+    run.write_training(TRAINING)
     for step, loss in losses.items():
         run.checkpoint(step).mkdir()
         run.append({"kind": "train", "step": step})
@@ -84,16 +85,16 @@ def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Pa
     RunDirectory.create(tmp_path / "a" / "b")
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(TrainingError, match=r"run\.json cannot be read"):
-        RunDirectory.open(tmp_path / "run").read_description()
+        RunDirectory.open(tmp_path / "run").read_training()
 
 
 def test_the_description_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", {})
-    assert run.read_description() == DESCRIPTION
+    assert run.read_training() == TRAINING
     assert json.loads((run.path / "run.json").read_text())["config"] == {
         "steps": 20,
         "data": ["a.txt"],
     }
     (run.path / "run.json").write_text('{"config": {"stepz": 1}, "recipe": {}, "model": {}}')
     with pytest.raises(TrainingError, match=r"run\.json does not describe a run: .*stepz"):
-        run.read_description()
+        run.read_training()

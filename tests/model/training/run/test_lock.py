@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.run.directory import RunDirectory
-from logitd.model.training.run.lock import LOCK, RunLock
+from logitd.model.training.run.directory import LOCK, RunDirectory
 
 HOLDER = """
 import sys
 from pathlib import Path
-from logitd.model.training.run.lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from logitd.model.training.run.directory import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+run.lock()
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -42,7 +42,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
             f"since {told['since']}: wait until"
         )
         with pytest.raises(TrainingError, match=sentence.replace("+", r"\+")):
-            RunLock(tmp_path)
+            RunDirectory(tmp_path).lock()
         with pytest.raises(TrainingError, match=sentence.replace("+", r"\+")):
             RunDirectory.create(tmp_path)
         process.kill()
@@ -52,19 +52,22 @@ def test_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
     with _holder(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    lock = RunLock(tmp_path)
+    run = RunDirectory(tmp_path)
+    run.lock()
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
-    lock.release()
-    lock.release()
-    RunLock(tmp_path).release()
+    run.release()
+    run.release()
+    run.lock()
+    run.release()
 
 
 def test_an_owner_that_has_not_said_its_name_keeps_others_out_too(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
+    run = RunDirectory(tmp_path)
+    run.lock()
     (tmp_path / LOCK).write_text('{"pid": ')
     with pytest.raises(TrainingError, match="is being trained by another process: wait"):
-        RunLock(tmp_path)
-    lock.release()
+        RunDirectory(tmp_path).lock()
+    run.release()
 
 
 def test_a_lock_that_was_removed_with_its_run_is_not_taken_for_one(tmp_path: Path) -> None:
@@ -73,9 +76,10 @@ def test_a_lock_that_was_removed_with_its_run_is_not_taken_for_one(tmp_path: Pat
     path = tmp_path / "run"
     first = RunDirectory.create(path)
     (path / LOCK).rename(tmp_path / "aside")
-    again = RunLock(path)  # the name is free, so this is another file
+    again = RunDirectory(path)
+    again.lock()  # the name is free, so this is another file
     with pytest.raises(TrainingError, match="is being trained by"):
-        RunLock(path)
+        RunDirectory(path).lock()
     again.release()
     first.discard()
     assert not path.exists()

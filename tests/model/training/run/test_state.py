@@ -11,7 +11,7 @@ from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.run.state import Environment, load_state, read_state, save_state
-from logitd.model.training.stopping.counters import Counters
+from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
 

@@ -11,7 +11,7 @@ import pytest
 
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.events import Event, Prepared
-from logitd.model.training.run.lock import LOCK
+from logitd.model.training.run.directory import LOCK
 from logitd.model.training.run.summary import summarise
 from logitd.model.training.trainer import train
 from tests.model.conftest import Configure

@@ -9,8 +9,8 @@ import torch
 
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.presets import Compile
+from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.run.directory import RunDirectory
-from logitd.model.training.setup.resolve import resolve_compile, resolve_config
 from logitd.model.training.step.compile import CompiledLoss, choose_loss, compiles
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.trainer import train
@@ -20,11 +20,10 @@ from tests.model.training.test_trainer import _losses, _state, _train_until
 
 
 def _resolved(**given: Any) -> str:
-    config = TrainingConfig(**given)
-    resolution = resolve_config(config)
-    recipe = resolution.recipe
+    training = resolve(TrainingConfig(**given))
+    recipe = training.recipe
     vocab_size = 50_257 if recipe.tokenizer == "gpt2" else recipe.vocab_size
-    return resolve_compile(config, recipe, resolution.model(vocab_size))
+    return training.with_vocabulary(vocab_size).config.compile
 
 
 @pytest.mark.parametrize(

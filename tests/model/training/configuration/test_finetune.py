@@ -12,13 +12,14 @@ from logitd.model.checkpoint.adapter import merge, read_adapter
 from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.finetune import LORA_RATE
 from logitd.model.training.configuration.presets import PRESETS, Recipe
+from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Noticed
 from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
-from logitd.model.training.setup.finetune import LORA_RATE, open_base
-from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.setup.base import open_base
 from logitd.model.training.trainer import TrainingResult, train
 from logitd.model.transformer.config import MODERN, GPTConfig, RopeScaling
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -139,8 +140,9 @@ def test_the_checkpoint_says_what_it_comes_from(tune: Tune, base: Path) -> None:
 
 def resolved(config: TrainingConfig) -> tuple[Recipe, GPTConfig]:
     path = config.from_checkpoint
-    resolution = resolve_config(config, None if path is None else open_base(path))
-    return resolution.recipe, resolution.model(1000)
+    resolution = resolve(config, None if path is None else open_base(path))
+    resolution = resolution.with_vocabulary(1000)
+    return resolution.recipe, resolution.model
 
 
 def test_the_recipe_is_gentle_unless_it_is_given(tune: Tune) -> None:
@@ -218,7 +220,7 @@ def test_a_run_of_adapters_goes_on_with_the_very_base(
     config = tune(lora=2, log_every=1)
     train(config, StopAt(4))
     assert config.out is not None
-    with pytest.raises(TrainingError, match=f"{other.weights_sha256[:12]}.*name with --from"):
+    with pytest.raises(TrainingError, match=f"{other.weights_sha256[:12]}.*--from"):
         train(TrainingConfig(out=config.out, resume=True, from_checkpoint=other.path))
     with pytest.raises(TrainingError, match=r"elsewhere does not exist"):
         train(TrainingConfig(out=config.out, resume=True, from_checkpoint=moved))
@@ -238,7 +240,7 @@ def test_another_context_needs_positions_that_are_computed(
     for context in (16, 64):
         config = tune(from_checkpoint=path, context_length=context)
         if positions == "learned":
-            with pytest.raises(TrainingError, match=f"context_length {context} .* has 32 learned"):
+            with pytest.raises(TrainingError, match=f"context_length .*{context}.* 32 learned"):
                 resolved(config)
         else:
             assert resolved(config)[1].context_length == context
@@ -262,35 +264,32 @@ def test_a_longer_context_may_scale_the_positions(tune: Tune) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "pattern"),
     [
-        ({"rotary_dim": 4}, "rotary_dim 4 was given, but the checkpoint has"),
-        ({"head_bias": True}, "head_bias True was given, but the checkpoint has False"),
-        ({"residual": "parallel"}, "residual parallel was given, but the checkpoint has seq"),
-        ({"final_norm": False}, "final_norm False was given, but the checkpoint has True"),
-        ({"d_model": 64}, "d_model 64 was given, but the checkpoint has 32"),
-        ({"n_layer": 3}, "n_layer 3 was given, but the checkpoint has 2"),
-        ({"rope_theta": 5.0}, r"rope_theta 5.0 was given, but the checkpoint has 10000"),
-        ({"vocab_size": 300}, "vocab_size 300 was given, but the checkpoint has 257"),
-        ({"tokenizer": "own"}, "tokenizer 'own' was given beside --from"),
-        ({"init": "gpt2"}, "init 'gpt2' was given beside --from"),
+        ({"rotary_dim": 4}, "rotary_dim .*4.* 8"),
+        ({"head_bias": True}, "head_bias .*True.*False"),
+        ({"residual": "parallel"}, "residual .*parallel.*sequential"),
+        ({"final_norm": False}, "final_norm .*False.*True"),
+        ({"d_model": 64}, "d_model .*64.*32"),
+        ({"n_layer": 3}, "n_layer .*3.*2"),
+        ({"rope_theta": 5.0}, r"rope_theta .*5\.0.*10000"),
+        ({"vocab_size": 300}, "vocab_size .*300.*257"),
+        ({"tokenizer": "own"}, "tokenizer .*'own'"),
+        ({"init": "gpt2"}, "init .*'gpt2'"),
         ({"from_checkpoint": Path("nowhere")}, "--from: nowhere does not exist"),
-        ({"from_checkpoint": None, "lora": 2}, "lora was given, but no checkpoint to adapt"),
-        ({"lora_alpha": 2.0}, "lora_alpha goes with --lora"),
-        (
-            {"lora": 2, "rope_scaling": {"kind": "linear", "factor": 2.0}},
-            'rope_scaling {"kind": "linear", "factor": 2.0} was given beside --lora, but the',
-        ),
-        ({"lora": 33}, "a rank of 33 is not low for"),
-        ({"lora": 2, "optimizer": "muon"}, "optimizer muon was given, but adapters"),
-        ({"lora": 2, "head_lr": 0.1}, "head_lr was given, but with --lora only"),
+        ({"from_checkpoint": None, "lora": 2}, "lora .*--from"),
+        ({"lora_alpha": 2.0}, "lora_alpha .*--lora"),
+        ({"lora": 2, "rope_scaling": {"kind": "linear", "factor": 2.0}}, "rope_scaling .*linear"),
+        ({"lora": 33}, "rank of 33"),
+        ({"lora": 2, "optimizer": "muon"}, "optimizer .*muon.*adapters"),
+        ({"lora": 2, "head_lr": 0.1}, "head_lr .*--lora"),
     ],
 )
 def test_what_contradicts_the_checkpoint_is_refused(
-    tune: Tune, given: dict[str, Any], sentence: str
+    tune: Tune, given: dict[str, Any], pattern: str
 ) -> None:
     config = tune(**given)
-    with pytest.raises(TrainingError, match=sentence):
+    with pytest.raises(TrainingError, match=pattern):
         train(config)
     assert config.out is not None
     assert not config.out.exists()

@@ -11,36 +11,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.device import Placement
+from logitd.model.training.configuration.autosize import (
+    DROPOUT,
+    FEW,
+    FIRST_MEASURED,
+    MEASURING,
+    SIZES,
+    TOKENS_PER_PARAMETER,
+    USABLE,
+    Choice,
+    Size,
+    bytes_per_token,
+    chooses,
+    dropout_of,
+    enough_bytes,
+    fill_in,
+    passes,
+    search,
+    suit_text,
+)
 from logitd.model.training.configuration.config import (
     TrainingConfig,
     TrainingError,
     command,
     run_name,
 )
-from logitd.model.training.configuration.repetition import FEW, dropout_of, passes
+from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Noticed
-from logitd.model.training.setup import autosize
-from logitd.model.training.setup.autosize import (
-    MEASURING,
-    SIZES,
-    TOKENS_PER_PARAMETER,
-    USABLE,
-    Choice,
-    FlopsAndParams,
-    Size,
-    chooses,
-    fill_in,
-    flops_and_params,
-    measure,
-    regularise,
-    resolve_candidate,
-    search,
-)
-from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.setup import measure
+from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.trainer import train
+from logitd.model.transformer.size import count_elements
 from tests.model.conftest import story
 
-DEMANDS = {size: flops_and_params(resolve_candidate(TrainingConfig(), size)) for size in SIZES}
+CANDIDATES = {size: resolve(fill_in(TrainingConfig(), size)) for size in SIZES}
+MODELS = {size: candidate.model for size, candidate in CANDIDATES.items()}
+FLOPS = {size: flops_per_token(model) for size, model in MODELS.items()}
+MATRICES = {size: count_elements(model).block_matrices for size, model in MODELS.items()}
 ONE_CORE = 7.2e10
 """Operations per second of training, of the core on which the sizes were compared: 1.84 million
 tokens of 6.7 million operations in 170 s."""
@@ -49,13 +56,11 @@ tokens of 6.7 million operations in 170 s."""
 def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
     """On a machine that does as many operations per second whatever the size, and measures in no
     time."""
-    return search(
-        seconds, DEMANDS, lambda size: operations / DEMANDS[size].flops_per_token, lambda: 0.0
-    )
+    return search(seconds, MODELS, lambda size: operations / FLOPS[size], lambda: 0.0)
 
 
 def test_sizes_go_up_by_steps() -> None:
-    matrices = [DEMANDS[size].matrix_params for size in SIZES]
+    matrices = list(MATRICES.values())
     ratios = [above / below for below, above in pairwise(matrices)]
     assert all(1.3 < ratio < 3.5 for ratio in ratios)
     assert all(size.d_model % size.n_head == 0 for size in SIZES)
@@ -86,20 +91,20 @@ def test_a_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
         choice = _chosen(seconds)
         index = SIZES.index(choice.size)
         tokens = seconds * USABLE * choice.tokens_per_second
-        assert tokens >= TOKENS_PER_PARAMETER * DEMANDS[choice.size].matrix_params
-        above = DEMANDS[SIZES[index + 1]]
-        fewer = tokens * DEMANDS[choice.size].flops_per_token / above.flops_per_token
-        assert fewer < TOKENS_PER_PARAMETER * above.matrix_params
+        assert tokens >= TOKENS_PER_PARAMETER * MATRICES[choice.size]
+        above = SIZES[index + 1]
+        fewer = tokens * FLOPS[choice.size] / FLOPS[above]
+        assert fewer < TOKENS_PER_PARAMETER * MATRICES[above]
 
 
 def test_what_is_measured_counts_more_than_what_is_expected() -> None:
     """A machine that is slow with all but the first size stays with a small one."""
 
     def measure(size: Size) -> float:
-        fast = ONE_CORE * (20 if size == autosize.FIRST_MEASURED else 0.5)
-        return fast / DEMANDS[size].flops_per_token
+        fast = ONE_CORE * (20 if size == FIRST_MEASURED else 0.5)
+        return fast / FLOPS[size]
 
-    choice = search(600, DEMANDS, measure, lambda: 0.0)
+    choice = search(600, MODELS, measure, lambda: 0.0)
     assert len(choice.measured) >= 2
     assert choice.size.d_model < _chosen(600, 20 * ONE_CORE).size.d_model
 
@@ -110,12 +115,12 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
 
     def take(size: Size) -> float:
         nonlocal now
-        speed = 1e12 / DEMANDS[size].flops_per_token
+        speed = 1e12 / FLOPS[size]
         spent.append(4 * size.batch_size * size.context_length / speed)
         now += spent[-1] + 1.0  # building a model takes a second
         return speed
 
-    choice = search(seconds, DEMANDS, take, lambda: now)
+    choice = search(seconds, MODELS, take, lambda: now)
     assert len(spent) == len(choice.measured)
     assert sum(spent[1:]) + len(spent[:-1]) <= MEASURING * seconds
 
@@ -141,11 +146,11 @@ def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more
 ) -> None:
     """With three steps two of them decided, for the whole run, which size it had."""
     monkeypatch.setattr(
-        "logitd.model.training.setup.autosize.time.perf_counter", _Clock(step_seconds)
+        "logitd.model.training.setup.measure.time.perf_counter", _Clock(step_seconds)
     )
-    candidate = resolve_candidate(TrainingConfig(), SIZES[0])
+    candidate = CANDIDATES[SIZES[0]]
     placement = Placement(torch.device("cpu"), torch.float32, 1)
-    speed = measure(candidate, placement, 600.0)
+    speed = measure.measure(candidate, placement, 600.0)
     tokens = candidate.recipe.batch_size * candidate.model.context_length
     assert speed == pytest.approx(tokens / said)
 
@@ -179,7 +184,7 @@ def test_values_that_are_given_stay() -> None:
     assert (chosen.n_layer, chosen.d_model, chosen.vocab_size) == (4, 192, 2048)
     assert chosen.checkpoint_every == round(0.4 * 1e6 / (64 * 3))
     assert fill_in(TrainingConfig(tokenizer="gpt2"), size).vocab_size is None
-    assert DEMANDS[size] == FlopsAndParams(DEMANDS[size].flops_per_token, 1769664)
+    assert MATRICES[size] == 1769664
 
 
 def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
@@ -202,7 +207,7 @@ def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
     assert run_name(first) == "0.01-minutes"
     assert "--d-model 64" in command(first)
     assert first.given().keys() >= {"n_layer", "batch_size", "eval_every", "minutes"}
-    monkeypatch.setattr(autosize, "measure", None)  # whoever measured now would fail
+    monkeypatch.setattr(measure, "measure", None)  # whoever measured now would fail
     again = train(
         TrainingConfig(minutes=10, steps=result.step + 2, resume=True, out=result.run, threads=1),
         events.append,
@@ -211,19 +216,16 @@ def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
 
 
 def _regularised(
-    asked: TrainingConfig, tokens: float, text_bytes: int, ready_made: int | None = None
-) -> tuple[TrainingConfig, list[str]]:
-    """What comes of `tiny`'s size for a text of so many bytes, and what is said of it."""
-    events: list[Event] = []
+    asked: TrainingConfig, tokens: float, text_bytes: int, published: int | None = None
+) -> tuple[TrainingConfig, str]:
+    """`tiny`'s size for a text of `text_bytes`, and the notice."""
     chosen = fill_in(asked, SIZES[2], tokens)
 
     def count(limit: float) -> int:
         return min(text_bytes, math.ceil(limit) + 1)
 
-    result = regularise(chosen, asked, tokens, ready_made, count, events.append)
-    if not events:
-        assert result is chosen
-    return result, [event.message for event in events if isinstance(event, Noticed)]
+    changes, notice = suit_text(chosen, asked, tokens, published, count)
+    return chosen.model_copy(update=changes), notice.removeprefix("\n")
 
 
 @given(st.floats(1e3, 1e9), st.integers(1, 10**10))
@@ -235,11 +237,11 @@ def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
     config, said = _regularised(TrainingConfig(minutes=2), tokens, text_bytes)
     often = passes(tokens, 0.9 * text_bytes, 1024)
     if often <= FEW * 0.999:
-        assert said == []
+        assert said == ""
         assert "dropout" not in config.given()
         assert config.vocab_size == 1024
     elif often > FEW * 1.001:
-        assert len(said) == 1
+        assert said
         assert config.vocab_size == 512
         assert (config.dropout or 0.0) == dropout_of(passes(tokens, 0.9 * text_bytes, 512), 512)
     before = fill_in(TrainingConfig(minutes=2), SIZES[2], tokens)
@@ -252,8 +254,8 @@ def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
 def test_the_recipe_of_a_long_text_is_written_down() -> None:
     """What any of these becomes changes the bits of everybody's runs."""
     config, _ = _regularised(TrainingConfig(minutes=2), 1e6, 10**9)
-    candidate = resolve_config(config)
-    recipe, model = candidate.recipe, candidate.model(1024)
+    training = resolve(config)
+    recipe, model = training.recipe, training.model
     rates = (recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.scalar_lr)
     assert rates == (0.035, 0.1, 0.004, 0.01)
     assert (recipe.weight_decay, recipe.vocab_size, recipe.batch_size) == (0.0, 1024, 8)
@@ -265,23 +267,23 @@ def test_the_recipe_of_a_long_text_is_written_down() -> None:
 def test_what_was_given_stays_however_often_the_text_is_passed() -> None:
     config, said = _regularised(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.3)
-    assert said == ["the text is passed about 35 times in them, so it gets dropout 0.3"]
+    assert said == "the text is passed about 35 times in them, so it gets dropout 0.3"
     config, said = _regularised(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (512, 0.0)
-    assert said == ["the text is passed about 23 times in them, so it gets a vocabulary of 512"]
+    assert said == "the text is passed about 23 times in them, so it gets a vocabulary of 512"
     both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
     config, said = _regularised(both, 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.0)
-    assert said == ["the text is passed about 35 times in them"]
+    assert said == "the text is passed about 35 times in them"
     published = TrainingConfig(minutes=2, tokenizer="gpt2")
-    config, said = _regularised(published, 1e6, 10**6, ready_made=50_257)
+    config, said = _regularised(published, 1e6, 10**6, published=50_257)
     assert (config.vocab_size, config.dropout) == (None, 0.1)
 
 
 def test_a_short_texts_recipe_is_told_recorded_and_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autosize, "measure", lambda *_: 13_000.0)  # however busy the machine is
+    monkeypatch.setattr(measure, "measure", lambda *_: 13_000.0)  # however busy the machine is
     text = tmp_path / "short.txt"
     text.write_text(story(20))
     events: list[Event] = []
@@ -299,3 +301,64 @@ def test_a_short_texts_recipe_is_told_recorded_and_trained(
     assert f"--dropout {described['model']['dropout']:g}" in command(
         TrainingConfig(**described["config"])
     )
+
+
+VOCABULARIES = st.integers(257, 200_000)
+TOKENS = st.floats(1, 1e12)
+BYTES = st.floats(1, 1e12)
+
+
+def _suited(
+    tokens: float, train_bytes: float, vocab_size: int, *, learned: bool
+) -> tuple[int, float] | None:
+    """The vocabulary and the dropout for a text that is passed often; None for another."""
+    chosen = TrainingConfig(**{"vocab_size": vocab_size} if learned else {"tokenizer": "gpt2"})
+    changes, notice = suit_text(
+        chosen,
+        TrainingConfig(),
+        tokens,
+        None if learned else vocab_size,
+        lambda limit: train_bytes / 0.9,  # type: ignore[arg-type, return-value]
+    )
+    if not notice:
+        assert changes == {}
+        return None
+    return int(changes.get("vocab_size", vocab_size)), changes.get("dropout", 0.0)
+
+
+@given(VOCABULARIES, VOCABULARIES)
+def test_tokens_of_a_larger_vocabulary_have_more_bytes(one: int, other: int) -> None:
+    smaller, larger = sorted((one, other))
+    assert 1 <= bytes_per_token(smaller) <= bytes_per_token(larger) <= 5
+
+
+def test_bytes_per_token_between_measured_sizes_go_by_the_logarithm() -> None:
+    assert [bytes_per_token(size) for size in (257, 512, 1024, 16_384)] == [1, 2.05, 2.65, 4.4]
+    assert math.isclose(bytes_per_token(round(1024 * math.sqrt(2))), (2.65 + 3.2) / 2, rel_tol=1e-3)
+
+
+@given(TOKENS, BYTES, VOCABULARIES, st.booleans(), st.floats(1, 1000))
+def test_more_passes_never_get_less_and_few_change_nothing(
+    tokens: float, train_bytes: float, vocab_size: int, learned: bool, times: float
+) -> None:
+    few = _suited(tokens, train_bytes, vocab_size, learned=learned)
+    enough = enough_bytes(tokens, vocab_size)
+    if not 0.999 < train_bytes / enough < 1.001:
+        assert (few is None) is (train_bytes > enough)
+    if few is None:
+        return
+    smaller = min(vocab_size, 512) if learned else vocab_size
+    assert few == (smaller, dropout_of(passes(tokens, train_bytes, smaller), smaller))
+    many = _suited(times * tokens, train_bytes, vocab_size, learned=learned)
+    assert many is not None
+    assert many[0] == few[0]
+    assert many[1] >= few[1]
+
+
+def test_dropout_goes_by_passes_and_begins_earlier_with_a_large_vocabulary() -> None:
+    for index, (least, share) in enumerate(DROPOUT):
+        assert dropout_of(least * 1.01, 512) == dropout_of(least * 1.01, 1024) == share
+        assert dropout_of(least, 512) == (DROPOUT[index - 1][1] if index else 0)
+    assert dropout_of(FEW, 1024) == 0
+    assert dropout_of(FEW * 1.01, 1024) == DROPOUT[0][1]
+    assert dropout_of(1e9, 512) == DROPOUT[-1][1] < 0.5

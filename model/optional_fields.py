@@ -1,0 +1,23 @@
+"""Fields of a pydantic model, made of the fields of a dataclass, so that they are declared once.
+
+A field of the dataclass has its description and limits in its annotation, as
+`Annotated[int, Field(ge=1, description="blocks")]`.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, get_args, get_type_hints
+
+from pydantic import BaseModel, create_model
+
+
+def with_optional_fields(
+    base: type[BaseModel], dataclass: type, names: Iterable[str]
+) -> type[BaseModel]:
+    """A model with the fields of `base`, and after them the named fields of a dataclass. These may
+    be None, which is their default."""
+    hints = get_type_hints(dataclass, include_extras=True)
+    kinds = {name: get_args(hints[name]) for name in names}
+    fields: dict[str, Any] = {
+        name: (Annotated[kind | None, *metadata], None) for name, (kind, *metadata) in kinds.items()
+    }
+    return create_model(f"{base.__name__}With{dataclass.__name__}", __base__=base, **fields)

@@ -1,0 +1,137 @@
+"""Card: the README.md of a checkpoint, written from its run.
+
+Says what a stranger needs to know of the weights before using them: the data and its licence, the
+model's size, how it was trained, its scores, and the command that reproduces them. Measures
+nothing.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from logitd.model.device import describe
+from logitd.model.training.configuration.config import command
+from logitd.model.training.recording.sample_writer import TEMPERATURE, SampleWriter
+from logitd.model.training.run.run import Run
+from logitd.model.training.stopping.length import Counters
+from logitd.model.transformer.size import parameter_count
+
+ROWS = 12
+"""Rows of the curve at most."""
+
+
+def write_card(run: Run, counters: Counters, samples: SampleWriter) -> str:
+    """The card as Markdown."""
+    metrics = run.directory.metrics()
+    evals = [record for record in metrics if record["kind"] == "eval"]
+    reports = [record for record in metrics if record["kind"] == "train"]
+    sections = [
+        _head(run, counters),
+        "## Training\n\n" + _training(run, counters, evals, reports),
+        f"The command that makes it again:\n\n```\n{command(run.training.config)}\n```",
+    ]
+    if evals:
+        sections.append("## Curve\n\n" + _curve(evals))
+    if samples.latest:
+        sections.append(
+            f"## Samples\n\nDrawn at step {samples.step:,}, temperature {TEMPERATURE}. "
+            "The prompt is everything before the mark ▸."
+        )
+        sections += [_fenced(f"{prompt}▸{text}") for prompt, text in samples.latest]
+    return "\n\n".join(sections) + "\n"
+
+
+def _head(run: Run, counters: Counters) -> str:
+    model, data = run.training.model, run.text.record
+    heads = f"{model.n_head} head{'s' if model.n_head > 1 else ''}"
+    if model.n_kv_head != model.n_head:
+        heads += f" ({model.n_kv_head} for keys and values)"
+    return (
+        f"# {run.training.name}, {run.directory.checkpoint(counters.step).name}\n\n"
+        f"A GPT of {parameter_count(model):,} parameters: {model.n_layer} layers, {heads}, "
+        f"width {model.d_model}, context {model.context_length}, "
+        f"vocabulary {model.vocab_size:,}. {_origin(run)}\n\n"
+        f"Text: {data['name']}. {data['bytes']:,} bytes in {data['documents']:,} documents, "
+        f"sha256 `{data['sha256']}`.\n"
+        f"Licence of the text: {data['licence']}."
+    )
+
+
+def _origin(run: Run) -> str:
+    """How the weights began."""
+    if run.training.base is None:
+        return (
+            "Trained from scratch on one text; it continues text of that kind and knows nothing "
+            "else."
+        )
+    base, lora = run.training.base.record, run.training.lora
+    text = (
+        f"Fine-tuned from {base['name']}, step {base['step']:,}, weights sha256 "
+        f"`{base['weights_sha256']}`"
+    )
+    if before := base["data"].get("name"):
+        text += f", which was trained on {before} ({base['data'].get('licence', 'not stated')})"
+    if lora is not None:
+        text += (
+            f". This is an adapter of rank {lora.rank}, alpha {lora.alpha:g}, on "
+            f"{', '.join(lora.targets)}: `logitd merge` makes a checkpoint of both"
+        )
+    return text + "."
+
+
+def _training(
+    run: Run,
+    counters: Counters,
+    evals: Sequence[Mapping[str, Any]],
+    reports: Sequence[Mapping[str, Any]],
+) -> str:
+    """How it was trained, as a table."""
+    recipe, data, share = run.training.recipe, run.text.record, run.share
+    processes = f"processes: {share.ranks.size}, " if share.ranks.size > 1 else ""
+    rows = {
+        "training tokens": f"{data['train_tokens']:,} ({data['train_bytes']:,} bytes)",
+        "validation tokens": f"{data['val_tokens']:,} ({data['val_bytes']:,} bytes)",
+        "steps": f"{counters.step:,} of {recipe.batch_size * recipe.accumulate} sequences",
+        "tokens seen": f"{counters.tokens:,} ({counters.tokens / data['train_tokens']:.1f} passes)",
+        "optimizer": recipe.optimizer,
+        "seed": str(recipe.seed),
+        "time": f"{counters.seconds / 60:.1f} minutes",
+        "machine": f"{platform.machine()}, {describe(share.placement.device)}, "
+        f"{share.placement.dtype_name}, {processes}threads: {share.placement.threads}, "
+        f"torch {torch.__version__}",
+    }
+    if reports:
+        speed = median(record["tokens_per_second"] for record in reports)
+        rows["speed"] = f"{speed:,.0f} tokens per second"
+        # Runs from before the share was measured have none.
+        if shares := [record["matrix_share"] for record in reports if "matrix_share" in record]:
+            rows["speed"] += f", {median(shares):.0%} of the machine's rate of matrix products"
+    if evals:
+        last = evals[-1]
+        rows["validation loss"] = f"{last['val_loss']:.4f} nats per token"
+        rows["validation"] = f"{last['val_bits_per_byte']:.4f} bits per byte"
+        rows["validated on"] = f"{last['tokens']:,} tokens, the same at each evaluation"
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {v} |" for name, v in rows.items())])
+
+
+def _curve(evals: Sequence[Mapping[str, Any]]) -> str:
+    every = max(1, -(-len(evals) // ROWS))
+    shown = list(evals[::every])
+    if shown[-1] is not evals[-1]:
+        shown.append(evals[-1])
+    lines = ["| step | validation loss | bits per byte |", "|---:|---:|---:|"]
+    lines += [
+        f"| {record['step']:,} | {record['val_loss']:.4f} | {record['val_bits_per_byte']:.4f} |"
+        for record in shown
+    ]
+    return "\n".join(lines)
+
+
+def _fenced(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text}\n{fence}"

@@ -1,0 +1,92 @@
+"""Base: opens the checkpoint that a fine-tuned run begins with, and builds the initial model.
+
+The rules of fine-tuning are in `model/training/configuration/finetune.py`. Does not train, and does
+not write adapters (`model/checkpoint/adapter.py`).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from logitd.model.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    load_weights,
+    read_checkpoint,
+)
+from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.training.configuration.config import TrainingError
+from logitd.model.training.configuration.finetune import Base
+from logitd.model.training.configuration.resolve import ResolvedTraining
+from logitd.model.training.events import EventHandler, Noticed
+from logitd.model.training.optim.optimizers import initialise
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.lora import adapt, trained_weights
+
+
+def open_base(path: Path) -> Base:
+    """Open the checkpoint at `path` as the base of a new run."""
+    info = _read(path)
+    if not info.tokenizer.has_text:
+        raise TrainingError(
+            f"--from: {path} has no vocabulary to tokenise a text with; import the model again and "
+            "name its vocabulary with --tokenizer"
+        )
+    training = info.training
+    resolved = info.path.resolve()  # `best` is a link into the run
+    record = {
+        "name": f"{info.name}/{resolved.name}" if is_run(resolved.parent) else info.name,
+        "weights_sha256": info.weights_sha256,
+        "step": training.step,
+        "tokens": training.tokens,
+        "data": dict(training.data),
+        **({} if training.base is None else {"base": dict(training.base)}),
+    }
+    return Base(record, info.chat_template.source if info.chat_template else None, info)
+
+
+def reopen_base(base: Base, path: Path) -> Base:
+    """Open the base of a run that exists. `path` is its present place; it has to be the same
+    checkpoint."""
+    info, record = _read(path), base.record
+    if info.weights_sha256 != record["weights_sha256"]:
+        raise TrainingError(
+            f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., but "
+            f"{path} has {info.weights_sha256[:12]}...: name the present place of the former with "
+            "--from"
+        )
+    return replace(base, checkpoint=info)
+
+
+def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
+    """The model of a run before its first step, in float32: with random weights or the base's, and
+    with adapters if they are to be trained."""
+    gpt = GPT(training.model)
+    generator = torch.Generator().manual_seed(training.recipe.seed)
+    if (base := training.base) is None:
+        initialise(gpt, training.recipe, generator)
+        return gpt
+    if base.checkpoint is not None:
+        try:
+            source = load_weights(base.checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from error
+        gpt.load_state_dict(source.state_dict())
+    if (lora := training.lora) is not None:
+        adapt(gpt, lora, generator)
+        trained = sum(tensor.numel() for tensor in trained_weights(gpt).values())
+        report(
+            Noticed(
+                f"adapters of rank {lora.rank}: {trained:,} of {gpt.parameter_count():,} "
+                "parameters are trained"
+            )
+        )
+    return gpt
+
+
+def _read(path: Path) -> CheckpointInfo:
+    try:
+        return read_checkpoint(path)
+    except CheckpointError as error:
+        raise TrainingError(f"--from: {error}") from error
