@@ -3,23 +3,23 @@
   data/tokenizer.tiktoken   ranks
   data/train.tokens         shard
   data/val.tokens           shard
-  data/data.json            the record of the text; of the tokenizer all but the ranks
+  data/data.json            record of the text; the tokenizer without its ranks
 
 Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
-The text is streamed, twice where a vocabulary is learned: memory does not grow with it. Does not
-find or split documents (`model/data/sources/`) or choose windows (`model/data/batches.py`).
+The text is streamed, twice if a vocabulary is learned: memory does not grow with it. Does not find
+or split documents (`model/data/sources/`) or choose windows (`model/data/batches.py`).
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from logitd.model.data.published_vocabulary import published_vocabulary
-from logitd.model.data.reuse import Written, reuse_shards
+from logitd.model.data.reuse import reuse_shards
 from logitd.model.data.shards import Shard, ShardWriter, open_shard
 from logitd.model.data.sources.document import Text, TextError
 from logitd.model.data.split import Side, are_many, sides
@@ -34,20 +34,19 @@ from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 RANKS = "tokenizer.tiktoken"
-"""The vocabulary in the folder that is prepared here."""
-
+"""File of the vocabulary."""
 CHECKED_PIECES = 64
 """Pieces that are decoded again to see that a tokenizer loses nothing."""
 
 
 @dataclass(frozen=True)
 class PreparedText:
-    """What the trainer needs of a text."""
+    """A text as the trainer reads it."""
 
     tokenizer: Tokenizer
     train: Shard
     val: Shard
-    record: Mapping[str, Any]
+    record: Mapping[str, Any]  # every checkpoint has it
 
 
 def prepare_text(
@@ -58,23 +57,15 @@ def prepare_text(
     vocab_size: int = 0,
     val_fraction: float,
 ) -> PreparedText:
-    """Learn or take the vocabulary, tokenise every document, and write `folder`.
+    """Learn or read the vocabulary, tokenise every document, and write `folder`.
 
-    vocabulary    "own" learns one of `vocab_size` from the text; else a name or a file, as
-                  `published_vocabulary` reads it, or a checkpoint's tokenizer
+    vocabulary    "own" learns one of `vocab_size` from the text; else a name or a file for
+                  `published_vocabulary`, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fraction, many = val_fraction, are_many(text.documents)
-    if isinstance(vocabulary, Tokenizer):
-        tokenizer = vocabulary
-        require_end_of_text(tokenizer, "the checkpoint's tokenizer")
-    elif text.shards:
-        tokenizer = _tokenizer_of_shards(text, vocabulary)
-    elif vocabulary == "own":
-        tokenizer = learn(_training_pieces(text, fraction, many=many), vocab_size)
-    else:
-        tokenizer = published_vocabulary(vocabulary)
+    many = are_many(text.documents)
+    tokenizer = _tokenizer(text, vocabulary, vocab_size, val_fraction, many=many)
     identity = tokenizer_sha256(tokenizer)
     writers: dict[Side, ShardWriter] = {
         side: ShardWriter(
@@ -86,25 +77,16 @@ def prepare_text(
     }
     with writers["train"], writers["val"]:
         if text.shards:
-            written = reuse_shards(text.shards, tokenizer, fraction, writers)
+            sha256, documents = reuse_shards(text.shards, tokenizer, val_fraction, writers)
         else:
-            written = _tokenise(text, tokenizer, fraction, writers, many=many)
+            sha256, documents = _tokenise(text, tokenizer, val_fraction, writers, many=many)
     train = open_shard(folder / "train.tokens", identity)
     val = open_shard(folder / "val.tokens", identity)
-    record = _record(text, written, train, val)
-    tokenizer.write_ranks(folder / RANKS)
-    document = {"record": record, **tokenizer.description()}
-    (folder / "data.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return PreparedText(tokenizer, train, val, record)
-
-
-def _record(text: Text, written: Written, train: Shard, val: Shard) -> dict[str, Any]:
-    """What every checkpoint says of the text."""
-    record: dict[str, Any] = {
+    record = {
         "name": text.name,
         "licence": text.licence,
-        "sha256": written.sha256,
-        "documents": written.documents,
+        "sha256": sha256,
+        "documents": documents,
         "bytes": train.text_bytes + val.text_bytes,
         "train_bytes": train.text_bytes,
         "val_bytes": val.text_bytes,
@@ -112,28 +94,54 @@ def _record(text: Text, written: Written, train: Shard, val: Shard) -> dict[str,
         "val_tokens": val.count,
         "built_in": text.built_in,
         "python": sys.version.split()[0],
+        **({"downloads": list(text.downloads)} if text.downloads else {}),
     }
-    if text.downloads:
-        record["downloads"] = list(text.downloads)
-    return record
+    tokenizer.write_ranks(folder / RANKS)
+    document = {"record": record, **tokenizer.description()}
+    (folder / "data.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return PreparedText(tokenizer, train, val, record)
+
+
+def _tokenizer(
+    text: Text, vocabulary: str | Tokenizer, vocab_size: int, val_fraction: float, *, many: bool
+) -> Tokenizer:
+    if isinstance(vocabulary, Tokenizer):
+        require_end_of_text(vocabulary, "the checkpoint's tokenizer")
+        return vocabulary
+    if vocabulary != "own":
+        return published_vocabulary(vocabulary)
+    if text.shards:
+        ranks = text.shards[0].with_name(RANKS)
+        raise TextError(
+            f"{text.name} is already tokenised, so no vocabulary can be learned from it: name the "
+            f"tokenizer that wrote it, for example --tokenizer {ranks}"
+        )
+    pieces = (
+        piece
+        for document in text.documents
+        for side, piece in sides(document, val_fraction, many=many)
+        if side == "train"
+    )
+    return learn(pieces, vocab_size)
 
 
 def _tokenise(
     text: Text,
     tokenizer: Tokenizer,
-    fraction: float,
+    val_fraction: float,
     writers: Mapping[Side, ShardWriter],
     *,
     many: bool,
-) -> Written:
-    """Encode every document piece by piece onto its side."""
+) -> tuple[str, int]:
+    """Encode every document piece by piece onto its side. Returns the sha256 of the text and the
+    number of documents."""
     assert tokenizer.end_of_text is not None
     digest = hashlib.sha256()
     count = unchecked = 0
     for document in text.documents:
         count += 1
         touched: set[Side] = set()
-        for side, piece in sides(document, fraction, many=many):
+        for side, piece in sides(document, val_fraction, many=many):
             raw = piece.encode()
             if unchecked < CHECKED_PIECES:
                 check(tokenizer, piece)
@@ -144,21 +152,11 @@ def _tokenise(
         digest.update(b"\0")
         for side in touched:
             writers[side].append([tokenizer.end_of_text], 0)
-    return Written(sha256=digest.hexdigest(), documents=count)
-
-
-def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
-    if vocabulary == "own":
-        beside = text.shards[0].with_name(RANKS)
-        raise TextError(
-            f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
-            f"tokenizer that wrote it, for example --tokenizer {beside}"
-        )
-    return published_vocabulary(vocabulary)
+    return digest.hexdigest(), count
 
 
 def read_prepared(folder: Path) -> PreparedText:
-    """Read what `prepare_text` wrote: a run is resumed on the very same tokens."""
+    """Read what `prepare_text` wrote, so that a run is resumed on the same tokens."""
     try:
         document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
         tokenizer = Tokenizer.parse_ranks(
@@ -166,7 +164,7 @@ def read_prepared(folder: Path) -> PreparedText:
             name=RANKS,
             pattern=document["pattern"],
             special_tokens=document["special_tokens"],
-            vocab_size=document.get("vocab_size"),  # runs of older versions do not say the last
+            vocab_size=document.get("vocab_size"),  # runs of older versions lack the last three
             end_of_text_name=document.get("end_of_text", END_OF_TEXT),
             kind=document.get("kind", "bpe"),
         )
@@ -182,7 +180,7 @@ def read_prepared(folder: Path) -> PreparedText:
 
 
 def require_window(prepared: PreparedText, context_length: int) -> None:
-    """Refuse a text in which a window of the model's context does not fit."""
+    """Refuse a text that is shorter than a window of the model's context."""
     record, shards = prepared.record, {"training": prepared.train, "validation": prepared.val}
     fits = min(shard.count for shard in shards.values()) - 1
     for side, shard in shards.items():
@@ -194,10 +192,3 @@ def require_window(prepared: PreparedText, context_length: int) -> None:
                 f"{context_length + 1} (context_length {context_length} and the token after it): "
                 f"give more text, another val_fraction or {smaller}"
             )
-
-
-def _training_pieces(text: Text, fraction: float, *, many: bool) -> Iterator[str]:
-    for document in text.documents:
-        for side, piece in sides(document, fraction, many=many):
-            if side == "train":
-                yield piece

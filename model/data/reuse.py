@@ -8,7 +8,6 @@ Does not read text (`model/data/prepare.py`).
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,8 @@ from logitd.model.text.tokenizer import Tokenizer
 
 CHUNK = 2**20
 """Ids in memory at a time."""
-
 VALIDATION = "val.tokens"
-
 Ids = npt.NDArray[Any]  # (count,), uint16 or uint32
-
-
-@dataclass(frozen=True)
-class Written:
-    """What is known of a text once it is written to shards."""
-
-    sha256: str  # of its content
-    documents: int
 
 
 def reuse_shards(
@@ -43,14 +32,14 @@ def reuse_shards(
     tokenizer: Tokenizer,
     val_fraction: float,
     writers: Mapping[Side, ShardWriter],
-) -> Written:
-    """Copy the ids of shards. Raises ShardError for ids or files that cannot be trained on."""
+) -> tuple[str, int]:
+    """Copy the ids of shards. Returns the sha256 of the ids and the number of documents. Raises
+    ShardError for ids or files that cannot be trained on."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
-    for shard in shards:
-        _check_ids(shard, tokenizer.vocab_size)
-    documents = [(shard, _document_ends(shard, end_of_text)) for shard in shards]
+    documents = [(shard, _document_ends(shard, tokenizer.vocab_size, end_of_text))
+                 for shard in shards]  # fmt: skip
     count = sum(len(ends) - 1 for _, ends in documents)
     split_is_made = any(path.name == VALIDATION for path in paths)
     lengths, digest = byte_lengths(tokenizer), hashlib.sha256()
@@ -73,21 +62,16 @@ def reuse_shards(
             write("train", ids[:cut])
             writers["train"].append([end_of_text], 0)
             write("val", ids[cut:])
-    return Written(sha256=digest.hexdigest(), documents=count)
+    return digest.hexdigest(), count
 
 
-def _check_ids(shard: Shard, vocab_size: int) -> None:
-    first = 0
+def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]:
+    """0, and the end of each document: after its END_OF_TEXT, or at the end of the shard. Raises
+    ShardError for an id outside the vocabulary."""
+    ends, first = [0], 0
     for ids in _chunks(shard.tokens):
         if ids.max() >= vocab_size:
             raise outside(ids, first, vocab_size, str(shard.path))
-        first += len(ids)
-
-
-def _document_ends(shard: Shard, end_of_text: int) -> list[int]:
-    """0, and where each document ends: after its END_OF_TEXT, or at the end of the shard."""
-    ends, first = [0], 0
-    for ids in _chunks(shard.tokens):
         ends += (first + 1 + np.flatnonzero(ids == end_of_text)).tolist()
         first += len(ids)
     if ends[-1] != first:
@@ -96,13 +80,9 @@ def _document_ends(shard: Shard, end_of_text: int) -> list[int]:
 
 
 def _chunks(ids: Ids) -> Iterator[Ids]:
-    for start in range(0, len(ids), CHUNK):
-        yield ids[start : start + CHUNK]
+    return (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
 
 
 def _lot(ids: Ids) -> int:
     """The number that decides the side of a document, from its ids."""
-    digest = hashlib.sha256()
-    for part in _chunks(ids):
-        digest.update(part.astype("<u4").tobytes())
-    return lot_of(digest.digest())
+    return lot_of(part.astype("<u4").tobytes() for part in _chunks(ids))

@@ -1,9 +1,9 @@
 """Split: which side a piece of text is on, training or validation. No document is on both.
 
 Of many documents some are held out whole. The sha256 of a document decides which, so adding
-documents does not move others, and documents of the same content are on the same side. (For the
-documents of Python's own text the name decides, because their content changes from one Python to
-the next.) Of few documents the end of each is held out. Does not tokenise.
+documents does not move others, and documents of the same content are on the same side. (For
+Python's own text the name decides, because the content changes from one Python to the next.) Of few
+documents the end of each is held out. Does not tokenise.
 """
 
 import hashlib
@@ -14,9 +14,8 @@ from typing import Literal
 from logitd.model.data.sources.document import Document
 
 Side = Literal["train", "val"]
-
 MANY = 20
-"""With so many documents or more, whole ones are held out; with fewer, the end of each."""
+"""Number of documents from which whole ones are held out, instead of the end of each."""
 
 
 def are_many(documents: Iterable[Document]) -> bool:
@@ -25,8 +24,7 @@ def are_many(documents: Iterable[Document]) -> bool:
 
 
 def sides(document: Document, val_fraction: float, *, many: bool) -> Iterator[tuple[Side, str]]:
-    """A document's pieces with the side that each is on; whether there are `many` of them
-    decides how they are split."""
+    """A document's pieces, each with its side. `many`: there are many documents."""
     if many:
         side = whole_side(lot(document), val_fraction)
         for piece in document.pieces():
@@ -41,35 +39,28 @@ def sides(document: Document, val_fraction: float, *, many: bool) -> Iterator[tu
         if here:
             yield "train", raw[:here].decode()
             yield "val", raw[here:].decode()
-        elif at <= cut:
-            yield "train", piece
         else:
-            yield "val", piece
+            yield "train" if at <= cut else "val", piece
 
 
 def whole_side(lot: int, val_fraction: float) -> Side:
-    """The side of a document with this number below 2^64."""
+    """The side of a document, by its number below 2^64."""
     return "val" if lot < val_fraction * 2**64 else "train"
 
 
-def first_held_out(documents: Iterable[Document]) -> list[Document]:
-    """Many documents in the order in which `sides` holds them out: of any val_fraction those that
-    validate come first."""
-    return sorted(documents, key=lot)
-
-
 def lot(document: Document) -> int:
-    """A number below 2^64 that decides the side of a document, from its name or its content."""
+    """A number below 2^64 that decides the side of a document, from its name or its content. The
+    lowest are held out first, whatever the val_fraction."""
     if document.drawn_by_name:
-        return lot_of(document.name.encode())
+        return lot_of([document.name.encode()])
+    return lot_of(piece.encode() for piece in document.pieces())
+
+
+def lot_of(parts: Iterable[bytes]) -> int:
     digest = hashlib.sha256()
-    for piece in document.pieces():
-        digest.update(piece.encode())
+    for part in parts:
+        digest.update(part)
     return int.from_bytes(digest.digest()[:8])
-
-
-def lot_of(raw: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(raw).digest()[:8])
 
 
 def _line_end(raw: bytes, at: int) -> int:

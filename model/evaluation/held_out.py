@@ -18,7 +18,7 @@ from logitd.model.data.shards import DATA, Shard, open_shard
 from logitd.model.data.sources.document import Document, TextError
 from logitd.model.data.sources.files import documents_of_all, each_once, named_files
 from logitd.model.data.sources.python_text import python_text
-from logitd.model.data.split import first_held_out
+from logitd.model.data.split import lot
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def _text(
         )
     known = data.get("val_bytes")
     limit = min(at_most or known, known) if isinstance(known, int) else READ_BYTES
-    documents = first_held_out(python_text(Path(sysconfig.get_path("stdlib"))).documents)
+    documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
     return "the validation part of Python's own text", _tokenised(documents, tokenizer, limit)
 
 

@@ -4,9 +4,8 @@
   NAME.parquet   one document per row (`records.py`)
   other names    UTF-8 text, one document per file
 
-All but Parquet may be compressed with gzip. That is told from a file's first bytes, so one whose
-name does not end in .gz is read just the same. A file that is not text is rejected, by name. Does
-not fetch URLs (`download.py`).
+All but Parquet may be compressed with gzip, which is recognised by a file's first bytes, not by its
+name. A file that is not text is rejected, by name. Does not fetch URLs (`download.py`).
 """
 
 import glob
@@ -22,10 +21,10 @@ from logitd.model.data.sources.document import PIECE, Document, TextError
 from logitd.model.data.sources.records import json_documents, parquet_documents
 
 GZIP = b"\x1f\x8b"
-"""How gzip begins, and no UTF-8 does."""
-
+"""First bytes of gzip, and of no UTF-8."""
 PARQUET = ".parquet"
 JSON_LINES = (".jsonl", ".jsonl.gz")
+ONLY_TEXT = "convert it, or name only text, for example 'FOLDER/**/*.txt'"
 
 
 def named_files(name: str) -> list[Path]:
@@ -34,15 +33,13 @@ def named_files(name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        below = (file for file in path.rglob("*") if file.is_file())
-        files = [file for file in below if not _is_hidden(file.relative_to(path))]
-        if not files:
-            raise TextError(f"the folder {name} has no files")
+        below = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        missing = f"the folder {name} has no files"
     else:
-        files = [Path(match) for match in glob.glob(name, recursive=True)]
-        files = [file for file in files if file.is_file()]
-        if not files:
-            raise TextError(f"{name} is not a file, a folder or a glob that matches a file")
+        below = [Path(match) for match in glob.glob(name, recursive=True)]
+        missing = f"{name} is not a file, a folder or a glob that matches a file"
+    if not (files := [file for file in below if file.is_file()]):
+        raise TextError(missing)
     return sorted(files)
 
 
@@ -57,12 +54,13 @@ def documents_of(path: Path, name: str, text_field: str) -> Iterator[Document]:
     if ending.endswith(PARQUET):
         yield from parquet_documents(path, name, text_field)
     elif ending.endswith(JSON_LINES):
-        with _teaching(name), open_utf8(path) as file:
+        with _reading(name), open_utf8(path) as file:
             yield from json_documents(file, name, text_field)
-    elif _begins_with_gzip(path, name):
-        yield Document(name, partial(_read, path, name))
-    elif path.stat().st_size:
-        yield plain_file(path, name)
+    else:
+        with _reading(name):
+            size, packed = path.stat().st_size, _is_packed(path)
+        if size:
+            yield Document(name, partial(_read, path, name)) if packed else plain_file(path, name)
 
 
 def holds_records(path: Path) -> bool:
@@ -82,23 +80,21 @@ def documents_of_all(files: Sequence[Path], text_field: str) -> Iterator[Documen
 
 
 def open_utf8(path: Path) -> TextIO:
-    """A file as text, unpacked if it is packed; line ends stay as they are."""
-    with path.open("rb") as file:
-        packed = file.read(len(GZIP)) == GZIP
-    if packed:
+    """Open a file as text, unpacked if it is packed; line ends stay as they are."""
+    if _is_packed(path):
         return gzip.open(path, "rt", encoding="utf-8", newline="")
     return path.open(encoding="utf-8", newline="")
 
 
 @contextmanager
-def _teaching(name: str) -> Iterator[None]:
-    """Turns what reading a file may raise into a sentence that names the file."""
+def _reading(name: str) -> Iterator[None]:
+    """Turn an error of reading a file into a sentence that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise TextError(
             f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}); "
-            "convert it, or name only text, for example 'FOLDER/**/*.txt'"
+            f"{ONLY_TEXT}"
         ) from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TextError(
@@ -109,9 +105,9 @@ def _teaching(name: str) -> Iterator[None]:
         raise TextError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _begins_with_gzip(path: Path, name: str) -> bool:
-    with _teaching(name), path.open("rb") as file:
-        return file.read(2) == GZIP
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GZIP)) == GZIP
 
 
 def _is_hidden(path: Path) -> bool:
@@ -119,14 +115,13 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read(path: Path, name: str) -> Iterator[str]:
-    """A file in pieces, cut behind a line's end where there is one."""
-    with _teaching(name), open_utf8(path) as file:
+    """A file in pieces, cut after a line's end if there is one."""
+    with _reading(name), open_utf8(path) as file:
         rest = ""
         while block := file.read(PIECE - len(rest)):
             if "\0" in block:
                 raise TextError(
-                    f"{name} holds NUL characters, so it is binary, or text in UTF-16; convert "
-                    "it, or name only text, for example 'FOLDER/**/*.txt'"
+                    f"{name} has NUL characters, so it is binary, or text in UTF-16; {ONLY_TEXT}"
                 )
             block = rest + block
             cut = block.rfind("\n") + 1 if len(block) == PIECE else len(block)

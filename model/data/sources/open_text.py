@@ -1,6 +1,6 @@
 """Open text: from the arguments of `--data` to documents.
 
-  builtin:python         the documentation and sources of this Python; what is read by default
+  builtin:python         the documentation and sources of this Python; the default
   http://, https://      a file, fetched once
   *.tokens               shards that a run has tokenised, trained on as they are
   anything else          files, folders and globs (`files.py`)
@@ -26,8 +26,7 @@ from logitd.model.data.sources.files import (
 from logitd.model.data.sources.progress import Report, unreported
 from logitd.model.data.sources.python_text import python_text
 
-BUILT_IN = "builtin:"
-
+PYTHON = "builtin:python"
 SHARD = ".tokens"
 
 
@@ -39,74 +38,55 @@ def open_text(
     licence: str = "not stated",
     report: Report = unreported,
 ) -> Text:
-    """The text that the words of `data` name. Addresses are fetched now, files are read later.
+    """Open the text that `data` names. Addresses are fetched now, files are read later.
 
-    text_field  of JSON lines and Parquet, the field that is the text
-    licence     of what is not built in, for the checkpoint's card
+    text_field  field of JSON lines and Parquet that contains the text
+    licence     licence of all but the built-in text, for the checkpoint's card
     """
-    words = list(dict.fromkeys(data)) or [BUILT_IN + "python"]
-    built_in = [_built_in(word) for word in words if word.startswith(BUILT_IN)]
+    words = list(dict.fromkeys(data)) or [PYTHON]
+    name = ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+    built_in = [python_text(Path(sysconfig.get_path("stdlib")))] if PYTHON in words else []
     if built_in and len(words) == 1:
         return built_in[0]
     addresses = [word for word in words if is_address(word)]
-    names = [word for word in words if not word.startswith(BUILT_IN) and not is_address(word)]
-    files = each_once(file for name in names for file in _files(name))
+    others = [word for word in words if word != PYTHON and not is_address(word)]
+    files = each_once(file for word in others for file in _files(word))
     if any(file.suffix == SHARD for file in files):
-        return _tokenised(words, files, licence)
+        texts = [*(str(file) for file in files if file.suffix != SHARD), *addresses]
+        if built_in or texts:
+            raise TextError(
+                f"{name}: shards (*{SHARD}) and text ({[*texts, PYTHON][0]}) cannot be trained on "
+                "together; tokenise all of the text in one run, or name shards alone"
+            )
+        return Text(name=name, licence=licence, documents=(), shards=files)
     downloads = [download(url, max_mb=max_download_mb, report=report) for url in addresses]
-    _check_field(text_field, words, [*files, *(file.path for file in downloads)])
+    paths = [*files, *(file.path for file in downloads)]
+    if text_field != "text" and not any(map(holds_records, paths)):
+        raise TextError(
+            f"--text-field {text_field} goes with JSON lines (*.jsonl) and Parquet (*.parquet); "
+            f"{name} has neither"
+        )
     documents = Documents(
         *(partial(iter, text.documents) for text in built_in),
         *(partial(documents_of, file.path, file.url, text_field) for file in downloads),
         partial(documents_of_all, files, text_field),
     )
     if next(iter(documents), None) is None:
-        raise TextError(f"{_name(words)}: {len(files) + len(downloads)} files, and all are empty")
-    stated = [licence] if files or downloads else []
+        raise TextError(f"{name}: {len(paths)} files, and all are empty")
     return Text(
-        name=_name(words),
-        licence="; ".join([*(text.licence for text in built_in), *stated]),
+        name=name,
+        licence="; ".join([*(text.licence for text in built_in), *([licence] if paths else [])]),
         documents=documents,
         downloads=[file.record() for file in downloads],
     )
 
 
-def _check_field(field: str, words: list[str], files: list[Path]) -> None:
-    """Reject --text-field where the text does not come in records."""
-    if field != "text" and not any(map(holds_records, files)):
-        raise TextError(
-            f"--text-field {field} goes with JSON lines (*.jsonl) and Parquet "
-            f"(*.parquet); {_name(words)} has neither"
-        )
-
-
-def _built_in(word: str) -> Text:
-    if word == BUILT_IN + "python":
-        return python_text(Path(sysconfig.get_path("stdlib")))
-    raise TextError(f"{word} is not built in; the only built-in text is {BUILT_IN}python")
-
-
-def _files(name: str) -> list[Path]:
-    """The files that a word names; of a run's data folder its shards alone."""
-    if "://" in name:
-        raise TextError(f"{name} is neither an http nor an https address, and no other is fetched")
-    if (Path(name) / f"train{SHARD}").is_file():
-        return sorted(Path(name).glob(f"*{SHARD}"))
-    return named_files(name)
-
-
-def _tokenised(words: list[str], files: list[Path], licence: str) -> Text:
-    """Shards are trained on as they are, so nothing can be beside them that is to be tokenised."""
-    others = [file for file in files if file.suffix != SHARD]
-    others += [Path(word) for word in words if word.startswith(BUILT_IN) or is_address(word)]
-    if others:
-        raise TextError(
-            f"{_name(words)}: shards (*{SHARD}) and text ({others[0]}) cannot be trained on "
-            "together; tokenise all of the text in one run, or name shards alone"
-        )
-    return Text(name=_name(words), licence=licence, documents=(), shards=files)
-
-
-def _name(words: list[str]) -> str:
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
+def _files(word: str) -> list[Path]:
+    """The files that a word names; the shards of a run's data folder."""
+    if word.startswith("builtin:"):
+        raise TextError(f"{word} is not built in; the only built-in text is {PYTHON}")
+    if "://" in word:
+        raise TextError(f"{word} is neither an http nor an https address, and no other is fetched")
+    if (Path(word) / f"train{SHARD}").is_file():
+        return sorted(Path(word).glob(f"*{SHARD}"))
+    return named_files(word)

@@ -14,6 +14,16 @@ from logitd.model.extras import installation
 
 LONGEST_LINE = 2**28
 """Characters. A line is held in memory whole."""
+KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+"""JSON's names of values."""
 
 
 def json_documents(file: TextIO, name: str, field: str) -> Iterator[Document]:
@@ -24,9 +34,8 @@ def json_documents(file: TextIO, name: str, field: str) -> Iterator[Document]:
         where = f"{name}, line {number}"
         if len(line) > LONGEST_LINE:
             raise TextError(f"{where} is longer than {LONGEST_LINE:,} characters: is this JSONL?")
-        if line.isspace():
-            continue
-        yield from _document(where, _field(where, line, field))
+        if not line.isspace():
+            yield from _document(where, _field(where, line, field))
 
 
 def parquet_documents(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -47,20 +56,15 @@ def parquet_documents(path: Path, name: str, field: str) -> Iterator[Document]:
                 for text in file.read_row_group(group, columns=[field]).column(field).to_pylist():
                     number += 1
                     where = f"{name}, row {number}"
-                    if text is None:
-                        raise TextError(f"{where}: the field {field!r} is null; it must be a text")
-                    yield from _document(where, text)
+                    yield from _document(where, _text(where, field, text))
     except (OSError, arrow.ArrowException) as error:
         raise TextError(f"{name} cannot be read as Parquet: {error}") from error
 
 
 def _check_column(schema: Any, arrow: Any, name: str, field: str) -> None:
-    """Refuse a file whose column is missing or no text, before a row is read."""
+    """Refuse a file whose column is missing or has no text, before a row is read."""
     if field not in schema.names:
-        raise TextError(
-            f"{name} has no column {field!r}; its columns are "
-            f"{', '.join(map(repr, schema.names[:8]))}: name another with --text-field"
-        )
+        raise _no_field(f"{name} has no column", field, schema.names)
     kind = schema.field(field).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
@@ -74,51 +78,36 @@ def _field(where: str, line: str, field: str) -> str:
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
         raise TextError(f"{where} is not JSON: {what} at column {error.colno}") from error
-    except ValueError as error:  # a number of too many digits
-        raise TextError(f"{where} cannot be read: {error}") from error
-    except RecursionError as error:
-        raise TextError(f"{where} is JSON nested too deeply to be read") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or deep nesting
+        raise TextError(f"{where} is JSON that cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise TextError(
-            f"{where} is {_kind(record)}; each line must be an object with a text in {field!r}"
+            f"{where} is {KINDS[type(record)]}; it must be an object with a text in {field!r}"
         )
     if field not in record:
-        known = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise _no_field(f"{where} has no field", field, list(record))
+    return _text(where, field, record[field])
+
+
+def _no_field(what: str, field: str, known: list[str]) -> TextError:
+    names = ", ".join(map(repr, known[:8])) or "none"
+    return TextError(f"{what} {field!r}, but {names}: name another one with --text-field")
+
+
+def _text(where: str, field: str, value: object) -> str:
+    if not isinstance(value, str):
         raise TextError(
-            f"{where} has no field {field!r}; its fields are {known}: name another with "
-            "--text-field"
+            f"{where}: the field {field!r} is {KINDS[type(value)]}; it must be a string"
         )
-    text = record[field]
-    if not isinstance(text, str):
-        raise TextError(f"{where}: the field {field!r} is {_kind(text)}; it must be a string")
-    return text
+    return value
 
 
 def _document(where: str, text: str) -> Iterator[Document]:
-    if not text:
-        return
     try:
-        document = text_document(where, text)
+        if text:
+            yield text_document(where, text)
     except UnicodeEncodeError as error:
         raise TextError(
             f"{where}: character {error.start} is half a surrogate pair "
             f"({text[error.start]!r}), which no UTF-8 can hold"
         ) from error
-    yield document
-
-
-def _kind(value: object) -> str:
-    """What JSON calls a value, for a sentence."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a string"
-        case list():
-            return "an array"
-        case _:
-            return "an object"

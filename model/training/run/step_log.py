@@ -1,7 +1,7 @@
 """StepLog: the figures of the steps since the last report.
 
 Losses stay on the device and are read only when a report is due, so that a step does not wait for
-the one before it. Does not write or print anything.
+the one before it. Writes and prints nothing.
 """
 
 import time
@@ -40,8 +40,7 @@ class StepLog:
         self.start()
 
     def _clear(self) -> None:
-        self.steps = 0
-        self._tokens = 0
+        self.steps = self._tokens = 0
         self._loss: Tensor | float = 0.0
         self._norm: Tensor | float = 0.0
         self._lr_scale = 0.0
@@ -59,7 +58,7 @@ class StepLog:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run stopped."""
+        """Continue from a saved state."""
         self._smoothed = state["smoothed"]
         self.steps, self._tokens = state["steps"], state["tokens"]
         self._loss, self._norm, self._lr_scale = state["loss"], state["norm"], state["share"]
@@ -74,8 +73,7 @@ class StepLog:
         self.steps += 1
         self._tokens += tokens
         self._loss = self._loss + loss
-        self._norm = norm
-        self._lr_scale = lr_scale
+        self._norm, self._lr_scale = norm, lr_scale
 
     def take(self) -> Figures:
         """The figures of the steps since the last call; there is at least one."""
@@ -86,7 +84,7 @@ class StepLog:
         return figures
 
     def figures(self) -> Figures | None:
-        """The same without taking them. None: there was no step."""
+        """The same without taking them; None if there was no step."""
         if not self.steps:
             return None
         loss = float(self._loss) / self.steps  # waits for the device

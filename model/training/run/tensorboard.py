@@ -1,13 +1,10 @@
-"""TensorBoard: the curves and samples of a run, written beside metrics.jsonl for those who watch
-runs there.
+"""TensorBoard: the curves and samples of a run, written next to metrics.jsonl.
 
-A reporter around another: what the trainer tells goes to both. Event files stand in the run's
-`tensorboard/`; of a run that is resumed, what was written after the saved state is purged. Needs
-the optional package tensorboard, and writes nothing that metrics.jsonl and samples.txt do not hold.
+A reporter around another one: every event goes to both. Event files are in the folder `tensorboard`
+of the run; when it is resumed, those after the saved state are purged. Needs the optional package
+tensorboard, and writes nothing that metrics.jsonl and samples.txt do not have.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from logitd.model.extras import installation
@@ -21,7 +18,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Writes events, and hands each on."""
+    """Writes events, and hands each on. `Started` is the first one that is written."""
 
     def __init__(self, report: EventHandler) -> None:
         self._report = report
@@ -34,31 +31,24 @@ class TensorBoard:
             self._writer = require_tensorboard()(
                 log_dir=str(event.run / FOLDER), purge_step=event.step + 1 if event.step else None
             )
-        elif self._writer is not None:
-            self._write(event, self._writer)
-
-    def _write(self, event: Event, writer: "SummaryWriter") -> None:
+        if self._writer is None:
+            return
         match event:
-            case Progress():
-                for name, value in (
-                    ("loss/train", event.loss),
-                    ("loss/train_smoothed", event.smoothed_loss),
-                    ("learning_rate/share_of_peak", event.learning_rate),
-                    ("gradient_norm", event.gradient_norm),
-                    ("tokens_per_second", event.tokens_per_second),
-                ):
-                    writer.add_scalar(name, value, event.step)
-            case Evaluated():
-                writer.add_scalar("loss/validation", event.val_loss, event.step)
-                writer.add_scalar("bits_per_byte/validation", event.val_bits_per_byte, event.step)
-                writer.flush()
-            case Sampled():
-                step, count = self._sampled
-                count = count if step == event.step else 0
-                self._sampled = (event.step, count + 1)
-                # Indented text is shown as it is.
-                text = "\n".join("    " + line for line in (event.prompt + event.text).split("\n"))
-                writer.add_text(f"sample/{count + 1}", text, event.step)
+            case Progress(step=step):
+                self._writer.add_scalar("loss/train", event.loss, step)
+                self._writer.add_scalar("loss/train_smoothed", event.smoothed_loss, step)
+                self._writer.add_scalar("learning_rate/share_of_peak", event.learning_rate, step)
+                self._writer.add_scalar("gradient_norm", event.gradient_norm, step)
+                self._writer.add_scalar("tokens_per_second", event.tokens_per_second, step)
+            case Evaluated(step, loss, bits):
+                self._writer.add_scalar("loss/validation", loss, step)
+                self._writer.add_scalar("bits_per_byte/validation", bits, step)
+                self._writer.flush()
+            case Sampled(step, prompt, text):
+                count = self._sampled[1] + 1 if self._sampled[0] == step else 1
+                self._sampled = step, count
+                indented = "    " + (prompt + text).replace("\n", "\n    ")  # shown as it is
+                self._writer.add_text(f"sample/{count}", indented, step)
             case _:
                 pass
 
@@ -68,26 +58,13 @@ class TensorBoard:
 
 
 def require_tensorboard() -> "type[SummaryWriter]":
-    """The writer, or a sentence about where it can be had."""
+    """Import the writer. Raises TrainingError that says how to install it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise TrainingError(
             "--tensorboard needs the package tensorboard, which is not installed: "
             f"{installation('tensorboard')}  Or leave the flag out: metrics.jsonl and "
-            "loss.png hold the same numbers"
+            "loss.png have the same numbers"
         ) from error
     return SummaryWriter
-
-
-@contextmanager
-def with_tensorboard(wanted: bool, report: EventHandler) -> Iterator[EventHandler]:
-    """The reporter of a run, with TensorBoard's files beside it where they are wanted."""
-    if not wanted:
-        yield report
-        return
-    both = TensorBoard(report)
-    try:
-        yield both
-    finally:
-        both.close()

@@ -7,28 +7,19 @@ there after its warmup, for `REPORTS` reports and `STEPS` steps in a row, has di
 batches and spikes are over long before. While the loss is there, the run is suspect and its weights
 are not to be saved.
 
-Sees only the figures that are reported, and does not act on them: the trainer does.
+Sees only the figures of reports, and does not act on them: the trainer does.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from logitd.model.training.run.step_log import Figures
 
 REPORTS = 20
 STEPS = 100
 MARGIN = 1.0
 """Nats per token above the best, at least."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """The figures of a report."""
-
-    step: int
-    loss: float
-    smoothed_loss: float
-    gradient_norm: float
 
 
 class DivergenceMonitor:
@@ -39,10 +30,10 @@ class DivergenceMonitor:
         self._first = self._best = math.inf
         self._since: int | None = None  # the step since which the loss has been far above
         self._reports = 0
-        self._last: Observation | None = None
+        self._last: tuple[int, Figures] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state for a resumed run."""
         return {
             "first": self._first,
             "best": self._best,
@@ -58,15 +49,15 @@ class DivergenceMonitor:
         """Take the first step's loss: that of weights that have not learned anything here."""
         self._first = self._best = loss
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, step: int, figures: Figures) -> None:
         """Take a report."""
-        self._last = observation
-        if observation.step <= self._warmup or observation.smoothed_loss <= self._limit():
+        self._last = step, figures
+        if step <= self._warmup or figures.smoothed_loss <= self._limit():
             self._since, self._reports = None, 0
         else:
-            self._since = observation.step if self._since is None else self._since
+            self._since = step if self._since is None else self._since
             self._reports += 1
-        self._best = min(self._best, observation.smoothed_loss)
+        self._best = min(self._best, figures.smoothed_loss)
 
     def _limit(self) -> float:
         """The smoothed loss above which a run is suspect."""
@@ -82,18 +73,18 @@ class DivergenceMonitor:
         """Why the run has diverged, or None. `last`: it has no steps left to recover in."""
         if self._last is None:
             return None
-        step, loss, norm = self._last.step, self._last.loss, self._last.gradient_norm
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        step, figures = self._last
+        if not (math.isfinite(figures.loss) and math.isfinite(figures.gradient_norm)):
             return (
-                f"training diverged: at step {step} the loss is {loss} and the gradient norm {norm}"
+                f"training diverged: at step {step} the loss is {figures.loss} and the gradient "
+                f"norm {figures.gradient_norm}"
             )
         if self._since is None:
             return None
         if last or (self._reports >= REPORTS and step - self._since >= STEPS):
-            smoothed = self._last.smoothed_loss
             return (
-                f"training diverged: since step {self._since} the smoothed loss stands above "
-                f"{self._limit():.2f}, at step {step} it is {smoothed:.2f}, and its best was "
-                f"{self._best:.2f}"
+                f"training diverged: since step {self._since} the smoothed loss is above "
+                f"{self._limit():.2f}, at step {step} it is {figures.smoothed_loss:.2f}, and its "
+                f"best was {self._best:.2f}"
             )
         return None

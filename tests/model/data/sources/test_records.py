@@ -65,10 +65,10 @@ def test_another_field_can_be_named_and_a_byte_order_mark_is_passed_over(tmp_pat
             '{"text": "cut',
             r"a\.jsonl, line 2 is not JSON: Unterminated string starting at column 10",
         ),
-        ('["a"]', "line 2 is an array; each line must be an object with a text in 'text'"),
+        ('["a"]', "line 2 is an array.*'text'"),
         ("null", "line 2 is null"),
-        ('{"body": "b", "id": 3}', "line 2 has no field 'text'; its fields are 'body', 'id': name"),
-        ("{}", "line 2 has no field 'text'; its fields are none"),
+        ('{"body": "b", "id": 3}', "line 2 has no field 'text'.*'body', 'id'.*--text-field"),
+        ("{}", "line 2 has no field 'text'.*none"),
         ('{"text": 3}', "line 2: the field 'text' is a number; it must be a string"),
         ('{"text": null}', "the field 'text' is null"),
         ('{"text": true}', "the field 'text' is a boolean"),
@@ -164,7 +164,7 @@ def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> 
 def test_what_is_no_text_in_parquet_is_refused(arrow: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     arrow.parquet.write_table(arrow.table({"id": [1, 2], "body": ["a", None]}), path)
-    with pytest.raises(TextError, match=r"a\.parquet has no column 'text'; its columns are 'id', "):
+    with pytest.raises(TextError, match=r"a\.parquet has no column 'text'.*'id', 'body'"):
         texts(path)
     with pytest.raises(TextError, match="the column 'id' is of type int64; it must be strings"):
         texts(path, "id")

@@ -5,13 +5,17 @@ from collections.abc import Iterable
 
 import pytest
 
+from logitd.model.training.run.step_log import Figures
 from logitd.model.training.stopping.divergence import (
     MARGIN,
     REPORTS,
     STEPS,
     DivergenceMonitor,
-    Observation,
 )
+
+
+def _figures(loss: float, norm: float = 1.0) -> Figures:
+    return Figures(loss, loss, 1.0, norm, 1.0, 1.0, 1.0)
 
 
 def _watch(
@@ -22,7 +26,7 @@ def _watch(
     monitor.start(first)
     found = []
     for number, loss in enumerate(losses, start=1):
-        monitor.observe(Observation(number * every, loss, loss, 1.0))
+        monitor.observe(number * every, _figures(loss, 1.0))
         found.append(monitor.diagnosis())
     return found
 
@@ -37,7 +41,7 @@ def _first(found: list[str | None]) -> int:
 def test_numbers_that_are_not_finite_end_a_run_at_once(loss: float, norm: float) -> None:
     monitor = DivergenceMonitor(warmup=1000)
     monitor.start(8.0)
-    monitor.observe(Observation(5, loss, loss, norm))
+    monitor.observe(5, _figures(loss, norm))
     diagnosis = monitor.diagnosis()
     assert diagnosis is not None
     assert diagnosis.startswith(f"training diverged: at step 5 the loss is {loss} and the gradient")
@@ -73,15 +77,15 @@ def test_a_run_that_begins_badly_and_falls_is_well() -> None:
 def test_the_last_report_has_no_time_to_come_back() -> None:
     monitor = DivergenceMonitor(0)
     monitor.start(8.0)
-    monitor.observe(Observation(10, 9.5, 9.5, 1.0))
+    monitor.observe(10, _figures(9.5, 1.0))
     assert monitor.suspect
     assert monitor.diagnosis() is None
     diagnosis = monitor.diagnosis(last=True)
     assert diagnosis == (
-        "training diverged: since step 10 the smoothed loss stands above 9.00, at step 10 it is "
+        "training diverged: since step 10 the smoothed loss is above 9.00, at step 10 it is "
         "9.50, and its best was 8.00"
     )
-    monitor.observe(Observation(20, 8.5, 8.5, 1.0))
+    monitor.observe(20, _figures(8.5, 1.0))
     assert monitor.diagnosis(last=True) is None
 
 
@@ -93,7 +97,7 @@ def test_a_resumed_run_is_as_suspicious_as_one_that_was_not_stopped() -> None:
     for number, loss in enumerate(losses, start=1):
         again = DivergenceMonitor(0)
         again.restore(monitor.state())
-        again.observe(Observation(number * 10, loss, loss, 1.0))
+        again.observe(number * 10, _figures(loss, 1.0))
         monitor = again
         diagnoses.append(monitor.diagnosis())
     assert diagnoses == _watch(losses)
