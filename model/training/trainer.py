@@ -33,7 +33,7 @@ from logitd.model.training.events import EventHandler, Noticed, Progress, Starte
 from logitd.model.training.optim.optimizers import Optimizers, lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
-from logitd.model.training.run.state import load_state
+from logitd.model.training.run.state import differences, load_state
 from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
@@ -142,10 +142,8 @@ class Trainer:
             self.counters, before, reports = load_state(
                 state, gpt=self.gpt, optimizers=self.optimizers
             )
-            if differences := self.recorder.environment().differences(before):
-                self._notice(
-                    f"resuming, but not bit for bit as one run would have gone: {differences}"
-                )
+            if changed := differences(self.recorder.environment(), before):
+                self._notice(f"resuming, but not bit for bit as one run would have gone: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
         self.recorder.restore(self.counters.step)
@@ -158,7 +156,7 @@ class Trainer:
         with StopSignals(lambda: self._notice(stopping)) as signals:
             # 1) The loss before any step, or the work after the state of a resumed run.
             if self.counters.step == 0:
-                self.recorder.evaluate(self.counters)
+                self.recorder.evaluator.evaluate(self.counters)
             else:
                 self.recorder.finish(Due(state=True), self.counters)
             # 2) Steps, and between them the work that is due. The log's clock runs in steps only.
@@ -273,7 +271,7 @@ class Trainer:
         if diagnosis := self.divergence.diagnosis(last=reason != "interrupted"):
             raise self._diverged(diagnosis)
         if self.divergence.suspect:
-            self.recorder.evaluate(self.counters)
+            self.recorder.evaluator.evaluate(self.counters)
             self._notice_not_saved()
         else:
             self.recorder.record(Due(state=True), self.counters, self._reports_state())
@@ -304,7 +302,7 @@ class Trainer:
             return "finished"
         if self.length.done(self.counters) >= 1:
             return "time is up"
-        if patience is not None and self.recorder.evaluations_since_best() >= patience:
+        if patience is not None and self.recorder.evaluator.since_best() >= patience:
             return "no improvement"
         return None
 
@@ -344,7 +342,7 @@ class Trainer:
         )
 
     def _result(self, reason: Reason) -> TrainingResult:
-        last, run = self.recorder.last_evaluation(), self.run
+        last, run = self.recorder.evaluator.history[-1], self.run
         return TrainingResult(
             run=run.directory.path,
             checkpoint=run.directory.latest,

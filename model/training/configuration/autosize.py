@@ -5,47 +5,14 @@ largest of SIZES that sees enough tokens in that time. The choice is filled into
 as if the user had set it, so run.json has it and a resumed run measures nothing. Fields that are
 set stay. Pure functions.
 
-**Size.** A model may have as many parameters in its block matrices as leaves TOKENS_PER_PARAMETER
-tokens for each. A larger model sees fewer tokens in the same time, so sizes grow with the square
-root of the arithmetic that the time allows, as in Hoffmann et al. (2022). Their constant is twenty;
-at these sizes fewer were measured to be better. One core of an AVX-512 machine, the text that
-Python carries, validation in bits per byte, single runs:
+A model may have as many parameters in its block matrices as leaves TOKENS_PER_PARAMETER tokens for
+each. A larger model sees fewer tokens in the same time, so sizes grow with the square root of the
+arithmetic that the time allows, as in Hoffmann et al. (2022).
 
-    time      model (layers x width)   matrices   tokens    per param.   bits per byte
-    75 s      4 x 96                   0.44 M     1.13 M    2.6          1.677
-    75 s      4 x 128                  0.79 M     0.97 M    1.2          1.655, the best
-    75 s      4 x 192                  1.77 M     0.57 M    0.3          1.766
-    170 s     4 x 128                  0.79 M     1.84 M    2.3          1.41, the best
-    170 s     4 x 192                  1.77 M     1.11 M    0.6          1.60
-    170 s     4 x 256                  3.15 M     0.71 M    0.2          1.69
-    30 min    6 x 256 (two cores)      4.72 M     9.3 M     2.0          the bundled checkpoint's
-
-So 1.2 is enough and 0.6 is not. Below width 96 and above 256 nothing was measured. Vocabularies of
-1,024 and 2,048 tokens were equal within the noise at widths 128 and 192, and larger ones worse.
-
-**Repetition.** A text that is passed six times is learned by heart: validation rises while the loss
-of training falls. By the number of passes, a recipe gets a smaller vocabulary, because a short text
-shows a rare token a few times, and dropout, which takes a fifth more time on one core. Measured
-with 4 layers of width 128, batches of 2,048 tokens, Shakespeare's plays, bits per byte of the last
-weights and of the best evaluation's, single runs:
-
-    text       steps   vocabulary   dropout   passes   last, best
-    1.1 MB     1060    1,024        0         5.7      2.166, 2.123
-    1.1 MB     1060    1,024        0.1       5.7      2.105
-    1.1 MB     1060    512          0         4.4      2.093
-    1.1 MB     530     1,024        0         2.8      2.099
-    1.1 MB     530     512          0         2.2      2.141
-    1.1 MB     333     1,024        0         1.8      2.173
-    0.37 MB    333     1,024        0         5.5      2.290, 2.232
-    0.37 MB    333     1,024        0.1       5.5      2.187
-    0.37 MB    333     1,024        0.2       5.5      2.198
-    0.37 MB    333     512          0         4.2      2.183
-    0.37 MB    333     512          0.1       4.2      2.224
-    0.37 MB    494     1,024        0         8.2      2.668, 2.250
-    0.37 MB    494     512          0.1       6.2      2.187
-
-At four to six passes the small vocabulary does what dropout does, and costs nothing; at three the
-large one is better. More than eight passes and other sizes of the model were not measured.
+A text that is passed six times is learned by heart: validation rises while the loss of training
+falls. By the number of passes, a recipe gets a smaller vocabulary, because a short text shows a
+rare token a few times, and dropout. The measurements behind the constants are in
+`model/training/README.md`.
 """
 
 import math

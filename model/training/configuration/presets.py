@@ -30,6 +30,12 @@ class PresetError(ValueError):
     """An unknown preset; the message lists the known ones."""
 
 
+Rate = Annotated[float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Steps = Annotated[int, Field(ge=1)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """How a model is trained. `TrainingConfig` has the same fields, which may be None there.
@@ -38,7 +44,7 @@ class Recipe:
     falls from the peak on. Both end at `final_lr` times the peak.
     """
 
-    steps: Annotated[int, Field(ge=1, description="optimizer steps")]
+    steps: Annotated[Steps, Field(description="optimizer steps")]
     batch_size: Annotated[int, Field(ge=1, description="sequences in a forward pass")]
     accumulate: Annotated[int, Field(ge=1, description="forward passes in a step")] = 1
     optimizer: Annotated[
@@ -47,29 +53,23 @@ class Recipe:
     init: Annotated[
         Init, Field(description="initial weights: GPT-2's, or with zero-initialised projections")
     ] = "modern"
-    matrix_lr: Annotated[float, Field(gt=0, description="peak learning rate of block matrices")]
-    embedding_lr: Annotated[float, Field(gt=0, description="peak learning rate of embeddings")]
-    head_lr: Annotated[
-        float, Field(gt=0, description="peak learning rate of the head, tied or not")
-    ]
-    scalar_lr: Annotated[
-        float, Field(gt=0, description="peak learning rate of norms, biases and gates")
-    ]
-    momentum: Annotated[float, Field(ge=0, lt=1, description="Muon's momentum")] = 0.95
-    beta1: Annotated[float, Field(ge=0, lt=1, description="AdamW's first beta")] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1, description="AdamW's second beta")] = 0.95
+    matrix_lr: Annotated[Rate, Field(description="peak learning rate of block matrices")]
+    embedding_lr: Annotated[Rate, Field(description="peak learning rate of embeddings")]
+    head_lr: Annotated[Rate, Field(description="peak learning rate of the head, tied or not")]
+    scalar_lr: Annotated[Rate, Field(description="peak learning rate of norms, biases and gates")]
+    momentum: Annotated[Beta, Field(description="Muon's momentum")] = 0.95
+    beta1: Annotated[Beta, Field(description="AdamW's first beta")] = 0.9
+    beta2: Annotated[Beta, Field(description="AdamW's second beta")] = 0.95
     warmup: Annotated[int, Field(ge=0, description="steps of linear rise to the peak")] = 0
     decay: Annotated[Decay, Field(description="how the learning rate falls")] = "linear"
-    cooldown: Annotated[
-        float, Field(ge=0, le=1, description="share of the run that a linear decay takes")
-    ] = 0.6
-    final_lr: Annotated[
-        float, Field(ge=0, le=1, description="last learning rate as a share of the peak")
-    ] = 0.0
+    cooldown: Annotated[Share, Field(description="share of the run that a linear decay takes")] = (
+        0.6
+    )
+    final_lr: Annotated[Share, Field(description="last learning rate as a share of the peak")] = 0.0
     weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
     clip: Annotated[float, Field(ge=0, description="largest gradient norm (0: no limit)")] = 0.0
     dtype: Annotated[
-        TrainingDType, Field(description="dtype of the forward pass; the weights stay float32")
+        TrainingDType, Field(description="of the forward pass; weights are float32")
     ] = "auto"
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="seed of initial weights, batches and dropout")
@@ -87,23 +87,18 @@ class Recipe:
     val_fraction: Annotated[
         float, Field(gt=0, le=0.5, description="share of the text held out for validation")
     ] = 0.1
-    eval_every: Annotated[int, Field(ge=1, description="steps between evaluations")]
+    eval_every: Annotated[Steps, Field(description="steps between evaluations")]
     eval_batches: Annotated[
-        int | None,
-        Field(ge=1, description="batches of validation text in an evaluation (default: all of it)"),
+        int | None, Field(ge=1, description="batches in an evaluation (default: the whole text)")
     ] = None
     sample_every: Annotated[
-        int | None,
-        Field(ge=1, description="steps between samples (default: with each evaluation)"),
+        int | None, Field(ge=1, description="steps between samples (default: eval_every)")
     ] = None
-    checkpoint_every: Annotated[int, Field(ge=1, description="steps between checkpoints")]
+    checkpoint_every: Annotated[Steps, Field(description="steps between checkpoints")]
     keep: Annotated[
-        int,
-        Field(ge=1, description="number of recent checkpoints to keep; the best is always kept"),
+        int, Field(ge=1, description="number of recent checkpoints to keep, besides the best")
     ] = 2
-    save_dtype: Annotated[SaveDType, Field(description="dtype of the checkpoint's weights")] = (
-        "float32"
-    )
+    save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"
     patience: Annotated[
         int | None, Field(ge=1, description="evaluations without a new best before the run stops")
     ] = None
@@ -130,6 +125,15 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+def _adamw(lr: float, **values: Any) -> Recipe:
+    """GPT-2's way: AdamW with one learning rate for everything."""
+    rates: Any = {"matrix_lr": lr, "embedding_lr": lr, "head_lr": lr, "scalar_lr": lr}
+    return Recipe(optimizer="adamw", init="gpt2", **rates, **values)
+
+
+_COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip": 1.0}
+"""nanoGPT's schedule and regularisation."""
+
 _ALL = (
     Preset(
         name="tiny",
@@ -151,17 +155,11 @@ _ALL = (
     Preset(
         name="small",
         summary="7.3 M parameters, half an hour on two cores: the bundled checkpoint",
-        shape={
-            **MODERN,
-            "n_layer": 6,
-            "n_head": 4,
-            "d_model": 256,
-            "context_length": 512,
-        },
+        shape={**MODERN, "n_layer": 6, "n_head": 4, "d_model": 256, "context_length": 512},
         # Four passes over the text that Python 3.11 carries, 568 steps each, evaluated twice in
         # each. A fifth one lowered the loss of training alone. It ends with a pass: soon after the
-        # begin of one, some windows come again that are still known by heart, and validation is 2 %
-        # worse for a while.
+        # beginning of one, some windows come again that are still known by heart, and validation is
+        # 2 % worse for a while.
         recipe=Recipe(
             steps=2272,
             batch_size=8,
@@ -180,22 +178,14 @@ _ALL = (
         name="gpt2-124m",
         summary="GPT-2 small, 124 M parameters, with nanoGPT's AdamW recipe; wants a GPU",
         shape={"n_layer": 12, "n_head": 12, "d_model": 768, "context_length": 1024},
-        recipe=Recipe(
+        recipe=_adamw(
+            6e-4,
+            **_COSINE,
             tokenizer="gpt2",
             steps=600_000,
             batch_size=12,
             accumulate=40,
-            optimizer="adamw",
-            init="gpt2",
-            matrix_lr=6e-4,
-            embedding_lr=6e-4,
-            head_lr=6e-4,
-            scalar_lr=6e-4,
             warmup=2000,
-            decay="cosine",
-            final_lr=0.1,
-            weight_decay=0.1,
-            clip=1.0,
             eval_every=1000,
             eval_batches=200,
             checkpoint_every=1000,
@@ -214,16 +204,11 @@ _ALL = (
             "qkv_bias": True,
             "dropout": 0.1,
         },
-        recipe=Recipe(
+        recipe=_adamw(
+            1e-3,
             vocab_size=4096,
             steps=5000,
             batch_size=4,
-            optimizer="adamw",
-            init="gpt2",
-            matrix_lr=1e-3,
-            embedding_lr=1e-3,
-            head_lr=1e-3,
-            scalar_lr=1e-3,
             beta2=0.999,
             decay="constant",
             weight_decay=0.01,
@@ -231,7 +216,7 @@ _ALL = (
             val_fraction=0.2,
             eval_every=50,
             eval_batches=20,
-            sample_every=1000,  # evaluations are so near each other that samples would take longer
+            sample_every=1000,  # evaluations are so frequent that samples would take longer
             checkpoint_every=1000,
         ),
     ),
@@ -242,22 +227,14 @@ _ALL = (
         name="nanogpt",
         summary="nanoGPT's model and recipe at the size of `tiny`: what to compare with",
         shape={**NANOGPT, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
-        recipe=Recipe(
+        recipe=_adamw(
+            2e-3,
+            **_COSINE,
             steps=2400,
             batch_size=4,
             vocab_size=1024,
-            optimizer="adamw",
-            init="gpt2",
-            matrix_lr=2e-3,
-            embedding_lr=2e-3,
-            head_lr=2e-3,
-            scalar_lr=2e-3,
             beta2=0.99,
             warmup=100,
-            decay="cosine",
-            final_lr=0.1,
-            weight_decay=0.1,
-            clip=1.0,
             eval_every=400,
             eval_batches=32,
             sample_every=800,
@@ -273,22 +250,14 @@ _ALL = (
         name="nanogpt-char",
         summary="nanoGPT's character-level model for a CPU, on the bytes of any text",
         shape={**NANOGPT, "n_layer": 4, "n_head": 4, "d_model": 128, "context_length": 64},
-        recipe=Recipe(
+        recipe=_adamw(
+            1e-3,
+            **_COSINE,
             vocab_size=257,
             steps=2000,
             batch_size=12,
-            optimizer="adamw",
-            init="gpt2",
-            matrix_lr=1e-3,
-            embedding_lr=1e-3,
-            head_lr=1e-3,
-            scalar_lr=1e-3,
             beta2=0.99,
             warmup=100,
-            decay="cosine",
-            final_lr=0.1,
-            weight_decay=0.1,
-            clip=1.0,
             dtype="float32",
             eval_every=250,
             eval_batches=20,

@@ -1,27 +1,39 @@
-"""RunRecorder: what is written between the steps of a run, and in which order.
+"""RunRecorder: the files that are written between the steps of a run, and their order.
 
     state  ->  evaluation  ->  samples  ->  checkpoint
 
-The state comes first, so that whatever fails after it can be done again by a resumed run. The
-evaluation comes before the checkpoint, which says its loss, and so do the samples, which its card
-shows. A checkpoint is written with every state and with every evaluation that is the best so far.
+The state comes first, so that a resumed run can repeat whatever fails after it. A checkpoint
+records the loss of the evaluation, and its card shows the samples. A checkpoint is written with
+every state and with every evaluation that is the best so far.
 
-Of several processes all call these methods: they share the evaluation and what they have of the
-model, and the main one writes. Does not decide when anything is due (`model/training/trainer.py`).
+Of several processes all call these methods: they share the evaluation and their parts of the model,
+and the main one writes. Does not decide when anything is due (`model/training/trainer.py`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from logitd.model.training.distributed.fsdp import is_sharded, local, without_backward
-from logitd.model.training.events import EventHandler
+import torch
+from torch import Tensor
+
+from logitd.model.checkpoint.adapter import save_adapter
+from logitd.model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
+from logitd.model.training.distributed.fsdp import (
+    gather_weights,
+    is_sharded,
+    local,
+    without_backward,
+)
+from logitd.model.training.events import EventHandler, Saved
 from logitd.model.training.optim.optimizers import Optimizers
-from logitd.model.training.recording.checkpoint_writer import CheckpointWriter
+from logitd.model.training.recording.card import write_card
 from logitd.model.training.recording.evaluator import Evaluator
 from logitd.model.training.recording.sample_writer import SampleWriter
 from logitd.model.training.run.run import Run
-from logitd.model.training.run.state import Environment, save_state
+from logitd.model.training.run.state import environment, save_state
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
@@ -29,7 +41,7 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done after a step."""
+    """The work after a step."""
 
     state: bool = False  # with an evaluation, and a checkpoint
     evaluation: bool = False
@@ -41,48 +53,38 @@ class RunRecorder:
 
     def __init__(self, run: Run, gpt: GPT, optimizers: Optimizers, report: EventHandler) -> None:
         forward = without_backward(gpt, Forward(gpt, run.share.placement, dropout=0.0))
-        self._run, self._gpt, self._optimizers = run, gpt, optimizers
-        self._evaluator = Evaluator(run, gpt, forward, report)
+        self._run, self._gpt, self._optimizers, self._report = run, gpt, optimizers, report
+        self.evaluator = Evaluator(run, gpt, forward, report)
         self._samples = SampleWriter(run, gpt, forward, report)
-        self._checkpoints = CheckpointWriter(run, gpt, report)
         self._state_step: int | None = None  # of the saved state
 
     def restore(self, step: int) -> None:
-        """Take up a run that was resumed from the state of `step`."""
-        self._evaluator.restore()
+        """Continue a run that was resumed from the state of `step`."""
+        self.evaluator.restore()
         self._state_step = step
 
     def record(self, due: Due, counters: Counters, reports: Mapping[str, Any]) -> None:
-        """Do what is due after a step. `reports` are what the state keeps of the run's log."""
+        """Do the work after a step. `reports` is the state of the run's log."""
         if due.state:
             self._save_state(counters, reports)
         self.finish(due, counters)
 
     def finish(self, due: Due, counters: Counters) -> None:
-        """What follows the state. A resumed run begins with it: a kill may have prevented any of
-        it, and what is there already is not done again."""
+        """Do the work that follows the state. A resumed run begins with it: a kill may have
+        prevented any of it, and nothing is done twice."""
+        directory, ranks = self._run.directory, self._run.share.ranks
         # 1) Evaluation.
-        is_best = (due.state or due.evaluation) and self._evaluator.evaluate(counters)
-        # 2) Samples, also where they are not due but a saved state lacks its checkpoint.
-        lacks_checkpoint = due.state and not self._checkpoints.exists(counters.step)
+        is_best = (due.state or due.evaluation) and self.evaluator.evaluate(counters)
+        # 2) Samples, also if they are not due but a saved state lacks its checkpoint.
+        exists = due.state and ranks.broadcast(counters.step in directory.checkpoints())
+        lacks_checkpoint = due.state and not exists
         if due.samples or lacks_checkpoint:
             self._samples.sample(counters.step)
         # 3) Checkpoint.
         if lacks_checkpoint or (is_best and not due.state):
-            evaluation = self._evaluator.history[-1]
-            self._checkpoints.write(counters, evaluation, self._samples, self._state_step)
-        elif due.state:
-            self._checkpoints.prune(self._state_step)
-
-    def evaluate(self, counters: Counters) -> None:
-        """Evaluate and write nothing else, however good it is."""
-        self._evaluator.evaluate(counters)
-
-    def last_evaluation(self) -> Mapping[str, Any]:
-        return self._evaluator.history[-1]
-
-    def evaluations_since_best(self) -> int:
-        return self._evaluator.since_best()
+            self._write_checkpoint(counters)
+        elif due.state and ranks.is_main:
+            directory.prune(self._run.training.recipe.keep, self._state_step)
 
     def write_metrics(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
@@ -90,10 +92,10 @@ class RunRecorder:
             with self._run.directory.saving(record["step"]):
                 self._run.directory.append(record)
 
-    def environment(self) -> Environment:
+    def environment(self) -> dict[str, Any]:
         """Everything but the run that the bits of a step depend on."""
         share = self._run.share
-        return Environment.of(share.placement, share.ranks.size, sharded=is_sharded(self._gpt))
+        return environment(share.placement, share.ranks.size, sharded=is_sharded(self._gpt))
 
     def _save_state(self, counters: Counters, reports: Mapping[str, Any]) -> None:
         run, ranks = self._run, self._run.share.ranks
@@ -112,7 +114,7 @@ class RunRecorder:
         self._state_step = counters.step
 
     def _require_finite(self, step: int) -> None:
-        """The last update may have spoiled the weights, and no loss has seen them yet."""
+        """Raise TrainingError if the last update spoiled the weights: no loss has seen them yet."""
         ranks = self._run.share.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
@@ -121,6 +123,53 @@ class RunRecorder:
         if not ranks.is_main:
             raise ranks.secondary_error()
         raise self._run.directory.diverged(
-            f"training diverged: after step {step} {spoiled or 'the model'} holds numbers that are "
+            f"training diverged: after step {step} {spoiled or 'the model'} has numbers that are "
             "not finite",
+        )
+
+    def _write_checkpoint(self, counters: Counters) -> None:
+        """Write the weights with the last evaluation and the latest samples, move the links
+        `latest` and `best`, and remove old checkpoints."""
+        run, directory, ranks = self._run, self._run.directory, self._run.share.ranks
+        weights = gather_weights(self._gpt, ranks)
+        if ranks.is_main:
+            path = directory.checkpoint(counters.step)
+            with directory.saving(counters.step):
+                self._save(path, weights, counters)
+                directory.link_newest_and_best()
+                directory.prune(run.training.recipe.keep, self._state_step)
+            self._report(Saved(counters.step, path))
+        ranks.barrier()
+
+    def _save(self, path: Path, weights: Mapping[str, Tensor], counters: Counters) -> None:
+        run, training, evaluation = self._run, self._run.training, self.evaluator.history[-1]
+        card = write_card(run, counters, self._samples)
+        record = TrainingRecord(
+            step=counters.step,
+            tokens=counters.tokens,
+            val_loss=evaluation["val_loss"],
+            val_bits_per_byte=evaluation["val_bits_per_byte"],
+            data=run.text.record,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            base=None if training.base is None else training.base.record,
+        )
+        if (lora := training.lora) is not None:
+            save_adapter(
+                path,
+                weights=weights,
+                shape=lora,
+                training=record,
+                card=card,
+                chat_template=run.chat_template,
+            )
+            return
+        save_checkpoint(
+            path,
+            config=self._gpt.config,
+            weights=weights,
+            tokenizer=run.text.tokenizer,
+            training=record,
+            card=card,
+            dtype=getattr(torch, training.recipe.save_dtype),
+            chat_template=run.chat_template,
         )

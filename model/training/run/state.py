@@ -1,19 +1,18 @@
-"""State: everything that a run needs to go on exactly where it stopped.
+"""State: everything that a run needs to continue exactly where it stopped.
 
 One file, `state/state.pt`: float32 weights (only those of adapters, with adapters), the states of
 all optimizers, the counters, and the state of the step log and the divergence monitor. Neither a
 position in the data nor a random state is in it: batches and the noise of dropout are functions of
 the seed and the step (`model/data/batches.py`). It is written under another name, synced and
-renamed, and read with `weights_only=True`, so reading never executes code. Does not cover
-checkpoints (`model/checkpoint/checkpoint.py`): those are for serving.
+renamed, and read with `weights_only=True`, so reading never executes code.
 
-A resumed run has the same bits where the recorded environment is the same (torch, instruction set,
-threads, device, dtype, processes, sharded or not); `differences` says where it is not.
+A resumed run has the same bits if the recorded environment is the same; `differences` says where it
+is not. Does not cover checkpoints (`model/checkpoint/checkpoint.py`): those are for serving.
 """
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,38 +30,28 @@ from logitd.model.transformer.gpt import GPT
 VERSION = 2
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What the bits of a training step depend on besides the run itself."""
+def environment(
+    placement: Placement, processes: int = 1, *, sharded: bool = False
+) -> dict[str, Any]:
+    """Everything but the run that the bits of a training step depend on."""
+    return {
+        "torch": str(torch.__version__),  # a plain string: weights_only reads no other
+        "device": describe(placement.device),
+        "dtype": placement.dtype_name,
+        "threads": placement.threads,
+        "processes": processes,
+        "sharded": sharded,
+    }
 
-    torch: str
-    device: str
-    dtype: str
-    threads: int
-    processes: int
-    sharded: bool = False
 
-    @classmethod
-    def of(
-        cls, placement: Placement, processes: int = 1, *, sharded: bool = False
-    ) -> "Environment":
-        return cls(
-            torch=str(torch.__version__),  # a plain string: weights_only reads no other
-            device=describe(placement.device),
-            dtype=placement.dtype_name,
-            threads=placement.threads,
-            processes=processes,
-            sharded=sharded,
-        )
-
-    def differences(self, other: "Environment") -> str:
-        """For a person: "threads 2, was 4"; "" when the two agree."""
-        mine, theirs = asdict(self), asdict(other)
-        return ", ".join(
-            f"{name} {mine[name]}, was {theirs[name]}"
-            for name in mine
-            if mine[name] != theirs[name]
-        )
+def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Changes of an environment, such as "threads 2, was 4"; "" if there are none."""
+    before = {"sharded": False, **before}  # older states lack it
+    return ", ".join(
+        f"{name} {value}, was {before.get(name)}"
+        for name, value in now.items()
+        if before.get(name) != value
+    )
 
 
 def save_state(
@@ -71,11 +60,11 @@ def save_state(
     gpt: GPT,
     optimizers: Optimizers,
     counters: Counters,
-    environment: Environment,
+    environment: Mapping[str, Any],
     reports: Mapping[str, Any],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replace the state file, atomically. Raises OSError when it cannot be written.
+    """Replace the state file, atomically. Raises OSError if it cannot be written.
 
     Of several processes the main one writes. All have to call it: each has a part of a sharded
     model.
@@ -83,7 +72,7 @@ def save_state(
     document = {
         "version": VERSION,
         "counters": asdict(counters),
-        "environment": asdict(environment),
+        "environment": dict(environment),
         "weights": gather_weights(gpt, ranks),
         "optimizers": optimizers.state_dict(),
         "reports": dict(reports),
@@ -105,25 +94,22 @@ def _write(document: Mapping[str, Any], file: BinaryIO) -> None:
 
 def load_state(
     path: Path, *, gpt: GPT, optimizers: Optimizers
-) -> tuple[Counters, Environment, dict[str, Any]]:
+) -> tuple[Counters, dict[str, Any], dict[str, Any]]:
     """Restore weights and optimizers. Returns the counters, the environment that it was saved in,
     and the state of the run's reports."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
         scatter_weights(gpt, document["weights"])
         optimizers.load_state_dict(document["optimizers"])
-        return (
-            Counters(**document["counters"]),
-            Environment(**document["environment"]),
-            dict(document["reports"]),
-        )
+        counters = Counters(**document["counters"])
+        return counters, dict(document["environment"]), dict(document["reports"])
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{path} does not fit the run's model: {error}") from error
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The file's contents. Raises TrainingError with what is wrong with it. `mapped` leaves tensors
-    on the disk, for callers that read a counter."""
+    """The file's contents. Raises TrainingError. `mapped` leaves tensors on the disk, for callers
+    that read a counter."""
     try:
         require_regular(path)
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

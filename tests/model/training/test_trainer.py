@@ -30,7 +30,7 @@ from logitd.model.training.events import (
     Started,
     line,
 )
-from logitd.model.training.recording import checkpoint_writer, evaluator
+from logitd.model.training.recording import evaluator, recorder
 from logitd.model.training.run.state import read_state
 from logitd.model.training.step.validate import ValidationLoss
 from logitd.model.training.trainer import Trainer, TrainingResult, train
@@ -218,7 +218,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
             raise SystemExit("killed after the state, before the checkpoint")
         return save_checkpoint(path, **facts)
 
-    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", kill)
+    monkeypatch.setattr(recorder, "save_checkpoint", kill)
     with pytest.raises(SystemExit):
         train(config)
     assert sorted(path.name for path in (tmp_path / "killed").glob("step-*")) == ["step-000006"]

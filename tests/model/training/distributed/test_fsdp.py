@@ -31,7 +31,7 @@ from logitd.model.training.distributed.fsdp import (
 )
 from logitd.model.training.distributed.ranks import ALONE, Ranks, process_group
 from logitd.model.training.optim.optimizers import Optimizers, initialise
-from logitd.model.training.run.state import Environment, load_state, save_state
+from logitd.model.training.run.state import environment, load_state, save_state
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.length import Counters
 from logitd.model.training.trainer import train
@@ -214,7 +214,7 @@ def _goes_on_from_a_file(
     of the file in memory: one number was a view of it, and held its blocks on the disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, counters=Counters(),
-        environment=Environment.of(_placement(optimizer)), reports={}, ranks=ranks,
+        environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
     )  # fmt: skip
     ranks.barrier()
     again = _gpt(optimizer)

@@ -10,12 +10,18 @@ from logitd.model.device import Placement
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.optim.optimizers import Optimizers
-from logitd.model.training.run.state import Environment, load_state, read_state, save_state
+from logitd.model.training.run.state import (
+    differences,
+    environment,
+    load_state,
+    read_state,
+    save_state,
+)
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
 
-HERE = Environment.of(Placement(torch.device("cpu"), torch.float32, 2))
+HERE = environment(Placement(torch.device("cpu"), torch.float32, 2))
 
 
 def _model() -> tuple[GPT, Optimizers]:
@@ -40,9 +46,9 @@ def test_counters_environment_and_unreported_steps_come_back(tmp_path: Path) -> 
     path = tmp_path / "state" / "state.pt"
     _save(path)
     gpt, optimizers = _model()
-    counters, environment, reports = load_state(path, gpt=gpt, optimizers=optimizers)
+    counters, before, reports = load_state(path, gpt=gpt, optimizers=optimizers)
     assert counters == Counters(step=7, tokens=70, seconds=1.5)
-    assert environment == HERE
+    assert before == HERE
     assert reports == {"steps": 2, "loss": torch.tensor(5.0)}
     assert [file.name for file in path.parent.iterdir()] == ["state.pt"]
 
@@ -88,9 +94,9 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_differences_of_environments_are_named() -> None:
-    other = Environment(torch="2.0", device="another", dtype="bfloat16", threads=4, processes=2)
-    assert HERE.differences(HERE) == ""
-    assert HERE.differences(other) == (
-        f"torch {HERE.torch}, was 2.0, device {HERE.device}, was another, dtype float32, "
+    other = {"torch": "2.0", "device": "another", "dtype": "bfloat16", "threads": 4}
+    assert differences(HERE, HERE) == ""
+    assert differences(HERE, {**other, "processes": 2}) == (
+        f"torch {HERE['torch']}, was 2.0, device {HERE['device']}, was another, dtype float32, "
         "was bfloat16, threads 2, was 4, processes 1, was 2"
     )
