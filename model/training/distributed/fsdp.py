@@ -1,23 +1,22 @@
-"""Sharding: one model divided among its processes, where it does not fit into each (FSDP).
+"""Sharding: one model divided among its processes, if it does not fit into each (FSDP).
 
 A process keeps some rows of every parameter, of its gradient and of its optimizer states. To
-compute, the parameters of a block are gathered, used and freed; so again in the backward pass,
+compute, the parameters of a block are gathered, used and freed, and again in the backward pass,
 after which the gradients are added up and each process keeps its rows of them. Embeddings and head
 stay gathered from the forward to the backward pass. torch's `fully_shard` does all of that. This
-module says what is divided how (`shard_model`) and which rows are here (`ParamShard`), and makes
-something whole for a moment: a matrix for Muon (`all_gather`), or everything for a file (`gather`).
+module decides how a model is divided (`shard_model`), knows which rows are here (`ParamShard`), and
+gathers whole tensors: a matrix for Muon (`all_gather`), or everything for a file (`gather`).
 
-Matrices travel in the dtype that they are multiplied in. If they came in float32, autocast's
-bfloat16 copies of all layers would stay in memory from the forward to the backward pass. Other
-parameters travel in float32. So where two processes compute one pass each, the gradients are the
-same bits as with copies of the model; else they are added up in another order, and so is the norm
-that clips them.
+Matrices travel in the dtype that they are multiplied in: in float32, autocast's bfloat16 copies of
+all layers would stay in memory from the forward to the backward pass. Other parameters travel in
+float32. So if two processes compute one pass each, the gradients are the same bits as with copies
+of the model; else they are added up in another order, and so is the norm that clips them.
 
-Not covered: a model that is larger than the memory of one CPU. Each process builds it whole there
+Does not cover a model that is larger than the memory of one CPU: each process builds it whole there
 before it is divided (two of them to fine-tune one), and to save, the main process has the whole
 weights and optimizer states.
 
-Source: Zhao et al., PyTorch FSDP (2023), as it stands in torch.distributed.fsdp.
+Source: Zhao et al., PyTorch FSDP (2023), as implemented in torch.distributed.fsdp.
 """
 
 import math
@@ -45,13 +44,13 @@ from logitd.model.transformer.size import parameter_count
 WEIGHT, TRAINED = 4, 16
 """Bytes of a parameter: in float32, and with its gradient and AdamW's two moments. Muon has one."""
 MODEL_SHARE = 0.75
-"""Of a process's memory; the rest is for activations. Chosen, not measured."""
+"""Share of a process's memory; the rest is for activations. Chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """Rows [first, last) of a tensor of `shape`: those that this process has. All of them where the
-    tensor is not divided."""
+    """Rows [first, last) of a tensor of `shape`, which this process has: all unless it is
+    divided."""
 
     shape: tuple[int, ...]
     first: int
@@ -63,8 +62,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Rows [first, last) as a tensor of their own: where the part that is here lies in this
-        shard, and that part as a shard of it."""
+        """Rows [first, last) as a tensor of their own: the location in this shard of the part that
+        is here, and that part as a shard of it."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -73,8 +72,8 @@ class ParamShard:
 
 
 def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, adapted: bool) -> bool:
-    """Whether a copy in each process would leave too little memory here for activations. `adapted`:
-    only adapters are trained."""
+    """Whether a copy in each process would leave too little memory for activations. `adapted`: only
+    adapters are trained."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -105,7 +104,7 @@ def is_sharded(gpt: GPT) -> bool:
 
 
 def without_backward(gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A forward without a backward pass after it: it frees the parameters that it gathered."""
+    """A forward without a backward pass after it, which frees the parameters that it gathered."""
     if not isinstance(gpt, FSDPModule):
         return forward
 
@@ -123,7 +122,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_of(parameter: Tensor) -> ParamShard:
-    """Which rows of a parameter are here."""
+    """The rows of a parameter that are here."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return ParamShard(shape, 0, shape[0], divided=False)
@@ -140,7 +139,7 @@ def unsummed_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scale the gradient down to at most `max_norm`, and return the norm that it had."""
+    """Scale the gradient down to at most `max_norm`, and return the norm before that."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -164,8 +163,8 @@ def all_gather(
 
 
 def gather(tensor: Tensor, shard: ParamShard, ranks: Ranks) -> Tensor:
-    """The whole tensor of a shard on the main process's CPU, to be written. All have to call it;
-    the others get an empty tensor."""
+    """The whole tensor of a shard on the main process's CPU, and an empty one on the others. All
+    have to call it."""
     if not shard.divided:
         return tensor
     (whole,) = all_gather([tensor], [shard], ranks)
@@ -173,7 +172,7 @@ def gather(tensor: Tensor, shard: ParamShard, ranks: Ranks) -> Tensor:
 
 
 def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:
-    """The weights that training changes, by name, as `gather` gives them."""
+    """The weights that training changes, by name, each as from `gather`."""
     return {
         name: gather(local(tensor), shard_of(tensor), ranks)
         for name, tensor in trained_weights(gpt).items()
@@ -181,22 +180,17 @@ def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def scatter_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Load what `gather_weights` gave the main process; each takes its rows. Raises RuntimeError
-    where names or shapes differ."""
+    """Load the weights that `gather_weights` returned on the main process; each takes its rows.
+    Raises RuntimeError if names or shapes differ."""
     own = trained_weights(gpt)
-    load_trained_weights(
-        gpt,
-        {
-            name: _shard_like(own[name], tensor) if name in own else tensor
-            for name, tensor in weights.items()
-        },
-    )
 
+    def shard_like(name: str, whole: Tensor) -> Tensor:
+        model = own.get(name)
+        if not isinstance(model, DTensor) or model.shape != whole.shape:
+            return whole
+        rows = whole[shard_of(model).rows].to(model.device)
+        return DTensor.from_local(
+            rows, model.device_mesh, model.placements, shape=model.shape, stride=model.stride()
+        )
 
-def _shard_like(model: Tensor, whole: Tensor) -> Tensor:
-    if not isinstance(model, DTensor) or model.shape != whole.shape:
-        return whole
-    rows = whole[shard_of(model).rows].to(model.device)
-    return DTensor.from_local(
-        rows, model.device_mesh, model.placements, shape=model.shape, stride=model.stride()
-    )
+    load_trained_weights(gpt, {name: shard_like(name, whole) for name, whole in weights.items()})

@@ -4,14 +4,11 @@ Each computes its part of a step's sequences (`model/data/batches.py`). The grad
 before the update, so all take the same step. Rank 0, the main process, writes, reports and decides;
 `broadcast` tells the others. Without `torchrun` there is one rank, and every method does nothing.
 
-There are two kinds of traffic. Gradients travel by the backend of their device: NCCL on CUDA, gloo
-on a CPU. Counts, flags and barriers travel by gloo on the CPU, without a time limit, because the
-main process may prepare a text for hours while the others wait. When a process ends, its
-connections close and the others notice at once.
-
-Does not divide the model: each process has a copy of it, or a part
-(`model/training/distributed/fsdp.py`). The run directory is read in every process, so several
-machines need a shared file system.
+Gradients travel by the backend of their device: NCCL on CUDA, gloo on a CPU. Counts, flags and
+barriers travel by gloo on the CPU, without a time limit, because the main process may prepare a
+text for hours while the others wait. When a process ends, its connections close and the others
+notice at once. The run directory is read in every process, so several machines need a shared file
+system. Does not divide the model (`model/training/distributed/fsdp.py`).
 """
 
 import math
@@ -29,15 +26,14 @@ from logitd.model.device import DeviceError, available_processors, choose_device
 from logitd.model.training.configuration.config import TrainingError
 
 NO_LIMIT = timedelta(days=365)
-"""How long one process waits for another: gloo wants a number."""
-
+"""Longest wait for another process: gloo requires a number."""
 BUCKET = 2**24
-"""Gradient elements that travel at once: 64 MB of memory, and far above the cost of a message."""
+"""Gradient elements in a message: 64 MB of memory, and far above the cost of a message."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this one is; `local_*` count those on this machine."""
+    """This process's rank among all; `local_*` count those on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -51,16 +47,14 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device of this process. Of several, "cuda" and "auto" give CUDA device LOCAL_RANK."""
-        if self.size == 1:
-            return choose_device(name)
-        if name.startswith("cuda:"):
+        """The device of this process: of several, CUDA device LOCAL_RANK for "cuda" and "auto"."""
+        if self.size > 1 and name.startswith("cuda:"):
             raise DeviceError(
-                f"device {name!r} is one device for {self.size} processes: give 'cuda', and each "
+                f"device {name!r} is one device for {self.size} processes: set 'cuda', and each "
                 "takes its own"
             )
         device = choose_device(name)
-        if device.type != "cuda":
+        if self.size == 1 or device.type != "cuda":
             return device
         if self.local_size > (count := torch.cuda.device_count()):
             raise DeviceError(
@@ -70,7 +64,7 @@ class Ranks:
         return torch.device("cuda", self.local_rank)
 
     def threads(self, given: int) -> int:
-        """Threads of this process; 0 stands for its part of the machine's processors."""
+        """Threads of this process; 0 is its part of the machine's processors."""
         return given or max(1, available_processors() // self.local_size)
 
     @torch.no_grad()
@@ -112,7 +106,7 @@ class Ranks:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Names the cause where another process has ended during traffic that torch itself starts.
+        """Name the cause if another process has ended during traffic that torch itself starts.
         Other errors of the computation pass through: gloo has no error class of its own."""
         try:
             yield
@@ -122,14 +116,14 @@ class Ranks:
             raise
 
     def secondary_error(self) -> TrainingError:
-        """The error that ends this process where the main one reports why all of them end."""
+        """The error that ends this process when the main one reports why all of them end."""
         return TrainingError(f"process {self.rank} of {self.size} stops with the main one")
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what gloo and NCCL raise when a connection has closed
+        except RuntimeError as error:  # gloo and NCCL raise it when a connection has closed
             raise self._peer_lost() from error
 
     def _peer_lost(self) -> TrainingError:
@@ -143,7 +137,7 @@ ALONE = Ranks()
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Which process this is, from the variables that `torchrun` sets. Raises TrainingError."""
+    """This process's rank, from the variables that `torchrun` sets. Raises TrainingError."""
     size = _number(environment, "WORLD_SIZE", 1)
     if size == 1:
         return Ranks()
@@ -195,8 +189,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
         return default
     if text is None or not text.isdecimal():
         raise TrainingError(
-            f"{name} is {'not set' if text is None else repr(text)}: it says which of several "
-            "processes this one is; start them with torchrun, or unset WORLD_SIZE to train in one"
+            f"{name} is {'not set' if text is None else repr(text)}, but must be the number of "
+            "this process: start with torchrun, or unset WORLD_SIZE to train in one"
         )
     return int(text)
 

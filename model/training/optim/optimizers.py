@@ -3,12 +3,10 @@
 Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
 embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
 Muon's and the others AdamW's; with `adamw` all are AdamW's. Adapters (`model/transformer/lora.py`)
-count as matrices, and what is frozen belongs to no optimizer. Does not compute losses or take
-steps.
+count as matrices, and frozen parameters belong to no optimizer. Computes no losses.
 
-Sources: Muon by Keller Jordan (2024) as it stands in torch.optim, stepped by
-`model/training/optim/muon.py`; zero-initialised projections and separate learning rates from
-modded-nanogpt and nanochat.
+Sources: Muon by Keller Jordan (2024) from torch.optim, stepped by `model/training/optim/muon.py`;
+zero-initialised projections and separate learning rates from modded-nanogpt and nanochat.
 """
 
 import math
@@ -81,7 +79,7 @@ def kind_of(gpt: GPT, name: str) -> Kind:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _View:
-    """What an optimizer has in the place of a parameter: rows of it, in the same memory."""
+    """Rows of a parameter, in the same memory, which an optimizer updates in its place."""
 
     tensor: nn.Parameter  # what the optimizer updates
     parameter: nn.Parameter  # the model's
@@ -93,9 +91,9 @@ class Optimizers:
     """The optimizers of a model, stepped together.
 
     Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
-    key and value; the two halves of SwiGLU). Each is given to Muon as a parameter of its own that
-    shares the fused one's storage; `step` hands it its rows of the gradient. Of a sharded model
-    every optimizer has the rows that are here, and nothing else.
+    key and value; the two halves of SwiGLU). Muon has each as a parameter of its own that shares
+    the fused one's storage; `step` hands it its rows of the gradient. Of a sharded model every
+    optimizer has only the rows that are here.
     """
 
     def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:
@@ -163,12 +161,24 @@ class Optimizers:
     def state_dict(self) -> dict[str, Any]:
         """The states as one process would have them, on the main process. Of a sharded model all
         processes have to call it."""
-        return {name: self._gather_state(optimizer) for name, optimizer in self.all.items()}
+
+        def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
+            return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
+
+        return {
+            name: self._map_state(optimizer, optimizer.state_dict(), whole)
+            for name, optimizer in self.all.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave the main process."""
+        """Load the state that `state_dict` returned on the main process."""
+
+        def rows(tensor: Tensor, shard: ParamShard) -> Tensor:
+            # Copies: a view, even of one number, would keep the file and its blocks on the disk.
+            return (tensor[shard.rows] if tensor.ndim else tensor).clone()
+
         for name, optimizer in self.all.items():
-            optimizer.load_state_dict(self._local_state(optimizer, state[name]))
+            optimizer.load_state_dict(self._map_state(optimizer, state[name], rows))
 
     def _local_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself, or the rows of a divided one that are here."""
@@ -178,21 +188,6 @@ class Optimizers:
         here = nn.Parameter(local(parameter.data))
         self._views.append(_View(here, parameter, slice(None), shard))
         return here
-
-    def _gather_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
-            return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
-
-        return self._map_state(optimizer, optimizer.state_dict(), whole)
-
-    def _local_state(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        def rows(tensor: Tensor, shard: ParamShard) -> Tensor:
-            # Copies: a view, even of one number, would keep the file and its blocks on the disk.
-            return (tensor[shard.rows] if tensor.ndim else tensor).clone()
-
-        return self._map_state(optimizer, state, rows)
 
     def _map_state(
         self,
@@ -231,7 +226,7 @@ def _maps(gpt: GPT) -> Iterator[_View]:
 
 
 def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
-    """Beside Muon only the matrices decay; with AdamW alone everything but the scalars, as in
+    """With Muon only the matrices decay; with AdamW alone everything but the scalars, as in
     GPT-2."""
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay
 

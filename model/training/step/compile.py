@@ -1,12 +1,10 @@
-"""Compiling: the loss of training through `torch.compile`, where that pays for itself.
+"""Compiling: the loss of training through `torch.compile`.
 
-On CUDA it is compiled unless `--compile off` is given. On a CPU compiling takes the better part of
-a minute and makes a step of the presets `tiny` and `small` an eighth faster
-(`python -m benchmarks.train_throughput`), so a run of a few minutes goes without. The length that
-was asked for decides and not a clock, and run.json keeps the decision: a resumed run computes with
-the same kernels, hence the same bits.
-
-Does not compile evaluation, samples or the optimizers.
+On CUDA it is compiled unless `--compile off` is set. On a CPU compiling takes the better part of a
+minute and makes a step of the presets `tiny` and `small` an eighth faster
+(`python -m benchmarks.train_throughput`), so only a long run is compiled there. run.json keeps the
+decision (`ResolvedTraining.with_vocabulary`): a resumed run computes with the same kernels, hence
+the same bits. Does not compile evaluation, samples or the optimizers.
 """
 
 from collections.abc import Callable
@@ -22,20 +20,18 @@ from logitd.model.training.step.forward import Forward
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From ids and targets, (B, T) each, to the mean loss."""
-
 Notice = Callable[[str], None]
 
 
 class CompiledLoss:
-    """A loss through `torch.compile`, or eager where compiling fails, because a machine without a C
+    """A loss through `torch.compile`, or eager if compiling fails, because a machine without a C
     compiler can train too. `notice` is called with a message in both cases.
 
     The first call compiles: it runs forward and backward once before the call that counts, and
-    drops gradients that were there. An error of training itself occurs again in that call, and is
-    raised.
+    drops earlier gradients. An error of training itself occurs again in that call, and is raised.
 
-    `peers` are processes of which none computes without the others. There the first call would
-    never end if some went on eagerly. So each tries its compiler by itself first, and if one fails,
+    `peers` are processes of which none computes without the others. With them the first call would
+    never end if some went on eagerly: so each tries its compiler by itself first, and if one fails,
     all are eager.
     """
 
@@ -46,10 +42,8 @@ class CompiledLoss:
         backend: str | Callable[..., Any] = "inductor",
         peers: Ranks = ALONE,
     ) -> None:
-        self._forward = forward
-        self._notice = notice
-        self._backend = backend
-        self._peers = peers
+        self._forward, self._notice = forward, notice
+        self._backend, self._peers = backend, peers
         self._loss: Loss | None = None
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -66,7 +60,7 @@ class CompiledLoss:
             failure = self._try(compiled, token_ids, targets)
             if several and failure is not None:
                 raise TrainingError(
-                    f"the training step does not compile ({failure}), and the others are waiting "
+                    f"the training step does not compile ({failure}), and the other processes wait "
                     "in it: train with --compile off"
                 )
         if failure is None:
@@ -75,26 +69,27 @@ class CompiledLoss:
         return self._forward.loss
 
     def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:
-        """Compute once; why that failed, if it did."""
+        """Compute once. Returns why that failed, or None."""
         devices = [token_ids.device] if token_ids.is_cuda else []
         try:
             with torch.random.fork_rng(devices):  # dropout draws as if this had not been
                 compiled(token_ids, targets).backward()
         except RuntimeError as error:  # all of the compiler's exceptions are
-            return _why(error)
+            return _reason(error)
         finally:
             for parameter in self._forward.parameters():
                 parameter.grad = None
         return None
 
     def _try_alone(self, device: torch.device) -> str | None:
-        """Compile what no other process has a part in; why that failed here or elsewhere."""
+        """Compile a function without collective calls. Returns why that failed here or elsewhere,
+        or None."""
         failure = None
         try:
             values = torch.ones(8, device=device, requires_grad=True)
             torch.compile(_small, backend=self._backend)(values).backward()
         except RuntimeError as error:
-            failure = _why(error)
+            failure = _reason(error)
         if any(self._peers.all_reduce_max([failure is not None])):
             return failure or "another process cannot compile"
         return None
@@ -104,7 +99,7 @@ def _small(values: Tensor) -> Tensor:
     return (2 * values.sin()).sum()
 
 
-def _why(error: RuntimeError) -> str:
+def _reason(error: RuntimeError) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

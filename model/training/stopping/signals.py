@@ -1,12 +1,9 @@
 """Signals: Ctrl-C asks a run to stop instead of breaking it off.
 
 While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so that a step is
-always finished; the second of either raises KeyboardInterrupt. SIGTERM is what a cluster sends
-before it takes a machine away. Outside the main thread signals cannot be caught, and nothing is
-changed. Does not stop anything itself: the trainer reads the flag.
-
-`errors_outlive_sigterm` is for the process around it: an error that is on its way to be said is
-said, although SIGTERM comes in between.
+always finished; the second of either raises KeyboardInterrupt. A cluster sends SIGTERM before it
+takes a machine away. Outside the main thread signals cannot be caught, and nothing is changed. The
+trainer reads the flag.
 """
 
 import os
@@ -15,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -33,12 +30,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -51,10 +43,9 @@ class StopSignals:
 
 @contextmanager
 def errors_outlive_sigterm(kind: type[Exception]) -> Iterator[None]:
-    """SIGTERM ends the process as usual, but not while an error of this kind is being handled:
-    until that has been said, nothing else says why. torchrun sends SIGTERM to all processes of a
-    run within moments of the end of one, while the others unwind with the news that they have lost
-    it."""
+    """SIGTERM ends the process as usual, but not while an error of this kind is being handled, so
+    that its message is printed. torchrun sends SIGTERM to all processes of a run within moments of
+    the end of one, while the others still handle its loss."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         if not isinstance(sys.exc_info()[1], kind):

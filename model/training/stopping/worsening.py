@@ -1,25 +1,22 @@
-"""Worsening: whether validation has turned, and what is said about it, from a run's metrics.
+"""Worsening: notices of a run whose validation loss rises, from its metrics.
 
-A text that is passed too often is learned by heart: the loss of training falls on and that of
-validation rises. Nothing is lost by that, because the best checkpoint stays beside the newest, but
-time. Says so once in a row of worse evaluations, and at the end. Does not end a run: `patience`
-does, and is left to the person, because the fall of the learning rate at the end often brings a new
-best after a while without.
+A text that is passed too often is learned by heart: the loss of training keeps falling and that of
+validation rises. Only time is lost, because the best checkpoint stays. Reports it once in a row of
+worse evaluations, and at the end. Does not end a run: `patience` does, and is left to the user,
+because the fall of the learning rate at the end often brings a new best after a while without.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 EVALUATIONS = 2
-"""In a row without a new best, after which it is said."""
-
+"""Evaluations in a row without a new best, after which it is reported."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
 
 def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
-    """The sentence that is due after the last evaluation of a run with such a `patience`, or
-    None."""
+    """The notice that is due after the last evaluation of a run with this `patience`, or None."""
     evaluations = _evaluations(metrics)
     best = _best(evaluations)
     if len(evaluations) - 1 - best != EVALUATIONS or evaluations[best]["step"] == 0:
@@ -41,13 +38,11 @@ def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
 
 
 def ended_worse(metrics: Sequence[Record]) -> str | None:
-    """What is said at the end of a run whose last evaluation is not its best, or None."""
+    """The notice at the end of a run whose last evaluation is not its best, or None."""
     evaluations = _evaluations(metrics)
-    if not evaluations:
+    if not evaluations or (at := _best(evaluations)) == len(evaluations) - 1:
         return None
-    best, last = evaluations[_best(evaluations)], evaluations[-1]
-    if best is last:
-        return None
+    best, last = evaluations[at], evaluations[-1]
     return (
         f"the best evaluation is that of step {best['step']:,}, "
         f"{best['val_bits_per_byte']:.4f} bits per byte; the {last['step'] - best['step']:,} steps "
