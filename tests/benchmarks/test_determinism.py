@@ -20,7 +20,6 @@ from benchmarks.determinism import (
 )
 from logitd.model.benchmark.work import size_of
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 
@@ -81,8 +80,3 @@ def test_a_tiny_model_is_measured() -> None:
     assert native is not None
     assert all(seconds > 0 for seconds in (*native.ours.values(), *native.fastest.values()))
     assert sum(native.ours.values()) + native.sampling < native.step
-
-
-def test_where_nothing_is_decoded_natively_there_is_no_price() -> None:
-    gpt: GPT = tiny_gpt(tiny_config())  # heads of 8
-    assert native_price(gpt, threads=1) is None

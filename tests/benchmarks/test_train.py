@@ -7,14 +7,11 @@ import pytest
 
 from benchmarks.train import (
     Outcome,
-    Results,
     Run,
     block_matrices,
     check,
     settings,
     smaller,
-    summary,
-    table,
 )
 from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
@@ -52,16 +49,6 @@ def test_the_smaller_size_has_the_same_windows() -> None:
     assert smaller(SIZES[5]).context_length == SIZES[5].context_length
 
 
-def test_a_file_of_results_can_be_continued(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    first = Results(path)
-    first.add_size(2, SIZES[2])
-    first.add(OUTCOME)
-    again = Results(path)
-    assert again.sizes == {2: SIZES[2]}
-    assert again.outcomes == {RUN: OUTCOME}
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -75,18 +62,3 @@ def test_what_cannot_be_compared_is_not(change: dict[str, float], sentence: str)
     check([OUTCOME, NANOGPT])
     with pytest.raises(SystemExit, match=sentence):
         check([OUTCOME, replace(NANOGPT, **change)])  # type: ignore[arg-type]
-
-
-def test_only_the_smaller_one_may_have_other_matrices() -> None:
-    check([OUTCOME, replace(NANOGPT, run=replace(RUN, side="nanogpt smaller"), matrices=50)])
-
-
-def test_the_table_says_how_many_percent_fewer() -> None:
-    default = [OUTCOME, replace(OUTCOME, bits_per_byte=1.4)]
-    summaries = [summary(default, default), summary([NANOGPT], default)]
-    assert summaries[0]["spread"] == pytest.approx(0.2)
-    assert summaries[1]["fewer"] == pytest.approx(25)
-    lines = table(summaries).splitlines()
-    assert "1.6000, 1.4000 | 1.5000 | 0.2000 |  |" in lines[2]
-    assert "2.0000 | 2.0000 | 0.0000 | 25.0 % |" in lines[3]
-    assert len({line.count("|") for line in lines}) == 1

@@ -1,17 +1,15 @@
 """What is compared on a small text: the same size, the same steps, another recipe."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.train_small import Outcome, configuration, fewer, of_passes, table
-from logitd.model.training.configuration.autosize import SIZES, Choice, Measured
+from benchmarks.train_small import Outcome, configuration, fewer, of_passes
 from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.configuration.resolve import resolve
+from logitd.model.training.setup.autosize import SIZES, Choice, Measured
+from logitd.model.training.setup.resolve import resolve_config
+from logitd.model.training.step.forward import training_placement
 from tests.model.conftest import story
 
 OUTCOME = Outcome(
@@ -45,7 +43,7 @@ def test_both_sides_have_one_size_and_the_same_steps(text: Path) -> None:
     tokens = (long.steps or 0) * SIZES[2].batch_size * SIZES[2].context_length
     assert tokens == pytest.approx(6 * 0.9 * text.stat().st_size / 2.65, rel=0.2)
     assert (adapted.vocab_size, long.vocab_size) == (512, SIZES[2].vocab_size)
-    models = [resolve(config).model for config in (adapted, long)]
+    models = [resolve_config(config).model(512) for config in (adapted, long)]
     assert len({(model.n_layer, model.d_model, model.context_length) for model in models}) == 1
     few = [of_passes(side, asked, 2, 1.0) for side in ("adapted", "long")]
     assert few[0] == few[1]
@@ -54,7 +52,7 @@ def test_both_sides_have_one_size_and_the_same_steps(text: Path) -> None:
 def test_in_minutes_both_sides_have_what_was_measured_once(text: Path) -> None:
     asked = TrainingConfig(data=(str(text),), minutes=2)
     choice = Choice(SIZES[1], 10_000.0, {SIZES[1]: 10_000.0})
-    measured = Measured(choice, 1e6, None, "float32, 1 threads")
+    measured = Measured(choice, 1e6, None, training_placement("cpu", "float32", 1))
     adapted, long = (configuration(side, asked, measured) for side in ("adapted", "long"))
     assert (adapted.d_model, adapted.minutes) == (long.d_model, long.minutes) == (96, 2)
     assert (long.vocab_size, long.dropout) == (1024, None)
@@ -68,16 +66,3 @@ def test_in_minutes_both_sides_have_what_was_measured_once(text: Path) -> None:
 def test_our_last_weights_are_compared_with_their_last_and_best() -> None:
     theirs = replace(OUTCOME, side="long", last=4.0, best=2.5)
     assert fewer([OUTCOME, theirs], "long") == pytest.approx((50, 20))
-    assert "| long | 4.000 | 2.500 | 1.500 | 6.0 | 100 |" in table([OUTCOME, theirs])
-
-
-@pytest.mark.slow
-def test_it_runs(text: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.train_small", "--data", str(text)]
-    command += ["--sides", "adapted", "--size", "0", "--passes", "4", "--threads", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (outcome,) = (Outcome(**each) for each in json.loads(done.stdout.splitlines()[-1]))
-    assert (outcome.side, outcome.seed) == ("adapted", 1337)
-    assert outcome.best <= outcome.last < 8
-    assert outcome.training > 0
-    assert "| adapted |" in done.stdout

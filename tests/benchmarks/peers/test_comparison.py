@@ -6,7 +6,6 @@ from benchmarks.peers import comparison
 from benchmarks.peers.__main__ import parse
 from benchmarks.peers.comparison import WARM_UP, Plan, compare, rounds_of, summarise
 from benchmarks.peers.contract import Run
-from benchmarks.peers.process import PeerMissing
 from benchmarks.peers.report import Result
 
 
@@ -64,24 +63,3 @@ def test_whoever_computes_something_else_is_not_measured(monkeypatch: pytest.Mon
     monkeypatch.setitem(comparison.LIMITS["gpt2"], "bfloat16", 1e-5)
     with pytest.raises(SystemExit, match=r"logitd computes something else: off by 0\.00"):
         compare(plan("--dtypes", "bfloat16", "--peers", "logitd"))
-
-
-def test_without_logitd_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(comparison.MODULES, "logitd", "nobody")
-    with pytest.raises(PeerMissing, match="nobody"):
-        compare(plan("--dtypes", "int8", "--peers", "logitd"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("--prompt", "55"), "take up to 67 positions, and the shape has 64"),
-        (("--peers", "torch"), "names whom logitd is compared with"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        plan(*arguments)
-    assert reason in capsys.readouterr().err

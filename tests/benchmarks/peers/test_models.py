@@ -1,7 +1,6 @@
 """The same model in every format: what each of them holds is held against the plain forward, or
 against the project's own exporters."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -12,14 +11,12 @@ import transformers
 
 from benchmarks.peers.comparison import expected_logprobs, make_weights, random_prompts
 from benchmarks.peers.contract import disagreement
-from benchmarks.peers.models import main, write_models
+from benchmarks.peers.models import write_models
 from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.weights import HUGGINGFACE, LOGITD
-from benchmarks.shapes import SHAPES, SMALL, SMALL_LLAMA, Shape
-from benchmarks.synthetic import config_of
+from benchmarks.shapes import SMALL, SMALL_LLAMA, Shape
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.convert.exporting import export_model
-from logitd.model.convert.family import family_of
 
 TWO = pytest.mark.parametrize("shape", [SMALL, SMALL_LLAMA], ids=["gpt2", "llama"])
 
@@ -52,32 +49,3 @@ def test_gguf_has_what_the_exporter_writes(written: Path, shape: Shape, tmp_path
     assert mine.keys() == theirs.keys()
     for name, data in theirs.items():
         assert np.array_equal(mine[name], data), name
-
-
-@TWO
-def test_gguf_of_8_bits_has_them_in_every_matrix(written: Path, shape: Shape) -> None:
-    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(written / "int8.gguf").tensors}
-    assert kinds["token_embd.weight"] == kinds["blk.1.ffn_down.weight"] == "Q8_0"
-    assert kinds["output_norm.weight"] == "F32"
-
-
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--shape", "small", "--out", str(tmp_path)])
-    assert "exists; nothing is overwritten" in capsys.readouterr().err
-
-
-def test_every_shape_is_one_that_others_have() -> None:
-    for name, shape in SHAPES.items():
-        assert family_of(config_of(shape)) == shape.family, name
-
-
-def test_long_prompts_fit_the_llamas() -> None:
-    llamas = [shape for name, shape in SHAPES.items() if name.startswith("llama")]
-    assert llamas
-    assert all(shape.context_length > 8192 for shape in llamas)
-
-
-def test_a_gpt2_has_no_widths_of_its_own() -> None:
-    with pytest.raises(ValueError, match="four times the width"):
-        replace(SMALL, d_ff=128)

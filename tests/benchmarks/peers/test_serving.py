@@ -3,15 +3,11 @@
 import pytest
 
 from benchmarks.peers.serving import (
-    CONTINUOUS,
     LOGITD,
     PLAIN,
     Unmeasured,
-    main,
     overall_rate,
-    parse,
     summarise,
-    table,
 )
 from logitd.service.cli.commands.benchmark.load import Arrival, Failure, StreamRecord
 
@@ -35,29 +31,9 @@ def test_a_batch_by_hand() -> None:
 def test_streams_that_come_one_after_the_other_never_decode_together() -> None:
     found = summarise([ONE_BY_ONE], PLAIN, "float32", 2)
     assert (found.decode_tokens_per_second, found.tokens_per_second) == (None, 1.0)
-    assert "| transformers serve, float32 | 2 |  | 1 | 2,000 | 2,980 |" in table([found])
 
 
 def test_one_failure_is_enough() -> None:
     failed = StreamRecord(0.0, (), Failure("TokensMissing", "3 of 4 tokens came"))
-    with pytest.raises(Unmeasured, match="batch 2: 1 of 4 streams failed, the first by TokensMiss"):
+    with pytest.raises(Unmeasured, match=r"batch 2: 1 of 4.*TokensMiss"):
         summarise([TOGETHER, [TOGETHER[0], failed]], LOGITD, "float32", 2)
-
-
-def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--shape", "small", "--prompt", "60", "--tokens", "10"])
-    assert "the shape has 64 positions" in capsys.readouterr().err
-    assert parse(["--shape", "30m"]).servers == (LOGITD, PLAIN, CONTINUOUS)
-
-
-@pytest.mark.slow
-def test_logitd_is_measured_and_who_cannot_start_is_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main(["--shape", "small", "--threads", "1", "--dtypes", "float32", "--batches", "1", "2",
-          "--prompt", "8", "--tokens", "12", "--rounds", "1", "--servers", LOGITD, PLAIN,
-          "--peer-python", "/bin/false"])  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "transformers serve is left out: it ended with 1" in shown
-    assert [line for line in shown.splitlines() if line.startswith("| logitd serve, float32 | 2")]

@@ -1,28 +1,20 @@
 """`transformers serve`: it is given the same model, and every token that it sends is counted."""
 
-import asyncio
-import importlib.util
-import json
-import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 import transformers
 
 from benchmarks.peers.contract import disagreement
-from benchmarks.peers.foreign_server import ServerMissing
 from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.transformers_server import (
-    asking_transformers,
     check_usage,
     save_for_transformers,
     text_of,
     tokens_in,
-    transformers_server,
 )
-from logitd.service.cli.commands.benchmark.load import StreamFailed, StreamRecord, run_streams
+from logitd.service.cli.commands.benchmark.load import StreamFailed
 from tests.benchmarks.peers.conftest import Saved
 
 
@@ -68,78 +60,3 @@ def test_counts_have_to_be_the_same() -> None:
         check_usage(usage, prompt=1, came=3)
     with pytest.raises(StreamFailed, match="without its counts, after 3 tokens"):
         check_usage(None, prompt=2, came=3)
-
-
-def streams(transport: httpx.AsyncBaseTransport | None, url: str) -> list[StreamRecord]:
-    async def run() -> list[StreamRecord]:
-        async with httpx.AsyncClient(transport=transport, trust_env=False, timeout=60) as http:
-            return await run_streams(asking_transformers(http, url), [[1, 2, 3], [7, 8, 9]], 5)
-
-    return asyncio.run(run())
-
-
-def answering(status: int, *pieces: str, completion: int) -> httpx.MockTransport:
-    """A server whose every stream is the same."""
-    chunks = [{"choices": [{"text": piece}]} for piece in pieces]
-    usage = {"prompt_tokens": 3, "completion_tokens": completion}
-    lines = [json.dumps(chunk) for chunk in (*chunks, {"choices": [], "usage": usage})]
-    body = "".join(f"data: {line}\n\n" for line in lines)
-    return httpx.MockTransport(lambda request: httpx.Response(status, text=body))
-
-
-@pytest.mark.parametrize(
-    ("status", "pieces", "completion", "kind"),
-    [
-        (200, ("t1", " t2", " t3 t4", " t5"), 5, None),
-        (200, ("t1", " t2"), 2, "TokensMissing"),
-        (200, ("t1", " t2"), 5, "Miscounted"),
-        (503, (), 0, "HTTP 503"),
-    ],
-)
-def test_a_stream_that_is_not_whole_fails(
-    status: int, pieces: tuple[str, ...], completion: int, kind: str | None
-) -> None:
-    for record in streams(answering(status, *pieces, completion=completion), "http://it"):
-        assert (record.failure and record.failure.kind) == kind
-        if kind is None:
-            assert [arrival.tokens for arrival in record.arrivals] == [1, 1, 2, 1]
-
-
-def test_a_server_that_is_not_there_fails() -> None:
-    for record in streams(None, "http://127.0.0.1:1"):
-        assert record.failure is not None
-        assert record.failure.kind == "ConnectError"
-
-
-def test_one_that_does_not_start_is_missing(tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho no such package\nexit 3\n")
-    program.chmod(0o755)
-    with (
-        pytest.raises(ServerMissing, match=r"it ended with 3:\nno such package"),
-        transformers_server(
-            tmp_path,
-            python=str(program),
-            dtype="float32",
-            threads=1,
-            continuous=False,
-            largest=1,
-            positions=8,
-        ),
-    ):
-        raise AssertionError("the block is not entered")  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="`transformers serve` needs accelerate"
-)
-@pytest.mark.parametrize("continuous", [True, False])
-def test_a_real_one_is_asked(folder: Path, continuous: bool) -> None:
-    with transformers_server(
-        folder, python=sys.executable, dtype="float32", threads=1, continuous=continuous,
-        largest=2, positions=8,
-    ) as url:  # fmt: skip
-        records = streams(None, url)
-    assert [record.failure for record in records] == [None, None]
-    assert [sum(arrival.tokens for arrival in record.arrivals) for record in records] == [5, 5]
