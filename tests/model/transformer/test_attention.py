@@ -1,6 +1,4 @@
-"""Attention against loops that compute one head, one query at a time."""
-
-import math
+"""Attention: its fused and its recording path, and dropout. Values are tested in `test_gpt.py`."""
 
 import pytest
 import torch
@@ -25,32 +23,7 @@ def heads(n_head: int, n_kv_head: int, time: int = 7) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
-def test_scores_are_scaled_dot_products_with_the_shared_key_head(
-    n_head: int, n_kv_head: int
-) -> None:
-    q, k, _ = heads(n_head, n_kv_head)
-    scores = attention_scores(q, k)
-    assert scores.shape == (2, n_head, 7, 7)
-    for head in range(n_head):
-        shared = head * n_kv_head // n_head  # neighbours share: 0, 0, 1, 1
-        for query in range(7):
-            expected = (k[:, shared] @ q[:, head, query, :, None])[..., 0] / math.sqrt(8)
-            assert_close(scores[:, head, query], expected)
-
-
-def test_probs_are_the_softmax_of_what_a_position_sees() -> None:
-    scores = attention_scores(*heads(4, 2)[:2])
-    assert_close(attention_probs(scores, causal=False), scores.softmax(dim=-1))
-    causal = attention_probs(scores, causal=True)
-    for query in range(7):
-        assert_close(
-            causal[..., query, : query + 1], scores[..., query, : query + 1].softmax(dim=-1)
-        )
-        assert (causal[..., query, query + 1 :] == 0).all()
-
-
-def test_fewer_queries_than_keys_are_the_last_ones() -> None:
+def test_attention_takes_fewer_queries_as_the_last_positions() -> None:
     q, k, _ = heads(4, 2)
     whole = attention_probs(attention_scores(q, k), causal=True)
     last_three = attention_probs(attention_scores(q[:, :, -3:], k), causal=True)
@@ -59,7 +32,7 @@ def test_fewer_queries_than_keys_are_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
-def test_the_fused_and_the_recording_path_agree(n_head: int, n_kv_head: int) -> None:
+def test_fused_and_recording_attention_agree(n_head: int, n_kv_head: int) -> None:
     q, k, v = heads(n_head, n_kv_head)
     recording = RecordingAttend()
     spelled_out = recording(0, q, k, v)
@@ -70,22 +43,8 @@ def test_the_fused_and_the_recording_path_agree(n_head: int, n_kv_head: int) -> 
         assert_close(spelled_out[:, head], expected)
 
 
-def test_recording_keeps_every_layer_in_order() -> None:
-    recording = RecordingAttend()
-    layers = [heads(4, 2), heads(6, 2), heads(4, 1)]
-    for layer, (q, k, v) in enumerate(layers):
-        recording(layer, q, k, v)
-    for layer, (q, k, v) in enumerate(layers):
-        assert recording.q[layer] is q
-        assert recording.k[layer] is k
-        assert recording.v[layer] is v
-        scores = attention_scores(q, k)
-        assert_close(recording.scores[layer], scores)  # before the mask: all of them finite
-        assert_close(recording.probs[layer], attention_probs(scores, causal=True))
-
-
 def test_dropout_acts_on_the_attention_weights() -> None:
-    """With unit vectors for values, the output is the weights themselves."""
+    """With unit vectors for values, the output equals the weights."""
     q, k, _ = heads(4, 4)
     v = torch.eye(7).expand(2, 4, 7, 7)
     probs = attention_probs(attention_scores(q, k), causal=True)

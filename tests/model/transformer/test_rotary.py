@@ -1,4 +1,4 @@
-"""Rotary positions: tables of scaled angles and of heads of which a part turns."""
+"""Rotary positions: tables of scaled angles and of partly rotated heads."""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 32_768}
 def test_angles_are_those_of_transformers(
     scaling: Mapping[str, Any], head_dim: int, turning: int
 ) -> None:
-    """Of Llama with whole heads, of GPT-NeoX with a part of each."""
+    """Those of Llama for whole heads, those of GPT-NeoX for partly rotated ones."""
     parameters = {
         **scaling,
         "rope_type": scaling["kind"],
@@ -68,8 +68,8 @@ def test_angles_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_channels_that_do_not_turn_come_out_as_they_went_in(kind: str) -> None:
-    """To the bit, whatever is multiplied onto the others."""
+def test_rotation_keeps_the_other_channels(kind: str) -> None:
+    """To the bit, with every scaling."""
     config = tiny_config(positions="rotary", head_dim=16, rotary_dim=6, rope_scaling=SCALINGS[kind])
     cos, sin = rotary_tables(config, CPU)
     assert cos.shape == sin.shape == (128, 8)
@@ -83,9 +83,9 @@ def test_channels_that_do_not_turn_come_out_as_they_went_in(kind: str) -> None:
     assert moved.mean() > 0.99
 
 
-def test_a_part_of_a_head_is_turned_as_gpt_neox_turns_it() -> None:
-    """There the first R channels are halves of their own: in the order that an import brings them
-    into, scores are the same."""
+def test_partial_rotation_matches_gpt_neox() -> None:
+    """GPT-NeoX pairs the first R channels among themselves; in the order that an import gives
+    them, the scores are the same."""
     head_dim, turning, length = 10, 4, 20
     config = tiny_config(
         positions="rotary", head_dim=head_dim, rotary_dim=turning, context_length=length
@@ -106,8 +106,8 @@ def test_a_part_of_a_head_is_turned_as_gpt_neox_turns_it() -> None:
     assert_close(ours[0] @ ours[1].mT, turned(q) @ turned(k).mT, atol=1e-5, rtol=1e-5)
 
 
-def test_tables_without_scaling_are_what_they_always_were() -> None:
-    """The bits of cos and sin of position * theta^(-2i / D) in float64."""
+def test_unscaled_tables_keep_their_bits() -> None:
+    """cos and sin of position * theta^(-2i / D), computed in float64."""
     config = tiny_config(positions="rotary", head_dim=12, rope_theta=700.0)
     exponents = torch.arange(0, 12, 2, dtype=torch.float64) / 12
     angles = torch.arange(128)[:, None] * 700.0**-exponents
@@ -116,7 +116,7 @@ def test_tables_without_scaling_are_what_they_always_were() -> None:
     assert torch.equal(sin, angles.sin().float())
 
 
-def test_yarns_defaults_are_the_papers() -> None:
+def test_yarn_defaults_match_the_paper() -> None:
     scaling = RopeScaling(kind="yarn", factor=16.0, original_context_length=4096)
     assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, True)
     assert scaling.attention_factor == 0.1 * math.log(16) + 1
@@ -137,55 +137,24 @@ def test_scaling_goes_through_json(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "message"),
     [
-        ({"kind": "linear"}, "rope_scaling lacks ['factor']"),
-        ({"factor": 2.0}, "rope_scaling lacks ['kind']"),
-        (
-            {"kind": "dynamic", "factor": 2.0},
-            "rope_scaling.kind is 'dynamic'; it must be one of ['linear', 'llama3', 'yarn']",
-        ),
-        ({"kind": "linear", "factor": "2"}, "rope_scaling.factor is '2'; it must be a number"),
-        ({"kind": "linear", "factor": True}, "rope_scaling.factor is True; it must be a number"),
-        (
-            {"kind": "linear", "factor": 0.0},
-            "rope_scaling.factor is 0.0; it must be from 1e-06 to 1e+12",
-        ),
-        (
-            {"kind": "yarn", "factor": math.inf, "original_context_length": 9},
-            "rope_scaling.factor is inf; it must be from 1e-06 to 1e+12",
-        ),
-        (
-            {"kind": "linear", "factor": 2.0, "beta_fast": 32.0},
-            "rope_scaling.beta_fast is 32.0: the kind 'linear' has kind, factor",
-        ),
-        (
-            {"kind": "yarn", "factor": 2.0},
-            "rope_scaling lacks original_context_length, which the kind 'yarn' needs",
-        ),
-        (
-            {**LLAMA_31, "original_context_length": 8192.0},
-            "rope_scaling.original_context_length is 8192.0; it must be an integer",
-        ),
-        (
-            {**LLAMA_31, "high_freq_factor": 1.0},
-            "rope_scaling.low_freq_factor is 1.0 and high_freq_factor 1.0; the former must be "
-            "below the latter",
-        ),
-        (
-            {**YARN, "beta_fast": 1.0, "beta_slow": 32.0},
-            "rope_scaling.beta_slow is 32.0 and beta_fast 1.0; the former must be below the latter",
-        ),
-        ({**YARN, "truncate": 1}, "rope_scaling.truncate is 1; it must be true or false"),
-        (
-            {"kind": "linear", "factor": 2.0, "mscale": 1.0},
-            "unknown rope_scaling keys ['mscale']; known are ['attention_factor', 'beta_fast', "
-            "'beta_slow', 'factor', 'high_freq_factor', 'kind', 'low_freq_factor', "
-            "'original_context_length', 'truncate']",
-        ),
+        ({"kind": "linear"}, "factor"),
+        ({"factor": 2.0}, "kind"),
+        ({"kind": "dynamic", "factor": 2.0}, "kind.*dynamic.*linear.*llama3.*yarn"),
+        ({"kind": "linear", "factor": "2"}, "factor.*'2'.*number"),
+        ({"kind": "linear", "factor": True}, "factor.*True.*number"),
+        ({"kind": "linear", "factor": 0.0}, r"factor.*0\.0.*1e-06.*1e\+12"),
+        ({"kind": "yarn", "factor": math.inf, "original_context_length": 9}, "factor.*inf"),
+        ({"kind": "linear", "factor": 2.0, "beta_fast": 32.0}, r"beta_fast.*32\.0.*linear"),
+        ({"kind": "yarn", "factor": 2.0}, "original_context_length.*yarn"),
+        ({**LLAMA_31, "original_context_length": 8192.0}, "original_context_length.*8192.*integer"),
+        ({**LLAMA_31, "high_freq_factor": 1.0}, r"low_freq_factor.*1\.0.*high_freq_factor.*1\.0"),
+        ({**YARN, "beta_fast": 1.0, "beta_slow": 32.0}, r"beta_slow.*32\.0.*beta_fast.*1\.0"),
+        ({**YARN, "truncate": 1}, "truncate.*1.*true or false"),
+        ({"kind": "linear", "factor": 2.0, "mscale": 1.0}, "mscale.*'attention_factor'"),
     ],
 )
-def test_wrong_scaling_is_named(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_scaling_names_a_wrong_value(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rope_scaling.*{message}"):
         RopeScaling.from_dict(values)
-    assert str(raised.value) == sentence

@@ -8,7 +8,7 @@ from hypothesis import given
 from torch import nn
 
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.transformer.config import MODERN, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import MODERN, GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import Elements, count_elements, parameter_count
 from tests.model.factories import FAMILIES, tiny_config
@@ -71,9 +71,3 @@ def test_the_elements_of_any_shape_are_counted(shape: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_elements_of_every_preset_are_counted(name: str) -> None:
     check(PRESETS[name].config(512))
-
-
-def test_gpt_2_has_124_million() -> None:
-    config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
-    padding = (config.padded_vocab_size - 50_257) * 768
-    assert parameter_count(config) - padding == 124_439_808
