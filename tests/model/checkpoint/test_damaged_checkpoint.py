@@ -1,245 +1,228 @@
-"""Checkpoints that are damaged, incomplete or inconsistent: each is refused in a sentence."""
+"""Damaged, incomplete and inconsistent checkpoints: each is refused with its file and the numbers.
 
+Damage that nobody thought of is drawn in `test_any_damage.py`.
+"""
+
+import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import (
     CONFIG,
     RANKS,
     WEIGHTS,
     CheckpointError,
+    check_header,
     read_checkpoint,
 )
-from tests.model.checkpoint.files import edit_config, edit_weights, refuse, rehash
+from logitd.model.device import DeviceError
+from tests.model.checkpoint.files import edit_config, edit_weights, load, refuse, rehash
+from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+
+Damage = Callable[[Path], object]
 
 
-def test_no_directory(tmp_path: Path) -> None:
-    refuse(tmp_path / "none", "{path} does not exist; expected the directory of a checkpoint")
+def section(name: str, **change: Any) -> Damage:
+    """Change fields of a section of config.json."""
+    return lambda path: edit_config(path, lambda document: document[name].update(change))
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    return lambda path: edit_weights(path, change)
+
+
+def removed(name: str) -> Damage:
+    return lambda path: (path / name).unlink()
+
+
+def flipped(name: str) -> Damage:
+    """Flip a bit, which safetensors itself does not notice."""
+
+    def flip(path: Path) -> None:
+        raw = bytearray((path / name).read_bytes())
+        raw[-2] ^= 1
+        (path / name).write_bytes(raw)
+
+    return flip
+
+
+def cut(size: int, *, hashed: bool) -> Damage:
+    """Cut the weights off, before they were hashed or afterwards."""
+
+    def truncate(path: Path) -> None:
+        os.truncate(path / WEIGHTS, size)
+        if hashed:
+            rehash(path)
+
+    return truncate
+
+
+def appended(name: str, raw: bytes) -> Damage:
+    def append(path: Path) -> None:
+        with (path / name).open("ab") as file:
+            file.write(raw)
+        rehash(path)
+
+    return append
+
+
+def pipe(name: str) -> Damage:
+    def replace(path: Path) -> None:
+        (path / name).unlink()
+        os.mkfifo(path / name)
+
+    return replace
+
+
+def device(name: str) -> Damage:
+    def replace(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).symlink_to("/dev/zero")
+
+    return replace
+
+
+def config_text(raw: bytes) -> Damage:
+    return lambda path: (path / CONFIG).write_bytes(raw)
+
+
+NEEDS_PATTERN = "tokenizer.*'pattern'.*'special_tokens'"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no config": (removed(CONFIG), "no config.json.*model.safetensors.*tokenizer.tiktoken"),
+    "no weights": (removed(WEIGHTS), f"no {WEIGHTS}"),
+    "no ranks": (removed(RANKS), f"no {RANKS}"),
+    "weights are a pipe": (pipe(WEIGHTS), f"{WEIGHTS}.*pipe"),
+    "config is a pipe": (pipe(CONFIG), f"{CONFIG}.*pipe"),
+    "ranks are a device": (device(RANKS), f"{RANKS}.*device"),
+    "flipped bit of weights": (flipped(WEIGHTS), f"{WEIGHTS}.*bytes.*sha256.*damaged"),
+    "flipped bit of ranks": (flipped(RANKS), f"{RANKS}.*bytes.*sha256.*damaged"),
+    "cut": (cut(1000, hashed=False), f"{WEIGHTS}.*1000 bytes.*sha256"),
+    "cut to nothing": (cut(0, hashed=True), f"{WEIGHTS}.*0 bytes"),
+    "cut in its length": (cut(4, hashed=True), f"{WEIGHTS}.*4 bytes"),
+    "cut in its header": (cut(1000, hashed=True), f"{WEIGHTS}.*safetensors"),
+    "more bytes": (appended(WEIGHTS, b"\0"), f"{WEIGHTS}.*last of its tensors"),
+    "a shape": (
+        tensors(lambda weights: weights.update({"final_norm.weight": torch.ones(31)})),
+        r"final_norm.weight.*\(31,\).*\(32,\)",
+    ),
+    "one tensor more": (
+        tensors(lambda weights: weights.update(another=torch.ones(1))),
+        "1 tensors.*another",
+    ),
+    "one tensor less": (
+        tensors(lambda weights: weights.pop("blocks.1.qkv.bias")),
+        "1 tensors.*blocks.1.qkv.bias",
+    ),
+    **{
+        f"{number} in a tensor": (
+            tensors(lambda weights, number=number: weights["blocks.2.mlp_up.weight"].fill_(number)),
+            "blocks.2.mlp_up.weight.*NaN",
+        )
+        for number in (float("nan"), float("inf"), float("-inf"))
+    },
+    "integers": (
+        tensors(lambda weights: weights.update({"final_norm.weight": torch.ones(32).long()})),
+        "final_norm.weight.*torch.int64",
+    ),
+    **{
+        f"version {version!r}": (
+            lambda path, version=version: edit_config(
+                path, lambda document: document.update(format_version=version)
+            ),
+            f"format_version {version!r}.*1",
+        )
+        for version in (0, 2, "1", None)
+    },
+    "empty config": (config_text(b""), f"{CONFIG}.*JSON"),
+    "half a config": (config_text(b'{"format_version": 1'), f"{CONFIG}.*JSON"),
+    "config in UTF-16": (config_text(b"\xff\xfe"), f"{CONFIG}.*JSON"),
+    "config is a list": (config_text(b"[1]"), f"{CONFIG}.*object"),
+    **{
+        f"no {name}": (
+            lambda path, name=name: edit_config(path, lambda document: document.pop(name)),
+            f"{CONFIG}.*'{name}'",
+        )
+        for name in ("model", "tokenizer", "training", "files")
+    },
+    "unknown key": (section("model", n_embd=32), f"{CONFIG}.*n_embd"),
+    "unknown norm": (section("model", norm="batchnorm"), f"{CONFIG}.*norm.*batchnorm"),
+    "a larger vocabulary": (section("model", vocab_size=300), "257.*300"),
+    "no width": (section("model", d_ff=0), f"{CONFIG}.*d_ff.*0"),
+    "many layers": (section("model", n_layer=10**9), f"{WEIGHTS}.*1,000,000,000 blocks"),
+    "much too wide": (section("model", d_ff=2**40), f"{WEIGHTS}.*elements"),
+    "a little too wide": (section("model", d_ff=65), r"mlp_down.weight.*\(32, 65\)"),
+    "more layers than 64 bits": (section("model", n_layer=2**64), f"{CONFIG}.*64 bits"),
+    "fewer special tokens": (section("tokenizer", special_tokens={}), "256.*257"),
+    "special token of a byte": (
+        section("tokenizer", special_tokens={"<|endoftext|>": 65}),
+        "tokenizer.*65",
+    ),
+    "special tokens in a list": (section("tokenizer", special_tokens=["a"]), NEEDS_PATTERN),
+    "special id in a string": (section("tokenizer", special_tokens={"a": "1"}), NEEDS_PATTERN),
+    "special id beyond all": (section("tokenizer", special_tokens={"a": 10**12}), "tokenizer"),
+    "no pattern": (section("tokenizer", pattern=None), NEEDS_PATTERN),
+    "half a pattern": (section("tokenizer", pattern="("), r"tokenizer.*'\('"),
+    "empty pattern": (section("tokenizer", pattern=""), "tokenizer.*pattern"),
+    "pattern of nothing": (section("tokenizer", pattern="x?"), r"tokenizer.*'x\?'"),
+    "template of a number": (section("tokenizer", chat_template=5), "chat_template"),
+    "half a template": (section("tokenizer", chat_template="{% for %}"), f"{CONFIG}.*line 1"),
+    "ranks of another line": (appended(RANKS, b"no rank\n"), f"line 257 of {RANKS}.*no rank"),
+    "unknown record": (section("training", loss=1.0), f"{CONFIG}.*training"),
+    "negative step": (section("training", step=-1), f"{CONFIG}.*step.*-1"),
+    "step in a string": (section("training", step="abc"), "step.*abc"),
+    "step is true": (section("training", step=True), "step.*True"),
+    "loss in a list": (section("training", val_loss=[]), "val_loss"),
+    "data is a number": (section("training", data=1), "data"),
+    "endless step": (section("training", step=10**400), f"{CONFIG}.*JSON"),
+    "infinite loss": (section("training", val_loss=float("inf")), f"{CONFIG}.*JSON"),
+    "NaN in data": (section("training", data={"a": [[float("nan")]]}), f"{CONFIG}.*JSON"),
+    "half a character": (section("training", created="\ud800"), f"{CONFIG}.*JSON"),
+    "another hash": (section("files", **{RANKS: "0" * 64}), f"{RANKS}.*sha256.*000000000000"),
+    "no hash": (section("files", **{WEIGHTS: None}), f"{CONFIG}.*{WEIGHTS}"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoint_is_refused(saved: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    damage(saved)
+    refuse(saved, message)
+
+
+def test_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    refuse(tmp_path / "none", "does not exist")
     (tmp_path / "file").write_text("")
-    refuse(tmp_path / "file", "{path} is not a directory; expected the directory of a checkpoint")
+    refuse(tmp_path / "file", "not a directory")
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, RANKS])
-def test_a_missing_file(saved: Path, name: str) -> None:
-    (saved / name).unlink()
-    refuse(saved, f"{{path}} has no {name}")
+@pytest.mark.parametrize("change", [{"n_layer": 10**9}, {"d_ff": 2**40}, {"d_ff": 65}])
+def test_header_alone_shows_sizes_of_another_model(saved: Path, change: dict[str, int]) -> None:
+    section("model", **change)(saved)
+    with pytest.raises(CheckpointError, match=r"another model's|has shape"):
+        check_header(read_checkpoint(saved))
 
 
-def test_a_missing_config(saved: Path) -> None:
-    (saved / CONFIG).unlink()
-    refuse(
-        saved,
-        "{path} has no config.json; "
-        "a checkpoint has config.json, model.safetensors and tokenizer.tiktoken",
-    )
+def test_context_beyond_memory_is_refused_before_its_tables_are_made(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(**FAMILIES["modern"]))
+    path = save_tiny_checkpoint(tmp_path / "saved", gpt).path
+    section("model", context_length=2**40)(path)
+    with pytest.raises(DeviceError, match="1,099,511,627,776 rotary"):
+        load(path)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, RANKS])
-def test_one_flipped_bit(saved: Path, name: str) -> None:
-    """safetensors itself does not notice a changed number."""
-    raw = bytearray((saved / name).read_bytes())
-    raw[-2] ^= 1
-    (saved / name).write_bytes(raw)
-    refuse(
-        saved,
-        f"{{path}}/{name} ({len(raw)} bytes) has sha256 ..., config.json says ...: "
-        "the file was changed, truncated or damaged after saving",
-    )
-
-
-def test_a_truncated_file(saved: Path) -> None:
-    os.truncate(saved / WEIGHTS, 1000)
-    refuse(
-        saved,
-        "{path}/model.safetensors (1000 bytes) has sha256 ..., config.json says ...: "
-        "the file was changed, truncated or damaged after saving",
-    )
-
-
-@pytest.mark.parametrize("size", [0, 4, 1000])
-def test_a_file_truncated_before_it_was_hashed(saved: Path, size: int) -> None:
-    os.truncate(saved / WEIGHTS, size)
-    rehash(saved)
-    refuse(saved, "{path}/model.safetensors is not a complete safetensors file: ...")
-
-
-def test_bytes_behind_the_last_tensor(saved: Path) -> None:
-    with (saved / WEIGHTS).open("ab") as file:
-        file.write(b"\0")
-    rehash(saved)
-    refuse(
-        saved,
-        "{path}/model.safetensors is not a complete safetensors file: "
-        "there is more behind the last of its tensors",
-    )
-
-
-def test_a_wrong_shape(saved: Path) -> None:
-    edit_weights(saved, lambda weights: weights.update({"final_norm.weight": torch.ones(31)}))
-    refuse(
-        saved,
-        "{path}/model.safetensors: final_norm.weight has shape (31,), the configuration says (32,)",
-    )
-
-
-def test_a_missing_and_an_extra_tensor(saved: Path) -> None:
-    edit_weights(saved, lambda weights: weights.update(another=torch.ones(1)))
-    refuse(
-        saved,
-        "{path}/model.safetensors has 1 tensors that the configuration does not know, "
-        "the first is another",
-    )
-    edit_weights(saved, lambda weights: weights.pop("blocks.1.qkv.bias"))
-    refuse(saved, "{path}/model.safetensors lacks 1 tensors, the first is blocks.1.qkv.bias")
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_none(saved: Path, number: float) -> None:
-    edit_weights(saved, lambda weights: weights["blocks.2.mlp_up.weight"][3, 5].fill_(number))
-    refuse(
-        saved,
-        "{path}/model.safetensors: blocks.2.mlp_up.weight has NaN or infinite elements; "
-        "its training diverged, or the file was damaged before it was hashed",
-    )
-
-
-def test_integers_for_weights(saved: Path) -> None:
-    whole = torch.ones(32, dtype=torch.int64)
-    edit_weights(saved, lambda weights: weights.update({"final_norm.weight": whole}))
-    refuse(
-        saved,
-        "{path}/model.safetensors: final_norm.weight has the dtype torch.int64; real numbers are "
-        "needed",
-    )
-
-
-@pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_an_unknown_format_version(saved: Path, version: object) -> None:
-    edit_config(saved, lambda document: document.update(format_version=version))
-    refuse(saved, f"{{path}} has format_version {version!r}; this logitd reads 1")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (b"", "{path}/config.json is not valid JSON: ..."),
-        (b'{"format_version": 1', "{path}/config.json is not valid JSON: ..."),
-        (b"\xff\xfe", "{path}/config.json is not valid JSON: ..."),
-        (b"[1]", "{path}/config.json is not a JSON object"),
-    ],
-)
-def test_bad_json(saved: Path, text: bytes, sentence: str) -> None:
-    (saved / CONFIG).write_bytes(text)
-    refuse(saved, sentence)
-
-
-@pytest.mark.parametrize("section", ["model", "tokenizer", "training", "files"])
-def test_a_missing_section(saved: Path, section: str) -> None:
-    edit_config(saved, lambda document: document.pop(section))
-    refuse(saved, f"{{path}}/config.json has no section '{section}'")
-
-
-@pytest.mark.parametrize(
-    ("section", "change", "sentence"),
-    [
-        ("model", {"n_embd": 32}, "{path}/config.json: unknown model keys ['n_embd']; ..."),
-        (
-            "model",
-            {"norm": "batchnorm"},
-            "{path}/config.json: norm is 'batchnorm'; it must be one of ['layernorm', 'rmsnorm']",
-        ),
-        (
-            "model",
-            {"vocab_size": 300},
-            "{path}: the tokenizer has 257 ids, the model 300",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": {}},
-            "{path}: the tokenizer has 256 ids, the model 257",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": {"<|endoftext|>": 65}},
-            "the tokenizer of {path} cannot be read: special tokens ...",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": ["<|endoftext|>"]},
-            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": {"<|endoftext|>": "256"}},
-            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)",
-        ),
-        (
-            "tokenizer",
-            {"pattern": None},
-            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)",
-        ),
-        (
-            "tokenizer",
-            {"pattern": "("},
-            "the tokenizer of {path} cannot be read: "
-            "the split pattern '(' is not a regular expression: ...",
-        ),
-        (
-            "tokenizer",
-            {"chat_template": 5},
-            "{path}/config.json: chat_template is not a string",
-        ),
-        (
-            "tokenizer",
-            {"chat_template": "{% for %}"},
-            "{path}/config.json: line 1 of the chat template: ...",
-        ),
-        (
-            "training",
-            {"loss": 1.0},
-            "{path}/config.json: the training record has ..., expected ...",
-        ),
-        (
-            "files",
-            {RANKS: "0" * 64},
-            "{path}/tokenizer.tiktoken (...) has sha256 ..., config.json says 000000000000...: ...",
-        ),
-        (
-            "files",
-            {WEIGHTS: None},
-            "{path}/config.json does not give the sha256 of model.safetensors",
-        ),
-    ],
-)
-def test_a_wrong_config(
-    saved: Path, section: str, change: dict[str, object], sentence: str
-) -> None:
-    edit_config(saved, lambda document: document[section].update(change))
-    refuse(saved, sentence)
-
-
-def test_bad_ranks(saved: Path) -> None:
-    with (saved / RANKS).open("ab") as file:
-        file.write(b"no rank\n")
-    rehash(saved)
-    refuse(
-        saved,
-        "the tokenizer of {path} cannot be read: line 257 of tokenizer.tiktoken is b'no rank'; "
-        "expected a base64 token, a space and its rank",
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("step", "abc"), ("step", True), ("val_loss", []), ("data", 1)]
-)
-def test_a_training_record_of_wrong_kinds_is_refused(saved: Path, name: str, value: object) -> None:
-    """A step that is not a number used to load, and broke whatever printed it later."""
-    edit_config(saved, lambda document: document["training"].update({name: value}))
-    with pytest.raises(CheckpointError, match=f"{name} of the training record"):
-        read_checkpoint(saved)
+def test_sparse_file_is_refused_without_reading_it(saved: Path) -> None:
+    """Its header is right about its size, and the configuration is another model's."""
+    header = {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    raw = json.dumps(header).encode()
+    (saved / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(saved / WEIGHTS, 8 + len(raw) + 2**42)
+    began = time.monotonic()
+    refuse(saved, f"{WEIGHTS}.*1 tensors.*3 blocks")
+    assert time.monotonic() - began < 5
