@@ -14,11 +14,11 @@ def test_indices_are_resolved() -> None:
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([3], r"layers has 3; there are 3 layers \(0 to 2, or -3 to -1 from the end\)$"),
-        ([0, -4], r"layers has -4; there are 3 layers"),
-        ([-1, 2], r"layers \[2, 2\] must be ascending, distinct and at least one$"),
-        ([1, 0], r"layers \[1, 0\] must be ascending"),
-        ([], r"layers \[\] must be ascending"),
+        ([3], "layers.*3.*0 to 2.*-3 to -1"),
+        ([0, -4], "layers.*-4.*3"),
+        ([-1, 2], "layers.*2, 2"),
+        ([1, 0], "layers.*1, 0"),
+        ([], r"layers.*\[\]"),
     ],
 )
 def test_indices_that_name_nothing_or_no_order(indices: list[int], message: str) -> None:

@@ -4,13 +4,11 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from logitd.model.inference.attribution.attribute import attribute
-from logitd.model.inference.attribution.direct import through_norm
 from logitd.model.inference.attribution.task import Attribution, AttributionTask
 from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
@@ -125,28 +123,3 @@ def test_each_part_is_what_the_logit_loses_without_it(gpt: GPT) -> None:
             value = to_logit(blocks[layer].attention_out.bias, layer, "attention")
         if value is not None:
             assert part.value == pytest.approx(value, rel=1e-8, abs=1e-10), part.stage
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [
-        nn.LayerNorm(16),
-        nn.LayerNorm(16, bias=False),
-        nn.LayerNorm(16, elementwise_affine=False),
-        nn.RMSNorm(16, eps=1e-6),
-        nn.RMSNorm(16, elementwise_affine=False),
-    ],
-    ids=repr,
-)
-def test_a_norm_with_its_scale_held_is_linear(norm: nn.LayerNorm | nn.RMSNorm) -> None:
-    generator = torch.Generator().manual_seed(0)
-    norm = copy.deepcopy(norm).double().requires_grad_(False)
-    for parameter in norm.parameters():
-        parameter.normal_(generator=generator)
-    x, g = (torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
-    before, bias = through_norm(norm, x, g)
-    assert before @ x + (bias or 0.0) == pytest.approx((norm(x) @ g).item(), rel=1e-12)
-    parts = torch.randn(3, 16, generator=generator, dtype=torch.float64)
-    parts[2] = x - parts[:2].sum(dim=0)
-    total = sum((before @ part).item() for part in parts)
-    assert total + (bias or 0.0) == pytest.approx((norm(x) @ g).item(), rel=1e-9)

@@ -239,7 +239,7 @@ def test_a_text_that_leads_nowhere_is_an_error() -> None:
     constraint = compiled("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     matcher = after(constraint, "a")
     for _ in range(2):  # it does not become another answer by asking again
-        with pytest.raises(ConstraintError, match="no text matches from here on"):
+        with pytest.raises(ConstraintError, match="no text matches"):
             matcher.allowed()
 
 
@@ -291,38 +291,38 @@ def test_a_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.M
 # What is refused
 
 REFUSED: list[tuple[Kind, Any, str]] = [
-    ("regex", "(", "invalid regular expression: unclosed group"),
-    ("regex", "(?=a)a", "invalid regular expression: look-around, including look-ahead and "),
-    ("regex", r"(a)\1", "invalid regular expression: backreferences are not supported"),
-    ("regex", r"\bab", "lookarounds not supported"),
-    ("regex", "a\\", "the expression ends with a backslash that escapes nothing"),
-    ("regex", "", "only the empty text matches; there is nothing to generate"),
-    ("regex", "(|a{0})", "only the empty text matches"),
-    ("regex", "(" * 5000, "invalid regular expression: unclosed group"),
-    ("json_schema", {"type": "objekt"}, "Invalid type: objekt"),
-    ("json_schema", {"$ref": "#"}, "no text matches from here on"),
-    ("json_schema", {"$ref": "http://localhost/schema"}, "Default retriever does not fetch"),
-    ("json_schema", {"$ref": "file:///etc/passwd"}, "Default retriever does not fetch"),
-    ("json_schema", {"type": "string", "format": "shoe-size"}, "Unknown format: shoe-size"),
-    ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "Unsatisfiable schema"),
-    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are"),
-    ("json_schema", {"enum": []}, "Unsatisfiable schema"),
-    ("json_schema", {"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+    ("regex", "(", "unclosed group"),
+    ("regex", "(?=a)a", "look-around"),
+    ("regex", r"(a)\1", "backreferences"),
+    ("regex", r"\bab", "lookarounds"),
+    ("regex", "a\\", "backslash"),
+    ("regex", "", "empty"),
+    ("regex", "(|a{0})", "empty"),
+    ("regex", "(" * 5000, "unclosed group"),
+    ("json_schema", {"type": "objekt"}, "objekt"),
+    ("json_schema", {"$ref": "#"}, "no text matches"),
+    ("json_schema", {"$ref": "http://localhost/schema"}, "retriever"),
+    ("json_schema", {"$ref": "file:///etc/passwd"}, "retriever"),
+    ("json_schema", {"type": "string", "format": "shoe-size"}, "shoe-size"),
+    ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "Unsatisfiable"),
+    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ("json_schema", {"enum": []}, "Unsatisfiable"),
+    ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
     ("grammar", "start: b", 'at 1(8): unknown name: "b"'),
-    ("grammar", 'begin: "a"', "no start rule found"),
-    ("grammar", "start: A\nA: /(/", "at 2(4): invalid regular expression: unclosed group"),
-    ("grammar", '{"grammars": [{"json_schema": {}}]}', "expecting rule, token or statement"),
-    ("grammar", 'start: "a" <|endoftext|>', "the token <|endoftext|> cannot be part of it"),
-    ("grammar", 'start: "<" <[256]>', "the token <[256]> cannot be part of it"),
-    ("grammar", "start: <[*]>", "the token <[*]> cannot be part of it"),
-    ("grammar", "start: a\na[temperature=0.5]: /b/", "the attribute temperature of a rule has no"),
-    ("grammar", 'start: a\n?a [ lazy, stop="]:" ]: /b/', "the attribute stop of a rule has no"),
-    ("grammar", "start: a\na[capture]: /b/", "the attribute capture of a rule has no effect"),
+    ("grammar", 'begin: "a"', "start rule"),
+    ("grammar", "start: A\nA: /(/", "at 2(4): "),
+    ("grammar", '{"grammars": [{"json_schema": {}}]}', "statement"),
+    ("grammar", 'start: "a" <|endoftext|>', "<|endoftext|>"),
+    ("grammar", 'start: "<" <[256]>', "<[256]>"),
+    ("grammar", "start: <[*]>", "<[*]>"),
+    ("grammar", "start: a\na[temperature=0.5]: /b/", "temperature"),
+    ("grammar", 'start: a\n?a [ lazy, stop="]:" ]: /b/', "stop"),
+    ("grammar", "start: a\na[capture]: /b/", "capture"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text", "words"), REFUSED)
-def test_what_is_refused_is_told_in_one_line(kind: Kind, text: Any, words: str) -> None:
+def test_compiler_refuses_in_one_line(kind: Kind, text: Any, words: str) -> None:
     message = refusal(kind, text)
     assert words in message
     assert len(message) <= 300
@@ -344,7 +344,7 @@ def test_a_long_message_takes_no_time() -> None:
 
 def test_without_llguidance_constraints_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConstraintsUnavailable, match="pip install llguidance"):
+    with pytest.raises(ConstraintsUnavailable, match="llguidance"):
         Compiler(byte_tokenizer())
 
 
@@ -389,16 +389,16 @@ def test_json_of_characters() -> None:
 
 
 def test_a_text_that_needs_a_character_too_many_is_refused() -> None:
-    with pytest.raises(ConstraintError, match="no text matches from here on"):
+    with pytest.raises(ConstraintError, match="no text matches"):
         Compiler(CHARACTERS).compile(Source("regex", "Zebra"))
     matcher = Compiler(CHARACTERS).compile(Source("choice", '["abz"]')).matcher()
     matcher.advance(1)
     matcher.allowed()
     matcher.advance(2)
-    with pytest.raises(ConstraintError, match="no text matches from here on"):
+    with pytest.raises(ConstraintError, match="no text matches"):
         matcher.allowed()
 
 
 def test_a_model_of_token_ids_alone_has_no_constraints() -> None:
-    with pytest.raises(ConstraintsUnavailable, match="a constraint is about text; allowed_token_"):
+    with pytest.raises(ConstraintsUnavailable, match="allowed_token_ids"):
         Compiler(Tokenizer.without_text(5))

@@ -119,7 +119,7 @@ def test_any_other_keyword_is_refused_wherever_it_is(keyword: str) -> None:
         {"$defs": {"a": inner}},
         {"definitions": {"a": {"items": inner}}},
     ):
-        with pytest.raises(ConstraintError, match=f"the keyword '.?{keyword[1:]}' is not support"):
+        with pytest.raises(ConstraintError, match=keyword[1:]):
             enforceable(schema)
 
 
@@ -149,7 +149,7 @@ def test_more_properties_than_are_required_cannot_be_promised(schema: Any, promi
     if promised:
         enforceable(schema)
     else:
-        with pytest.raises(ConstraintError, match="names of others may repeat"):
+        with pytest.raises(ConstraintError, match="minProperties"):
             enforceable(schema)
 
 
@@ -175,26 +175,25 @@ def test_a_pattern_means_what_it_says_of_every_character(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
+    ("schema", "named"),
     [
-        ({"const": "a\x1fb"}, "U+001F cannot be written"),
-        ({"enum": [1, {"a": ["\0"]}]}, "U+0000 cannot be written"),
-        ({"items": {"const": "\x7f"}}, "U+007F cannot be written"),
-        ({"type": "string", "pattern": "a\x1f"}, "U+001F cannot be written"),
-        ({"type": "string", "pattern": r"[\x00-\x1f]"}, "U+0000 cannot be written"),
-        ({"type": "string", "pattern": r"\u001f"}, "U+001F cannot be written"),
-        ({"type": "string", "pattern": r"\x{1F}"}, "U+001F cannot be written"),
-        ({"type": "string", "pattern": r"\v"}, r"\v in a pattern is not supported"),
-        ({"type": "string", "pattern": r"\P{L}"}, r"\P{L} in a pattern is not supported"),
-        ({"type": "string", "pattern": r"\p{Cc}"}, r"\p{Cc} in a pattern is not supported"),
-        ({"type": "string", "pattern": "[[:cntrl:]]"}, "[: in a pattern is not supported"),
-        ({"type": "string", "pattern": r"[\W--a]"}, "-- in a pattern is not supported"),
-        ({"type": "string", "pattern": "[a[^b]]"}, "[^ in a pattern is not supported"),
-        ({"items": {"patternProperties": {r"\v": {}}}}, r"\v in a pattern is not supported"),
+        ({"const": "a\x1fb"}, "U+001F"),
+        ({"enum": [1, {"a": ["\0"]}]}, "U+0000"),
+        ({"items": {"const": "\x7f"}}, "U+007F"),
+        *(
+            ({"type": "string", "pattern": pattern}, named)
+            for pattern, named in (
+                ("a\x1f", "U+001F"), (r"[\x00-\x1f]", "U+0000"), (r"\u001f", "U+001F"),
+                (r"\x{1F}", "U+001F"), (r"\v", r"\v"), (r"\P{L}", r"\P{L}"),
+                (r"\p{Cc}", r"\p{Cc}"), ("[[:cntrl:]]", "[:"), (r"[\W--a]", "--"),
+                ("[a[^b]]", "[^"),
+            )
+        ),
+        ({"items": {"patternProperties": {r"\v": {}}}}, r"\v"),
     ],
-)
-def test_control_characters_that_have_no_escape_are_refused(schema: Any, words: str) -> None:
-    with pytest.raises(ConstraintError, match=re.escape(words)):
+)  # fmt: skip
+def test_schema_refuses_control_characters_without_an_escape(schema: Any, named: str) -> None:
+    with pytest.raises(ConstraintError, match=re.escape(named)):
         enforceable(schema)
 
 
@@ -207,5 +206,5 @@ def test_what_needs_no_change_is_left_as_it_is() -> None:
 
 
 def test_the_layout_is_not_the_clients() -> None:
-    with pytest.raises(ConstraintError, match="x-guidance is not read here"):
+    with pytest.raises(ConstraintError, match="x-guidance"):
         enforceable({"type": "object", "x-guidance": {"lenient": True}})

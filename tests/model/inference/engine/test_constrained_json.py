@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import Any
 
 import jsonschema
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,14 +147,7 @@ def test_every_text_of_a_bounded_schema_is_finished() -> None:
     assert sum(check_json(EXAMPLE, seed) for seed in range(10)) >= 25
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(400, fast=6))
 @given(schemas(), st.integers(0, 2**32))
 def test_json_is_by_its_schema(schema: Any, seed: int) -> None:
-    check_json(schema, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=400)
-@given(schemas(), st.integers(0, 2**32))
-def test_json_is_by_its_schema_more_often(schema: Any, seed: int) -> None:
     check_json(schema, seed)

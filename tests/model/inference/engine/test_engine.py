@@ -132,21 +132,3 @@ def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     driven.engine.grant("rows")
     driven.drain()
     check_rows(gpt, request, driven.outcomes["rows", 0])
-
-
-def test_a_grant_for_nobody_is_harmless(gpt: GPT) -> None:
-    Driven(gpt).engine.grant("nobody")
-
-
-def test_a_granted_row_does_not_wait_for_others(gpt: GPT) -> None:
-    driven = Driven(gpt, slots=3, prefill_chunk=64)
-    driven.engine._scheduler.output_elements = 1
-    for name in ("slow", "quick"):
-        driven.add(outputs_request(name, random_prompt(random.Random(0), 128)))
-    while driven.engine.has_work():
-        for event in driven.step().events:
-            if event.request_id == "quick":
-                driven.engine.grant("quick")
-    assert driven.outcomes["quick", 0].ended.reason is FinishReason.STOP
-    assert driven.unfinished == {("slow", 0)}
-    driven.abort("slow")

@@ -1,8 +1,5 @@
 """Engine: aborts, deadlines and stop tokens end a request in every state."""
 
-import dataclasses
-import random
-
 import pytest
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
@@ -13,8 +10,6 @@ from tests.model.inference.engine.harness import (
     counts,
     generation,
     outputs_request,
-    params,
-    random_prompt,
     run,
 )
 
@@ -102,19 +97,6 @@ def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     reasons = [outcome.ended.reason for outcome in driven.outcomes.values()]
     assert reasons == [FinishReason.TIMEOUT] * 4
     assert not driven.engine.has_work()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_token_ends_the_text_and_belongs_to_it(gpt: GPT, temperature: float) -> None:
-    prompt = random_prompt(random.Random(5), 20)
-    free = params(30, temperature=temperature, seed=4)
-    text = run(gpt, generation("a", prompt, sampling=free))["a", 0].token_ids
-    stop = text[10]
-    stopping = dataclasses.replace(free, stop_token_ids=frozenset({stop}))
-    outcome = run(gpt, generation("a", prompt, sampling=stopping))["a", 0]
-    assert outcome.token_ids == text[: text.index(stop) + 1]
-    assert outcome.ended.reason is FinishReason.STOP
-    assert outcome.ended.stop_token_id == stop
 
 
 def test_a_stop_token_that_is_also_the_last_is_a_stop(gpt: GPT) -> None:

@@ -1,5 +1,6 @@
-"""Engine: what cannot be computed is rejected with its numbers, and what just fits is accepted."""
+"""Engine: impossible requests are refused with the field and the numbers; the largest fit."""
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.model.inference.engine.harness import (
     generation,
     outputs_request,
     run,
+    score_request,
 )
 
 PROMPT = list(range(30))
@@ -23,91 +25,38 @@ PROMPT = list(range(30))
 @pytest.mark.parametrize(
     ("request_", "param", "message"),
     [
-        (generation("a", []), "prompt", "the prompt is empty; give at least one token"),
-        (outputs_request("a", [], [0]), "prompt", "the prompt is empty; give at least one token"),
-        (
-            generation("a", [0, 40]),
-            "prompt",
-            r"token id 40 in prompt is outside the vocabulary of 40 ids \(0 to 39\)",
-        ),
-        (outputs_request("a", [-1]), "prompt", "token id -1 in prompt is outside"),
-        (
-            generation("a", PROMPT, max_tokens=99),
-            "prompt",
-            "the prompt has 30 tokens and max_tokens is 99: together 129, the model's context is "
-            "128. Shorten the prompt by 1 token or lower max_tokens to 98$",
-        ),
-        (
-            generation("a", [1] * 128, max_tokens=1),
-            "prompt",
-            "the prompt has 128 tokens; the model's context is 128 and at least one token must be "
-            "left for the completion. Shorten the prompt by 1 token$",
-        ),
-        (
-            outputs_request("a", [1] * 129, [0]),
-            "prompt",
-            "the prompt has 129 tokens; the model's context is 128. Shorten it by 1 token$",
-        ),
-        (generation("a", PROMPT, n=0), "n", "n is 0; it must be at least 1"),
-        (
-            generation("a", PROMPT, logit_bias={40: 1.0}),
-            "logit_bias",
-            "token id 40 in logit_bias is outside the vocabulary of 40 ids",
-        ),
-        (
-            generation("a", PROMPT, allowed_token_ids=(3, 41)),
-            "allowed_token_ids",
-            "token id 41 in allowed_token_ids is outside",
-        ),
-        (
-            generation("a", PROMPT, stop_token_ids=frozenset({-2})),
-            "stop_token_ids",
-            "token id -2 in stop_token_ids is outside",
-        ),
+        (generation("a", []), "prompt", "prompt.*empty"),
+        (outputs_request("a", [], [0]), "prompt", "prompt.*empty"),
+        (generation("a", [0, 40]), "prompt", "40.*prompt.*40 ids.*39"),
+        (outputs_request("a", [-1]), "prompt", "-1.*prompt"),
+        (generation("a", PROMPT, max_tokens=99), "prompt", "30.*99.*129.*128.*1 token .*98$"),
+        (generation("a", [1] * 128, max_tokens=1), "prompt", "128 tokens.*128.*1 token$"),
+        (generation("a", [1] * 120, max_tokens=60), "prompt", "120.*60.*180.*128.*52.*8$"),
+        (outputs_request("a", [1] * 129, [0]), "prompt", "129.*128.*1 token$"),
+        (score_request("a", [1] * 127, [1], [1, 2, 3]), "continuations", "130.*128.*2 tokens$"),
+        (generation("a", PROMPT, n=0), "n", "n is 0.*1"),
+        (generation("a", PROMPT, logit_bias={40: 1.0}), "logit_bias", "40.*logit_bias.*40 ids"),
+        (generation("a", PROMPT, allowed_token_ids=(3, 41)), "allowed_token_ids", "41"),
+        (generation("a", PROMPT, stop_token_ids=frozenset({-2})), "stop_token_ids", "-2"),
         (
             generation("a", PROMPT, stop_token_ids=frozenset(range(40)), min_tokens=1),
             "min_tokens",
-            "stop_token_ids holds all 40 ids, which min_tokens forbids",
+            "stop_token_ids.*40.*min_tokens",
         ),
-        (
-            generation("a", PROMPT, logprobs=41),
-            "logprobs",
-            "logprobs is 41; the vocabulary has 40 ids",
+        (generation("a", PROMPT, logprobs=41), "logprobs", "logprobs.*41.*40 ids"),
+        (generation("a", PROMPT, prompt_logprobs=-1), "prompt_logprobs", "-1.*40 ids"),
+        (generation("a", PROMPT, prompt_logprobs=41), "prompt_logprobs", "41.*40 ids"),
+        *(
+            (outputs_request("a", PROMPT, positions), "positions", re.escape(str(positions)))
+            for positions in ([], [3, 2], [3, 3])
         ),
-        (
-            outputs_request("a", PROMPT, []),
-            "positions",
-            r"positions \[\] must be ascending, distinct and at least one",
-        ),
-        (
-            outputs_request("a", PROMPT, [3, 2]),
-            "positions",
-            r"positions \[3, 2\] must be ascending, distinct",
-        ),
-        (
-            outputs_request("a", PROMPT, [3, 3]),
-            "positions",
-            r"positions \[3, 3\] must be ascending, distinct",
-        ),
-        (
-            outputs_request("a", PROMPT, [-1, 5]),
-            "positions",
-            r"positions has -1; the prompt has 30 tokens \(0 to 29\)",
-        ),
-        (outputs_request("a", PROMPT, [30]), "positions", "positions has 30; the prompt has 30"),
-        (
-            outputs_request("a", PROMPT, [0], columns=(40,)),
-            "token_ids",
-            "token id 40 in token_ids is outside the vocabulary",
-        ),
-        (
-            outputs_request("a", PROMPT, [0], columns=()),
-            "token_ids",
-            "token_ids is empty; choose at least one",
-        ),
+        (outputs_request("a", PROMPT, [-1, 5]), "positions", "-1.*30.*29"),
+        (outputs_request("a", PROMPT, [30]), "positions", "30.*30"),
+        (outputs_request("a", PROMPT, [0], columns=(40,)), "token_ids", "40.*token_ids"),
+        (outputs_request("a", PROMPT, [0], columns=()), "token_ids", "token_ids.*empty"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(
+def test_engine_refuses_a_request_by_field_and_numbers(
     gpt: GPT, request_: Request, param: str, message: str
 ) -> None:
     driven = Driven(gpt)
@@ -118,7 +67,7 @@ def test_what_cannot_be_computed_is_refused(
     driven.engine.check_integrity()
 
 
-def test_what_just_fits_is_accepted(gpt: GPT) -> None:
+def test_engine_accepts_the_largest_requests(gpt: GPT) -> None:
     everything = frozenset(range(SMALL_VOCABULARY))
     outcomes = run(
         gpt,
@@ -133,10 +82,10 @@ def test_what_just_fits_is_accepted(gpt: GPT) -> None:
     assert outcomes["last id", 0].token_ids == [39] * 8
 
 
-def test_a_request_id_is_used_once_at_a_time(gpt: GPT) -> None:
+def test_request_id_is_unique_while_in_use(gpt: GPT) -> None:
     driven = Driven(gpt)
     driven.add(generation("a", [1]))
-    with pytest.raises(InvalidRequest, match="request id 'a' is in use"):
+    with pytest.raises(InvalidRequest, match=r"request id.*'a'"):
         driven.add(outputs_request("a", [1]))
     driven.drain()
     engine = driven.engine
@@ -144,7 +93,7 @@ def test_a_request_id_is_used_once_at_a_time(gpt: GPT) -> None:
     assert [event.request_id for event in engine.step().events] == ["a", "a"]
 
 
-def test_config_bounds_what_an_engine_holds(gpt: GPT) -> None:
+def test_config_bounds_running_sequences_and_prefill(gpt: GPT) -> None:
     """Never more running than slots, never more prefilled in a step than the chunk."""
     config: dict[str, Any] = {"slots": 3, "prefill_chunk": 32}
     driven = Driven(gpt, **config)

@@ -9,7 +9,6 @@ that does nothing else.
 from functools import cache
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,7 +17,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from logitd.model.inference.engine.events import FinishReason
@@ -287,11 +285,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=examples(40), stateful_step_count=40)
-
-
-@pytest.mark.slow
-def test_the_machine_for_longer() -> None:
-    run_state_machine_as_test(
-        EngineMachine, settings=settings(max_examples=150, stateful_step_count=80)
-    )
+TestEngineMachine.settings = settings(max_examples=examples(200, fast=3), stateful_step_count=40)

@@ -107,25 +107,6 @@ def test_attention_weights_are_the_models_own_to_the_bit(
 @pytest.mark.parametrize(
     "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
 )
-def test_company_and_a_warm_cache_change_no_bit(gpt: GPT, wanted: Any) -> None:
-    alone = rows(gpt, wanted, (40, 70))
-    driven = Driven(gpt, slots=4, prefill_chunk=32)
-    driven.add(generation("before", PROMPT[:70]))
-    driven.drain()
-    for i in range(2):
-        driven.add(generation(f"beside {i}", random_prompt(random.Random(i), 50), max_tokens=9))
-    request = OutputsRequest(
-        request_id="a", token_ids=tuple(PROMPT), positions=(40, 70), output=wanted
-    )
-    driven.add(request)
-    outcome = driven.drain()["a", 0]
-    assert outcome.ended.cached_tokens == 32
-    assert torch.equal(torch.cat([torch.from_numpy(e.rows) for e in outcome.rows]), alone)
-
-
-@pytest.mark.parametrize(
-    "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
-)
 def test_the_loss_of_a_slot_changes_no_bit(gpt: GPT, wanted: Any) -> None:
     """Its reader is slow, and after every two pieces somebody else has waited for the slot."""
     alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
@@ -241,14 +222,6 @@ def test_the_prompt_is_computed_once() -> None:
     assert [outcome.ended.cached_tokens for outcome in outcomes] == [0, 64, 64]
 
 
-def test_a_score_is_the_same_bits_alone_and_among_others() -> None:
-    gpt = tiny_gpt()
-    together = score(gpt, PROMPT[:60], [1, 2, 3], [4, 5], PROMPT[:30], top=2)
-    for continuation, outcome in zip([[1, 2, 3], [4, 5], PROMPT[:30]], together, strict=True):
-        (alone,) = score(gpt, PROMPT[:60], continuation, top=2)
-        assert alone.prompt == outcome.prompt
-
-
 def test_scores_equal_a_generations_prompt_logprobs() -> None:
     gpt = tiny_gpt()
     generated = run(gpt, generation("g", PROMPT, prompt_logprobs=3))["g", 0].prompt
@@ -281,15 +254,6 @@ def test_scores_in_arrays_are_those_of_each_token(
     assert [value for chunk in arrays for value in chunk.top_logprobs] == [
         entry.logprob for entry in likeliest
     ]
-
-
-def test_the_likeliest_of_each_place() -> None:
-    gpt = tiny_gpt()
-    (outcome,) = score(gpt, PROMPT[:20], PROMPT[20:30], top=4)
-    plain = gpt(torch.tensor([PROMPT[:30]])).logits[0]
-    for position, token in enumerate(outcome.prompt, start=20):
-        best = plain[position - 1].topk(4).indices.tolist()
-        assert [one.token_id for one in token.top] == best
 
 
 @pytest.mark.parametrize(

@@ -70,20 +70,6 @@ def test_a_caller_waits_for_one_sequence_of_each_other_at_most(
     assert len(queue) == 0
 
 
-def test_a_thousand_requests_of_one_delay_another_by_one() -> None:
-    queue = WaitingQueue()
-    for i in range(1000):
-        queue.push(waiting(str(i), "many"))
-    (first,) = queue.firsts()
-    queue.take(first)
-    for i in range(3):
-        queue.push(waiting(f"few {i}", "few"))
-    order = [sequence.request_id for sequence in take_all(queue)]
-    print(order)
-    assert order[:7] == ["1", "few 0", "2", "few 1", "3", "few 2", "4"]
-    assert order[7:] == [str(i) for i in range(5, 1000)]
-
-
 def test_a_priority_is_served_before_turns_are_taken() -> None:
     queue = WaitingQueue()
     sequences = [

@@ -6,29 +6,21 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from logitd.model.inference.engine.runner import Runner
-from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
+from logitd.model.inference.engine.scheduler import PrefillChunk
 from logitd.model.inference.engine.sequence import Group, Sequence, State
-from logitd.model.inference.kernels.eager import decoder as plain
-from logitd.model.inference.kernels.eager.row_groups import RowGroups
 from logitd.model.inference.options import KVCacheDType
-from logitd.model.inference.sampling.results import TokenWithLogprobs
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     generation,
-    outputs_request,
-    params,
-    skip_unless_rows_depend_on_their_number,
 )
 
 # In bfloat16 torch chooses the kernel of a very small product (rows * width * width up to 4096) by
 # the number of rows: no model that is served is as narrow, but `tiny_config` is.
 WIDTH = {"d_model": 48}
 ODD = {"n_head": 3, "d_model": 54, "d_ff": 111}
-AS_THEY_ARE = RowGroups(1, 33)
 
 
 @pytest.fixture(params=[*FAMILIES, "odd"])
@@ -139,59 +131,6 @@ def test_company_does_not_change_a_decoded_rows_bits(
     for count in (2, 3, 4, 5, 7, 8, 12, 13, 31, 33):
         batch = torch.randperm(slots, generator=torch.Generator().manual_seed(count))[:count]
         assert torch.equal(logits(batch.tolist()), alone[batch]), count
-
-
-def test_one_run_serves_prefill_decode_and_rows() -> None:
-    """Every kind of work in one plan, each as the plain forward has it."""
-    gpt = tiny_gpt()
-    runner = Runner(gpt, slots=4)
-    ids = random_ids(3, 80)
-    expected = gpt(ids).logits
-    decoding = sequence(0, ids[0, :40].tolist())
-    runner.run(StepPlan(prefill=(PrefillChunk(decoding, 0, 40),), decode=()))
-    decoding.tokens.append(int(ids[0, 40]))
-    decoding.computed, decoding.state = 40, State.DECODE
-    prompt = Sequence(
-        Group(generation("prompt", ids[1].tolist(), sampling=params(logprobs=257))), 0, 0.0
-    )
-    prompt.slot = 1
-    wanted = (3, 31, 32, 60)
-    rows = Sequence(
-        Group(outputs_request("rows", ids[2].tolist(), wanted, columns=(5, 0, 256))), 0, 0.0
-    )
-    rows.slot = 2
-    unfinished = sequence(3, ids[1].tolist())
-    output = runner.run(
-        StepPlan(
-            prefill=(
-                PrefillChunk(prompt, 0, 80),
-                PrefillChunk(rows, 0, 64),
-                PrefillChunk(unfinished, 0, 64),
-            ),
-            decode=(decoding,),
-        )
-    )
-    assert output.sampled.keys() == {prompt, decoding}
-    assert output.sampled[decoding] == int(expected[0, 40].argmax())
-    sampled = output.sampled[prompt]
-    assert isinstance(sampled, TokenWithLogprobs)
-    assert sampled.token_id == int(expected[1, 79].argmax())
-    logprobs = expected[1, 79].log_softmax(dim=-1)
-    for token in sampled.top:
-        assert abs(token.logprob - float(logprobs[token.token_id])) < 2e-3
-    assert output.outputs.keys() == {rows}
-    assert output.outputs[rows].positions == wanted
-    values = torch.from_numpy(output.outputs[rows].values)
-    assert_close(values, expected[2, list(wanted)][:, [5, 0, 256]], atol=2e-3, rtol=1e-3)
-
-
-def test_padding_is_what_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inverse: without it, rows differ on a machine whose matrix product does that."""
-    gpt = tiny_gpt(tiny_config(**WIDTH))
-    skip_unless_rows_depend_on_their_number()
-    monkeypatch.setattr(plain, "decode_row_groups", lambda gpt: AS_THEY_ARE)
-    with pytest.raises(AssertionError):
-        test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32, "auto")
 
 
 def test_a_model_in_training_mode_is_refused() -> None:

@@ -235,18 +235,6 @@ def states(sequences: Iterable[Sequence]) -> list[State]:
     return [sequence.state for sequence in sequences]
 
 
-def test_first_come_first_served() -> None:
-    simulation = Simulation(slots=2)
-    sequences = [
-        sequence
-        for i, (length, max_tokens) in enumerate([(40, 1), (10, 30), (100, 2), (1, 1), (70, 5)])
-        for sequence in simulation.add(generation(str(i), [i] * length, max_tokens=max_tokens))
-    ]
-    simulation.drain()
-    assert simulation.admitted == sequences
-    assert states(sequences) == [State.FINISHED] * 5
-
-
 def test_a_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
     """While 20 chunks of a prompt are computed, who was running gets a token in every step."""
     simulation = Simulation(slots=3)
@@ -261,73 +249,6 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
     assert long.state is State.DECODE
 
 
-def test_short_prompts_share_a_step() -> None:
-    simulation = Simulation(slots=4)
-    simulation.add(generation("a", [1] * 20))
-    simulation.add(generation("b", [2] * 32))
-    simulation.add(generation("c", [3]))
-    first, second = simulation.step(), simulation.step()
-    assert [(chunk.start, chunk.end) for chunk in first.prefill] == [(0, 20), (0, 32)]
-    assert [chunk.sequence.request_id for chunk in second.prefill] == ["c"]
-
-
-def test_a_prompt_is_computed_in_whole_blocks() -> None:
-    simulation = Simulation(slots=2)
-    simulation.add(generation("a", [1] * 33))
-    simulation.add(generation("b", [2] * 130))
-    chunks = [
-        [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in simulation.step().prefill]
-        for _ in range(4)
-    ]
-    assert chunks == [
-        [("a", 0, 33)],
-        [("b", 0, 64)],
-        [("b", 64, 128)],
-        [("b", 128, 130)],
-    ]
-
-
-def test_a_finished_prompt_is_copied() -> None:
-    simulation = Simulation(slots=3)
-    simulation.add(generation("a", blocks(1, 2, 3, rest=5), max_tokens=1))
-    simulation.drain()
-    (longer,) = simulation.add(generation("b", blocks(1, 2, 3, 4)))
-    (parted,) = simulation.add(generation("c", blocks(1, 2, 9, 9)))
-    (equal,) = simulation.add(generation("d", blocks(1, 2)))  # its last token has to be computed
-    simulation.drain()
-    assert [s.cached for s in (longer, parted, equal)] == [96, 64, 32]
-
-
-def test_a_running_row_is_shared_too() -> None:
-    simulation = Simulation(slots=2)
-    (running,) = simulation.add(generation("a", blocks(1, 2, rest=3), max_tokens=20))
-    simulation.step()
-    simulation.step()
-    assert running.state is State.DECODE
-    (second,) = simulation.add(generation("b", blocks(1, 2, rest=9)))
-    plan = simulation.step()
-    assert plan.prefill == (PrefillChunk(second, 64, 73, copy_from=0),)
-
-
-def test_blocks_are_shared_as_soon_as_they_are_computed() -> None:
-    simulation = Simulation(slots=2, prefill_chunk=32)
-    simulation.add(generation("a", blocks(1, 2, 3, 4, 5)))
-    simulation.step()
-    (second,) = simulation.add(generation("b", blocks(1, 2, 8)))
-    simulation.drain()
-    assert second.cached == 64
-
-
-def test_what_was_decoded_is_not_shared() -> None:
-    simulation = Simulation(slots=2)
-    (first,) = simulation.add(generation("a", blocks(1, rest=30), max_tokens=80))
-    simulation.drain()
-    (second,) = simulation.add(generation("b", [*first.tokens, 5]))
-    simulation.drain()
-    assert len(first.tokens) == 142
-    assert second.cached == 32
-
-
 @pytest.mark.parametrize(("max_tokens", "cached"), [(24, 32), (25, 64), (55, 64), (56, 64)])
 def test_what_was_decoded_is_shared_but_for_the_last_token(max_tokens: int, cached: int) -> None:
     """The last token was sampled and never computed: where it fills a block, that block would be
@@ -339,31 +260,6 @@ def test_what_was_decoded_is_shared_but_for_the_last_token(max_tokens: int, cach
     simulation.drain()
     assert len(first.tokens) == 40 + max_tokens
     assert second.cached == cached
-
-
-def test_reuse_can_be_switched_off() -> None:
-    simulation = Simulation(slots=3, prefix_reuse=False)
-    simulation.add(generation("a", blocks(1, 2, rest=1), max_tokens=1))
-    simulation.drain()
-    sequences = simulation.add(generation("b", blocks(1, 2, rest=1), n=3), n=3)
-    simulation.drain()
-    assert [s.cached for s in sequences] == [0, 0, 0]
-    assert len({s.admitted for s in sequences}) == 1  # nothing to wait for
-
-
-def test_rows_that_are_asked_for_are_computed() -> None:
-    """A prefix is copied only up to the first position whose logits are wanted."""
-    simulation = Simulation(slots=4)
-    simulation.add(generation("a", blocks(1, 2, 3), max_tokens=1))
-    simulation.drain()
-    cached = {}
-    for first in (0, 31, 32, 70, 95):
-        (sequence,) = simulation.add(
-            outputs_request(str(first), blocks(1, 2, 3), [first, 95][: 96 - first])
-        )
-        simulation.drain()
-        cached[first] = sequence.cached
-    assert cached == {0: 0, 31: 0, 32: 32, 70: 64, 95: 64}
 
 
 def test_siblings_wait_for_the_leader_and_copy() -> None:
@@ -383,30 +279,6 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     # After two steps all four blocks were there: nothing more to wait for, for anybody.
     assert [s.admitted for s in sequences] == [1.0, 3.0, 3.0, 3.0, 3.0]
     assert behind.admitted == 3.0
-
-
-def test_siblings_of_a_prompt_without_a_whole_block_do_not_wait() -> None:
-    simulation = Simulation(slots=4)
-    sequences = simulation.add(generation("a", [1] * 32, n=4), n=4)
-    simulation.step()
-    assert [s.admitted for s in sequences] == [1.0] * 4
-
-
-def test_the_next_sibling_leads_when_the_leader_is_aborted() -> None:
-    simulation = Simulation(slots=4, prefill_chunk=32)
-    sequences = simulation.add(generation("a", blocks(1, 2, 3, rest=1), n=3), n=3)
-    simulation.step()
-    simulation.scheduler.remove(sequences[0])
-    simulation.drain()
-    assert [s.cached for s in sequences[1:]] == [32, 96]
-
-
-def test_more_siblings_than_slots() -> None:
-    simulation = Simulation(slots=2)
-    sequences = simulation.add(generation("a", blocks(1, 2, rest=1), n=7, max_tokens=4), n=7)
-    simulation.drain()
-    assert states(sequences) == [State.FINISHED] * 7
-    assert [s.cached for s in sequences] == [0] + [64] * 6
 
 
 def test_a_source_overwritten_earlier_in_the_step_is_not_copied() -> None:
@@ -452,25 +324,6 @@ def test_a_slow_reader_pauses_itself_alone() -> None:
         simulation.scheduler.grant(rows)
     simulation.drain()
     assert states([rows]) == [State.FINISHED]
-
-
-def test_few_rows_fit_beside_many() -> None:
-    """Somebody who wants one row does not wait for a large reply to end."""
-    simulation = Simulation(slots=2, prefill_chunk=128)
-    simulation.scheduler.output_elements = 40
-    simulation.add(outputs_request("large", [1] * 320, range(320)))
-    simulation.add(outputs_request("small", [2] * 64, [63]))
-    plan = simulation.scheduler.plan(1.0)
-    assert [(c.sequence.request_id, c.start, c.end) for c in plan.prefill] == [
-        ("large", 0, 32),
-        ("small", 0, 64),
-    ]
-
-
-def test_a_row_that_is_not_wanted_costs_nothing() -> None:
-    simulation = Simulation(slots=1, prefill_chunk=256)
-    simulation.add(outputs_request("last", [1] * 250, [100, 249]))
-    assert [(c.start, c.end) for c in simulation.step().prefill] == [(0, 250)]
 
 
 @pytest.mark.parametrize("width", [LARGE_OUTPUT, LARGE_OUTPUT // BLOCK])
@@ -548,14 +401,6 @@ def test_few_rows_do_not_rest() -> None:
     assert [chunk.start for chunk in scheduler.plan(9.0).prefill] == [32]
 
 
-def test_pieces_without_rows_need_no_credit() -> None:
-    simulation = Simulation(slots=1)
-    (rows,) = simulation.add(outputs_request("rows", [1] * 300, [3, 299]))
-    simulation.drain()
-    assert rows.state is State.FINISHED
-    assert rows.credit == CHUNKS_IN_FLIGHT - 2
-
-
 def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
     """Requests for rows of which nothing is taken, computed as far as they are."""
     sequences = [simulation.add(request)[0] for request in requests]
@@ -611,14 +456,6 @@ def test_an_evicted_sequence_copies_what_it_can() -> None:
     simulation.drain()
     assert simulation.rows[rows] == list(range(160))
     assert rows.cached == 0, "as when it came first"
-
-
-def test_a_sequence_without_rows_left_is_not_behind() -> None:
-    """Only its prompt's end is missing, and nobody has to take that."""
-    simulation = Simulation(slots=1)
-    (rows,) = simulation.add(outputs_request("rows", [1] * 320, range(64)))
-    simulation.drain()
-    assert states([rows]) == [State.FINISHED]
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:

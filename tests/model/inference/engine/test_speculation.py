@@ -22,7 +22,6 @@ from tests.model.inference.engine.harness import (
     Driven,
     Outcome,
     Steps,
-    assert_is_reference,
     generation,
     params,
     random_params,
@@ -140,43 +139,6 @@ def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> Non
     assert 0 < driven.accepted_tokens < driven.drafted_tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_is_what_the_reference_says(family: str) -> None:
-    gpt, rng = family_gpt(family), random.Random(f"reference {family}")
-    requests = [repetitive_request(rng, str(i), gpt, 30) for i in range(8)]
-    driven = Driven(gpt, slots=3, speculate="ngram")
-    for request in requests:
-        driven.add(request)
-    for (name, index), outcome in driven.drain().items():
-        request = requests[int(name)]
-        assert_is_reference(gpt, request.token_ids, request.params, index, outcome.token_ids)
-    assert driven.accepted_tokens > 0
-
-
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0},
-    "hot": {"temperature": 30.0},
-    "filtered": {"temperature": 5.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
-    "repetition": {"repetition_penalty": 1.4},
-    "presence": {"presence_penalty": 30.0},
-    "frequency": {"frequency_penalty": 20.0, "temperature": 1.0},
-    "bias": {"logit_bias": {8: 100.0}},
-    "least": {"min_tokens": 25, "stop_token_ids": frozenset({8, 30})},
-    "processed": {"temperature": 2.0, "logprobs_stage": "processed"},
-}
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-def test_every_sampling_parameter_sees_the_text_up_to_its_token(counting: GPT, name: str) -> None:
-    sampling = params(60, **({"logprobs": 3, "seed": 7} | SAMPLING[name]))
-    driven, expected = both(counting, generation("a", PROMPT, n=2, sampling=sampling))
-    assert {key: ends(outcome) for key, outcome in driven.outcomes.items()} == expected
-    assert driven.drafted_tokens > 0
-    if name not in ("hot", "bias"):
-        assert driven.accepted_tokens > 0
-
-
 def test_a_text_that_does_not_repeat_costs_next_to_no_rows() -> None:
     gpt = family_gpt("gpt2")
     request = generation("a", [1, 2], max_tokens=120, temperature=3.0)
@@ -196,27 +158,6 @@ def test_what_drafts_wrote_is_shared_by_nobody(counting: GPT) -> None:
     assert outcome.ended.cached_tokens == 32, "of the prompt's own blocks"
     _, expected = both(counting, again, prefix_reuse=False)
     assert (outcome.tokens, outcome.ended.reason) == (expected["again", 0][0], FinishReason.LENGTH)
-
-
-def test_chunks_and_shared_prefixes_change_nothing(counting: GPT) -> None:
-    rng = random.Random(0)
-    text = PROMPT + list(range(3, 30))
-    answers = []
-    for speculate in ("ngram", "none"):
-        driven = Driven(counting, slots=2, prefill_chunk=32, speculate=speculate)
-        for i, length in enumerate([43, 43, 70, 64, 43, 96, 50]):
-            prompt = (text * 2)[:length] if i != 4 else [*PROMPT[:40], 9, 9, 9]
-            hot = {"temperature": 20.0, "logprobs": 2} if i % 2 else {"logprobs": 2}
-            driven.add(generation(str(i), prompt, n=1 + i % 2, max_tokens=30, **hot))
-            for _ in range(rng.choice([0, 4]) if speculate == "ngram" else 2):
-                driven.step()
-        answers.append({key: outcome.tokens for key, outcome in driven.drain().items()})
-        again = generation("again", text[:60], max_tokens=20)
-        driven.add(again)
-        driven.drain()
-        answers[-1]["again", 0] = driven.outcomes["again", 0].tokens
-        assert driven.outcomes["again", 0].ended.cached_tokens == 32
-    assert answers[0] == answers[1]
 
 
 # What a step gives
@@ -313,17 +254,3 @@ def test_a_step_has_few_rows(counting: GPT, sequences: int) -> None:
     assert (driven.accepted_tokens > 0) == (sequences < DRAFTED_ROWS)
     for outcome in driven.outcomes.values():
         assert outcome.token_ids == [i % COUNT for i in range(3, 43)]
-
-
-def test_a_late_comer_and_an_abort_between_steps(counting: GPT) -> None:
-    driven = Driven(counting, slots=2, speculate="ngram")
-    driven.add(generation("a", PROMPT, max_tokens=80))
-    for _ in range(4):
-        driven.step()
-    driven.add(generation("b", PROMPT, max_tokens=20))
-    driven.step()
-    driven.abort("a")
-    given = driven.outcomes["a", 0].token_ids
-    assert given == [i % COUNT for i in range(3, 3 + len(given))]
-    assert driven.drain()["b", 0].token_ids == list(range(3, 23))
-    assert driven.engine.stats().slots_used == 0

@@ -93,10 +93,10 @@ def test_a_request_names_the_weights_that_answer_it(turn: str) -> None:
 def test_weights_that_are_neither_here_nor_next_are_refused() -> None:
     driven = Driven(OLD)
     for version in (-1, 2):
-        with pytest.raises(InvalidRequest, match=f"version {version} of the weights"):
+        with pytest.raises(InvalidRequest, match=f"version {version}.*0"):
             driven.engine.accept(generation("a", [1]), weights=version)
     driven.swap_weights(NEW)
-    with pytest.raises(InvalidRequest, match=r"version 0 .*, 1 is here"):
+    with pytest.raises(InvalidRequest, match=r"version 0.*1"):
         driven.engine.accept(generation("a", [1]), weights=0)
 
 
@@ -104,7 +104,7 @@ def test_one_swap_after_the_other() -> None:
     driven = Driven(OLD)
     driven.add(generation("old", [1, 2, 3]))
     driven.swap_weights(NEW)
-    with pytest.raises(ValueError, match="other weights are waiting"):
+    with pytest.raises(ValueError, match="waiting"):
         driven.swap_weights(NEW)
     assert driven.drain()["old", 0].token_ids == generate(OLD, [1, 2, 3], params())
     driven.swap_weights(OLD)
@@ -143,8 +143,8 @@ def test_an_abort_completes_a_swap() -> None:
 @pytest.mark.parametrize(
     ("gpt", "message"),
     [
-        (tiny_gpt(tiny_config()), "another shape"),
-        (tiny_gpt(CONFIG).to(torch.bfloat16), "torch.bfloat16 on cpu, those being served torch.f"),
+        (tiny_gpt(tiny_config()), "shape"),
+        (tiny_gpt(CONFIG).to(torch.bfloat16), "bfloat16.*cpu.*float32"),
     ],
     ids=["shape", "dtype"],
 )

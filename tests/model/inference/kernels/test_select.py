@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,24 +49,22 @@ COVERED = tiny_config(head_dim=16)
 
 
 @pytest.mark.parametrize(
-    ("device", "multiplies", "obstacle", "expected"),
+    ("device", "multiplies", "obstacle", "name", "why"),
     [
-        ("cuda", None, None, DTypeChoice("bfloat16", "auto: on CUDA")),
-        ("cuda", "AVX-512 BF16", "x", DTypeChoice("bfloat16", "auto: on CUDA")),
-        ("cpu", "AVX-512 BF16", None,
-         DTypeChoice("bfloat16", "auto: this processor multiplies it, AVX-512 BF16")),
-        ("cpu", "AVX-512 BF16", "kernels is torch",
-         DTypeChoice("float32", "auto: no native decoding, kernels is torch")),
-        ("cpu", None, None,
-         DTypeChoice("float32", "auto: this processor has no dot products of bfloat16")),
-        ("cpu", None, "kernels is torch",
-         DTypeChoice("float32", "auto: this processor has no dot products of bfloat16")),
+        ("cuda", None, None, "bfloat16", "CUDA"),
+        ("cuda", "AVX-512 BF16", "x", "bfloat16", "CUDA"),
+        ("cpu", "AVX-512 BF16", None, "bfloat16", "AVX-512 BF16"),
+        ("cpu", "AVX-512 BF16", "kernels is torch", "float32", "kernels is torch"),
+        ("cpu", None, None, "float32", "dot products"),
+        ("cpu", None, "kernels is torch", "float32", "dot products"),
     ],
-)  # fmt: skip
-def test_auto_is_a_function_of_what_there_is(
-    device: str, multiplies: str | None, obstacle: str | None, expected: DTypeChoice
+)
+def test_auto_dtype_follows_the_machine(
+    device: str, multiplies: str | None, obstacle: str | None, name: str, why: str
 ) -> None:
-    assert auto_dtype(device, multiplies, obstacle) == expected
+    choice = auto_dtype(device, multiplies, obstacle)
+    assert choice.name == name
+    assert why in choice.why
 
 
 @pytest.mark.parametrize(
@@ -78,16 +77,8 @@ def test_auto_is_a_function_of_what_there_is(
         ("", None),
     ],
 )
-def test_what_a_processor_multiplies_bfloat16_with(features: str, expected: str | None) -> None:
+def test_bfloat16_instructions_of_a_processor(features: str, expected: str | None) -> None:
     assert bfloat16_instructions(frozenset(features.split())) == expected
-
-
-def test_the_features_of_this_processor_are_read() -> None:
-    if not Path("/proc/cpuinfo").exists():
-        pytest.skip("this system does not tell them")
-    features = processor_features()
-    assert len(features) > 5
-    assert features & {"fpu", "fp"}
 
 
 def test_auto_on_this_machine() -> None:
@@ -125,7 +116,7 @@ def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     )
     choice = choose_dtype("auto", COVERED, CPU)
     assert choice.name == "float32"
-    assert "no C++ compiler was found" in choice.why
+    assert "compiler" in choice.why
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -136,19 +127,20 @@ def test_what_is_asked_for_is_taken(name: Any) -> None:
 @pytest.mark.parametrize(
     ("gpt", "note"),
     [
-        (tiny_gpt(tiny_config(head_dim=16)).half(), "the model is in float16"),
-        (tiny_gpt(), "head_dim is 8, not a multiple of 16 up to 256"),
+        (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
+        (tiny_gpt(), "head_dim.*8.*16.*256"),
     ],
 )
 def test_torch_decodes_what_the_kernels_do_not_cover_and_that_is_said(gpt: GPT, note: str) -> None:
     path = choose_decode_path(gpt, threads=1)
-    assert (path.name, path.note) == ("torch", note)
+    assert path.name == "torch"
+    assert re.search(note, path.note or "")
     assert choose_decode_path(gpt, kernels="torch", threads=1).note is None
-    with pytest.raises(KernelError, match=f"kernels is native, but .*{note}"):
+    with pytest.raises(KernelError, match=f"kernels.*native.*{note}"):
         choose_decode_path(gpt, kernels="native", threads=1)
-    with pytest.raises(KernelError, match=f"quantize is int8, but .*{note}"):
+    with pytest.raises(KernelError, match=f"quantize.*int8.*{note}"):
         choose_decode_path(gpt, quantize="int8", threads=1)
-    with pytest.raises(KernelError, match="set kernels to auto"):
+    with pytest.raises(KernelError, match=r"quantize.*int8.*kernels.*auto"):
         choose_decode_path(gpt, kernels="torch", quantize="int8", threads=1)
 
 
@@ -168,7 +160,7 @@ BEYOND = [target.name for target in TARGETS if target not in HERE]
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
-    with pytest.raises(KernelError, match=f"^kernel_target is {name}, and this"):
+    with pytest.raises(KernelError, match=f"kernel_target.*{name}"):
         choose_decode_path(tiny_gpt(COVERED), kernel_target=name, threads=1)
 
 
@@ -184,15 +176,15 @@ def test_a_target_whose_tiles_the_system_withholds_is_refused(
     target = target_named("x86-64-v4-amx")
     loaded = NativeLibrary(cast(ctypes.CDLL, Withheld()), target, "prebuilt")
     monkeypatch.setattr(select, "load_library", lambda log, target: loaded)
-    with pytest.raises(KernelError, match="does not let a process use AMX"):
+    with pytest.raises(KernelError, match=r"kernel_target.*AMX"):
         choose_decode_path(tiny_gpt(COVERED), kernel_target="x86-64-v4-amx", threads=1)
 
 
 def test_a_target_is_not_for_torch() -> None:
-    with pytest.raises(KernelError, match=r"kernel_target is x86-64-v3, .* and kernels is torch"):
+    with pytest.raises(KernelError, match=r"kernel_target.*x86-64-v3.*kernels.*torch"):
         choose_decode_path(tiny_gpt(COVERED), kernels="torch", kernel_target="x86-64-v3", threads=1)
     name = HERE[-1].name if HERE else "armv8-a"
-    with pytest.raises(KernelError, match=rf"kernel_target is {name}.* head_dim is 8"):
+    with pytest.raises(KernelError, match=f"kernel_target.*{name}.*head_dim.*8"):
         choose_decode_path(tiny_gpt(), kernel_target=name, threads=1)
 
 
@@ -269,7 +261,7 @@ def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
 def test_a_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
     path = cuda_path("torch", batch_invariant=False)
     assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
-    with pytest.raises(KernelError, match="kernels is torch, whose bits depend on the batch"):
+    with pytest.raises(KernelError, match=r"kernels.*torch.*batch"):
         cuda_path("torch", batch_invariant=True)
 
 
@@ -277,7 +269,7 @@ def test_keys_and_values_in_int8_are_for_a_cpu() -> None:
     for kept in get_args(KVCacheDType):
         check_kv_cache_dtype(kept, CPU)
     check_kv_cache_dtype("auto", torch.device("cuda:1"))
-    with pytest.raises(KernelError, match=r"int8, which is computed on a CPU, .* is cuda:1: set"):
+    with pytest.raises(KernelError, match=r"int8.*CPU.*cuda:1"):
         check_kv_cache_dtype("int8", torch.device("cuda:1"))
 
 
@@ -293,7 +285,7 @@ def test_what_a_gpu_gets() -> None:
     assert choose_decode_path(gpt, threads=1).name == "CUDA graphs"
     assert choose_decode_path(gpt, threads=1, kernels="torch").name == "torch"
     for options in ({"kernels": "native"}, {"quantize": "int8"}):
-        with pytest.raises(KernelError, match="the model is on cuda"):
+        with pytest.raises(KernelError, match="cuda"):
             choose_decode_path(gpt, threads=1, **options)  # type: ignore[arg-type]
 
 

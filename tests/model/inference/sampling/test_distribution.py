@@ -76,19 +76,6 @@ def test_named_ids(row: list[float], data: st.DataObject) -> None:
     assert summary.mass <= 1 + 1e-12
 
 
-def test_equals_share_the_better_rank() -> None:
-    summary = summarise(np.array([1.0, 3.0, 3.0, 2.0], dtype=np.float32), token_ids=[0, 1, 2, 3])
-    assert [token.rank for token in summary.tokens] == [4, 1, 1, 3]
-
-
-def test_the_whole_and_the_uniform() -> None:
-    summary = summarise(np.zeros(8, dtype=np.float32), top_k=8)
-    assert [token.token_id for token in summary.tokens] == list(range(8))
-    assert [token.prob for token in summary.tokens] == pytest.approx([0.125] * 8)
-    assert summary.mass == pytest.approx(1)
-    assert summary.entropy == pytest.approx(math.log(8))
-
-
 def test_numbers_are_plain_python() -> None:
     """They go into JSON as they are."""
     summary = summarise(np.array([1, 2], dtype=np.float32), top_k=1)

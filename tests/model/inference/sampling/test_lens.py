@@ -131,15 +131,6 @@ def test_what_follows_has_the_bits_of_a_score_at_the_last_layer() -> None:
     assert np.array_equal(other.numbers(logits)[:, 2].numpy(), by_sums)
 
 
-def test_named_ids_have_the_same_ranks_however_many_they_are() -> None:
-    logits = torch.randint(0, 9, (3, 50), generator=torch.Generator().manual_seed(0)).float()
-    few, many = (3, 4, 49), (3, 4, 49, *range(20))
-    for one, other in zip(
-        lens_of(logits, logits, 1, few), lens_of(logits, logits, 1, many), strict=True
-    ):
-        assert one.ranks.tolist() == other.ranks[:3].tolist()
-
-
 def test_what_is_not_finite_is_not_a_number() -> None:
     logits = torch.zeros(3, 10)
     logits[0, 3], logits[2] = torch.inf, torch.nan

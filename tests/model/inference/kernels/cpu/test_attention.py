@@ -18,7 +18,7 @@ from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.transformer.gpt import GPT
-from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.factories import random_ids, tiny_config, tiny_gpt
 from tests.profiles import examples
 
 LENGTH = 200
@@ -154,14 +154,4 @@ def test_numbers_at_the_ends_of_their_range_are_the_same_bits_too(
     by_step = decoded(native, 3, ids)
     assert by_step.isfinite().all()
     assert torch.equal(native.head(prefilled(native, 0, ids, [20])), by_step)
-    native.close()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_attends_so(library: ctypes.CDLL, family: str) -> None:
-    config = tiny_config(**{**FAMILIES[family], "head_dim": 32, "n_layer": 2})
-    gpt, ids = tiny_gpt(config).to(torch.bfloat16), random_ids(100).tolist()
-    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
-    by_step = decoded(native, 3, ids)
-    assert torch.equal(native.head(prefilled(native, 0, ids, [64])), by_step)
     native.close()

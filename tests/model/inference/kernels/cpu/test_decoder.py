@@ -38,9 +38,7 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
-    assert_is_reference,
     generation,
-    random_params,
     random_prompt,
 )
 from tests.model.shapes import COMBINATIONS, shapes
@@ -108,20 +106,6 @@ def decoded_at(decoder: Decoder, ids: list[int], slot: int, start: int) -> Tenso
 def threads(request: pytest.FixtureRequest) -> int:
     count: int = request.param
     return count
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_what_the_twin_computes(
-    library: ctypes.CDLL, family: str, threads: int
-) -> None:
-    gpt = tiny_gpt(native_config(family))
-    plain = decoded(PlainDecoder(gpt, new_cache(gpt)), random_ids(3, STEPS), [2, 0, 4])
-    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
-    for expected, found in zip(
-        plain, decoded(native, random_ids(3, STEPS), [2, 0, 4]), strict=True
-    ):
-        assert_close(found, expected, atol=1e-3, rtol=1e-3)
-    native.close()
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -513,9 +497,7 @@ def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> N
     gpt = tiny_gpt(native_config("gpt2"))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
     count = DRAFTED_ROWS + 1
-    with pytest.raises(
-        ValueError, match=r"17 rows are asked for, and this decoder has buffers for 16"
-    ):
+    with pytest.raises(ValueError, match=r"17 rows.*16"):
         native.decode([1] * count, [0] * count, list(range(count)))
     native.close()
 
@@ -566,34 +548,6 @@ def test_its_head_is_the_models(
     for count in (1, 3, 9):
         assert torch.equal(native.head(hidden[:count]), together[:count])
     native.close()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_on_it_gives_the_same_bits_with_drafts(
-    library: ctypes.CDLL, family: str, threads: int
-) -> None:
-    gpt = tiny_gpt(native_config(family))
-    answers = []
-    for speculate in ("ngram", "none"):
-        rng = random.Random(family)
-        driven = Driven(
-            gpt,
-            make_decoder=lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=threads),
-            slots=3,
-            speculate=speculate,
-        )
-        for i in range(5):
-            prompt = [token % 2 for token in random_prompt(rng, rng.randint(1, 60))]
-            temperature = rng.choice([0.0, 0.5, 1.0])
-            driven.add(
-                generation(
-                    str(i), prompt, max_tokens=40, temperature=temperature, logprobs=2, seed=i,
-                    allowed_token_ids=(0, 1), stop_token_ids=frozenset({i}),
-                )
-            )  # fmt: skip
-        answers.append({key: outcome.tokens for key, outcome in driven.drain().items()})
-        assert (driven.accepted_tokens > 0) == (speculate == "ngram")
-    assert answers[0] == answers[1]
 
 
 def test_stages_are_timed_while_that_is_wanted(library: ctypes.CDLL, threads: int) -> None:
@@ -727,44 +681,6 @@ def test_quantized_weights_are_one_stream(
     assert kept[0].data_ptr() % PAGE == 0
     for before, after in pairwise(kept):
         assert after.data_ptr() == before.data_ptr() + room_for(before)
-
-
-def test_a_long_context_is_read_to_its_end(library: ctypes.CDLL) -> None:
-    gpt = tiny_gpt(native_config("modern", context_length=128))
-    plain, native = new_cache(gpt), new_cache(gpt)
-    keys = torch.randn(plain.keys.shape, generator=torch.Generator().manual_seed(0))
-    for cache in (plain, native):
-        cache.keys.copy_(keys)
-        cache.values.copy_(keys.flip(0))
-    decoder = NativeDecoder(library, gpt, native, threads=2)
-    for position in (0, 1, 15, 16, 17, 31, 32, 100, 127):
-        with torch.inference_mode():
-            expected = PlainDecoder(gpt, plain).decode([7, 9], [1, 3], [position] * 2)
-        found = decoder.decode([7, 9], [1, 3], [position] * 2)
-        assert_close(found, expected, atol=1e-3, rtol=1e-3)
-    decoder.close()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_on_it_is_what_the_reference_says(library: ctypes.CDLL, family: str) -> None:
-    rng = random.Random(family)
-    gpt = tiny_gpt(native_config(family, vocab_size=60))
-    driven = Driven(
-        gpt,
-        make_decoder=lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=2),
-        slots=3,
-        prefill_chunk=32,
-    )
-    requests = {}
-    for i in range(8):
-        prompt = random_prompt(rng, rng.randint(1, 90), 60)
-        requests[str(i)] = generation(str(i), prompt, sampling=random_params(rng, 20, 60))
-        driven.add(requests[str(i)])
-        driven.step()
-    outcomes = driven.drain()
-    for name, request in requests.items():
-        found = outcomes[name, 0].token_ids
-        assert_is_reference(gpt, request.token_ids, request.params, 0, found)
 
 
 @pytest.mark.parametrize(

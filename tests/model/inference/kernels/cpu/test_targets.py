@@ -76,13 +76,12 @@ def test_the_best_for_processors_that_there_are(
 
 
 def test_a_refusal_names_what_is_missing_and_what_can_be_taken() -> None:
-    assert refusal(target_named("x86-64-v4-bf16"), "x86_64", CASCADE_LAKE) == (
-        "kernel_target is x86-64-v4-bf16, and this processor lacks avx512_bf16; it can run "
-        "x86-64-v2, x86-64-v3, x86-64-v4, x86-64-v4-vnni"
-    )
-    assert refusal(target_named("armv8-a"), "x86_64", frozenset()) == (
-        "kernel_target is armv8-a, and this machine is x86_64; leave it at auto"
-    )
+    told = refusal(target_named("x86-64-v4-bf16"), "x86_64", CASCADE_LAKE) or ""
+    for part in ("kernel_target", "x86-64-v4-bf16", "avx512_bf16", "x86-64-v4-vnni"):
+        assert part in told
+    told = refusal(target_named("armv8-a"), "x86_64", frozenset()) or ""
+    for part in ("kernel_target", "armv8-a", "x86_64", "auto"):
+        assert part in told
 
 
 def test_every_name_has_a_target() -> None:

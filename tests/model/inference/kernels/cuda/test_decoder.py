@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from logitd.model.inference.kernels.cuda import decoder as graphs
 from logitd.model.inference.kernels.cuda.capture import Compute, capture_for
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
-from logitd.model.inference.kernels.eager.decoder import PlainDecoder, block_logits
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import DRAFTED_ROWS
 from logitd.model.inference.sampling.sample import sample_tokens, sampling_rows
@@ -287,9 +287,7 @@ def test_more_rows_than_there_is_room_for_are_refused() -> None:
     gpt = tiny_gpt()
     decoder = GraphDecoder(gpt, new_cache(gpt, 2))
     rows = DRAFTED_ROWS + 1
-    with pytest.raises(
-        ValueError, match=r"^17 rows are asked for, and this decoder has buffers for 16$"
-    ):
+    with pytest.raises(ValueError, match=r"17 rows.*16"):
         decoder.decode([0] * rows, [0] * rows, list(range(rows)))
 
 
@@ -338,13 +336,6 @@ def test_batch_invariant_every_step_has_one_size(device: str) -> None:
     assert counting.recorded == 2
 
 
-def test_logits_by_blocks_are_those_by_rows() -> None:
-    gpt = tiny_gpt()
-    for count in (1, 31, 32, 33, 70):
-        hidden = torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
-        assert_close(block_logits(gpt, hidden), gpt.logits(hidden))
-
-
 def test_a_padding_row_changes_nothing_in_the_cache() -> None:
     """Five sequences take eight rows: the three behind them write where the first one writes."""
     pair = Pair(tiny_gpt(), 8)
@@ -358,28 +349,6 @@ def test_a_padding_row_changes_nothing_in_the_cache() -> None:
     assert not untouched
     assert {(slot, 5) for slot in (6, 1, 2, 3, 4)} <= places
     assert all(position >= 5 for _, position in places), "what is behind was cleared, not before"
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_attention_masks_by_each_rows_own_position(in_place: bool) -> None:
-    """The weights of one layer, spelled out."""
-    config = tiny_config(**FAMILIES["llama"])
-    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32)
-    torch.nn.init.normal_(cache.keys)
-    torch.nn.init.normal_(cache.values)
-    slots, positions = torch.tensor([2, 0]), torch.tensor([40, 3])
-    heads, kv_heads, width = config.n_head, config.n_kv_head, config.head_dim
-    q = torch.randn(2, heads, 1, width)
-    k, v = torch.randn(2, kv_heads, 1, width), torch.randn(2, kv_heads, 1, width)
-    out = SlotsAttend(cache, slots, positions, 64, in_place=in_place)(1, q, k, v)
-    for row, (slot, position) in enumerate(((2, 40), (0, 3))):
-        assert torch.equal(cache.keys[1, slot, :, position], k[row, :, 0])
-        for head in range(heads):
-            own = head // (heads // kv_heads)
-            keys = cache.keys[1, slot, own, : position + 1]
-            probs = (keys @ q[row, head, 0] / math.sqrt(width)).softmax(dim=0)
-            expected = probs @ cache.values[1, slot, own, : position + 1]
-            assert_close(out[row, head, 0], expected)
 
 
 @pytest.mark.parametrize(

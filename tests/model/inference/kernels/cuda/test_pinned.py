@@ -68,5 +68,5 @@ def test_a_buffer_that_went_to_a_later_step_is_not_read(device: str) -> None:
     download = PinnedDownload(2, torch.device(device))
     first, second, _ = (download.begin(1) for _ in range(3))
     assert second.values() == [0]
-    with pytest.raises(AssertionError, match="its buffer was given to a later step"):
+    with pytest.raises(AssertionError, match="later step"):
         first.values()

@@ -88,22 +88,6 @@ def test_company_and_a_wider_kind_change_no_token(
             assert sample_rows(own, computed[: len(several)], packed, kind).tolist() == alone
 
 
-def test_thousands_of_rows_of_a_large_vocabulary() -> None:
-    logits = 2 * torch.randn(4, 2003, generator=torch.Generator().manual_seed(3))
-    filters: list[dict[str, Any]] = [
-        {},
-        {"top_k": 40},
-        {"top_p": 0.9},
-        {"min_p": 0.02, "temperature": 1.5},
-    ]
-    for seed in range(600):
-        several = [dataclasses.replace(PLAIN, seed=2**63 + seed, position=seed, **f)
-                   for f in filters]  # fmt: skip
-        assert sampled(logits, logits, several) == sample_tokens(
-            logits, logits, sampling_rows(several)
-        )
-
-
 def test_the_kind_is_the_least_that_serves() -> None:
     assert kind_of(sampling_rows([GREEDY, GREEDY])) is SamplingKind.GREEDY
     filtered_but_greedy = dataclasses.replace(GREEDY, top_k=3, top_p=0.5)
