@@ -55,29 +55,26 @@ def test_a_cuda_device_is_described_for_people() -> None:
 
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:"])
 def test_what_is_no_device(name: str) -> None:
-    sentence = f"{name!r} is not a device; try auto, cpu, cuda or cuda:0"
-    with pytest.raises(DeviceError, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(DeviceError, match=f"{re.escape(repr(name))}.*auto.*cpu.*cuda:0"):
         choose_placement(name)
 
 
 @pytest.mark.parametrize("name", ["mps", "meta", "xpu:0"])
 def test_devices_of_torch_that_are_none_of_ours(name: str) -> None:
-    with pytest.raises(DeviceError, match=f"^device '{name}' is not supported; cpu and cuda are$"):
+    with pytest.raises(DeviceError, match=f"{name}.*cpu.*cuda"):
         choose_placement(name)
 
 
 @pytest.mark.skipif(CUDA_DEVICES > 0, reason="there is a CUDA device")
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_cuda_where_there_is_none(name: str) -> None:
-    sentence = f"device '{name}' was asked for, but torch finds no CUDA device here"
-    with pytest.raises(DeviceError, match=f"^{sentence}$"):
+    with pytest.raises(DeviceError, match=f"{name}.*no CUDA"):
         choose_placement(name)
 
 
 @pytest.mark.skipif(CUDA_DEVICES == 0, reason="needs a CUDA device")
 def test_one_cuda_device_too_many() -> None:
-    sentence = f"device 'cuda:99' was asked for, but there are {CUDA_DEVICES} CUDA devices"
-    with pytest.raises(DeviceError, match=f"^{sentence}$"):
+    with pytest.raises(DeviceError, match=f"cuda:99.*{CUDA_DEVICES}"):
         choose_placement("cuda:99")
 
 
@@ -104,12 +101,8 @@ def test_use_threads() -> None:
 def test_more_threads_than_processors_are_refused(more: int) -> None:
     processors = available_processors()
     assert choose_placement("cpu", threads=processors).threads == processors
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(DeviceError, match=f"threads.*{processors + more}.*{processors}.*0"):
         choose_placement("cpu", threads=processors + more)
-    assert f"threads is {processors + more}, and this process has {processors} proc" in str(
-        caught.value
-    )
-    assert "0 for all of them" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -270,16 +270,16 @@ def test_a_template_can_look_into_a_message() -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{{ a( }}", "line 1 of the chat template: unexpected"),
-        ("\n{% for %}", "line 2 of the chat template"),
-        ("{% for a in b %}", "line 1 of the chat template: Unexpected end"),
-        ("{{ a | nofilter }}", "No filter named 'nofilter'"),
-        ("{{ a | random }}", "No filter named 'random'"),
-        ("{{ a | e }}", "No filter named 'e'"),
-        ("{% for a in b recursive %}{% endfor %}", "recursive loops are not supported"),
+        ("{{ a( }}", "line 1.*unexpected"),
+        ("\n{% for %}", "line 2"),
+        ("{% for a in b %}", "line 1.*Unexpected end"),
+        ("{{ a | nofilter }}", "nofilter"),
+        ("{{ a | random }}", "random"),
+        ("{{ a | e }}", "'e'"),
+        ("{% for a in b recursive %}{% endfor %}", "recursive"),
         ("", "is empty"),
         (" \n", "is empty"),
-        ("x" * (MAX_SOURCE + 1), f"{MAX_SOURCE + 1} characters; {MAX_SOURCE} are allowed"),
+        ("x" * (MAX_SOURCE + 1), f"{MAX_SOURCE + 1} .*{MAX_SOURCE}"),
         ("\ud800", "half a surrogate pair"),
         ("{% if a %}" * 400, "does not compile"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "does not compile"),
@@ -287,7 +287,7 @@ def test_a_template_can_look_into_a_message() -> None:
     ids=lambda value: str(value)[:20],
 )
 def test_what_is_not_a_template_is_refused_at_once(source: str, said: str) -> None:
-    with pytest.raises(ChatTemplateError, match=said.replace("(", r"\(")):
+    with pytest.raises(ChatTemplateError, match=said):
         ChatTemplate(source)
 
 
@@ -361,7 +361,7 @@ def test_more_characters_than_can_be_hidden_are_refused() -> None:
     """No vocabulary has so many special tokens without a character in common."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)
-    with pytest.raises(ChatTemplateError, match="special tokens have 1025 characters; 1024 can"):
+    with pytest.raises(ChatTemplateError, match=r"1025.*1024"):
         render("{{ messages[0].content }}", content, special_tokens=names)
     assert render("{{ messages[0].content }}", content, special_tokens=names[1:]) == [content]
 

@@ -119,14 +119,13 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 @pytest.mark.parametrize("token_id", [-1, 301, 10**12])
 def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
-    sentence = f"token id {token_id} is outside the vocabulary of 301 ids (0 to 300)"
     for use in (
         TOKENIZER.token_bytes,
         TOKENIZER.token_text,
         TOKENIZER.detokenizer().push,
         lambda bad: TOKENIZER.decode([65, bad]),
     ):
-        with pytest.raises(TokenizerError, match=f"^{re.escape(sentence)}$"):
+        with pytest.raises(TokenizerError, match=f"{token_id}.*301.*300"):
             use(token_id)
 
 
@@ -271,8 +270,7 @@ def test_empty_lines_and_carriage_returns_are_no_tokens(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "any.tiktoken"
     path.write_bytes(base64.b64encode(b"a") + b" 0\n" + line + b"\n")
-    sentence = f"line 2 of any.tiktoken is {line!r}; expected a base64 token, a space and its rank"
-    with pytest.raises(TokenizerError, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(TokenizerError, match=f"line 2.*any.tiktoken.*{re.escape(repr(line))}"):
         Tokenizer.read_ranks(path)
 
 
@@ -298,38 +296,38 @@ def with_special(**special_tokens: int) -> Callable[[], Tokenizer]:
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (
             without_bytes,
-            r"2 of the 256 single bytes have no rank \(first: 0\); .* needs all of them",
+            "2 of the 256.*first: 0",
         ),
         (
             with_ranks(lambda ranks: ranks.update({b"new": 1000})),
-            r"the 278 ranks are not the numbers 0 to 277",
+            "278 ranks.*277",
         ),
         (
             with_ranks(lambda ranks: ranks.update({b"the": 65})),
-            r"the 277 ranks are not the numbers 0 to 276",
+            "277 ranks.*276",
         ),
         (
             with_special(one=65),
-            r"special tokens \{'one': 65\} share an id .* one of the 277 ordinary tokens",
+            "one.*65.*277",
         ),
         (
             with_special(one=277, two=277),
-            r"special tokens \{'one': 277, 'two': 277\} share an id with each other .*",
+            "one.*277.*two.*277",
         ),
-        (with_special(one=-1), r"special tokens \{'one': -1\} share an id .*"),
+        (with_special(one=-1), "one.*-1"),
         (
             lambda: Tokenizer(ranks=RANKS, pattern=r"(\p{L}+", special_tokens={}),
-            r"the split pattern '\(\\\\p\{L\}\+' is not a regular expression: .*",
+            r"split pattern.*\(",
         ),
     ],
     ids=["no-byte", "gap", "same-rank", "collision", "same-special", "negative", "pattern"],
 )
-def test_an_unusable_vocabulary_is_refused(make: Callable[[], Tokenizer], sentence: str) -> None:
-    with pytest.raises(TokenizerError, match=f"^{sentence}$"):
+def test_unusable_vocabulary_is_refused(make: Callable[[], Tokenizer], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
         make()
 
 
@@ -383,8 +381,7 @@ def test_how_the_pattern_cuts(text: str, pieces: list[str]) -> None:
 
 
 def test_an_unknown_encoding_is_refused() -> None:
-    sentence = "unknown encoding 'gpt5'; known are gpt2, cl100k_base, o200k_base"
-    with pytest.raises(TokenizerError, match=f"^{sentence}$"):
+    with pytest.raises(TokenizerError, match=r"gpt5.*gpt2.*cl100k_base.*o200k_base"):
         Tokenizer.named("gpt5")
 
 
@@ -415,7 +412,7 @@ def test_special_tokens_may_stand_anywhere() -> None:
     assert tokenizer.encode("ce") == [100, 103]
     assert tokenizer.encode("c<sep>e", special_ids=True) == [100, 101, 103]
     assert tokenizer.decode([0, 100, 101]) == "<pad>c<sep>"
-    with pytest.raises(TokenizerError, match=r"not the numbers 0 to 255, without those of special"):
+    with pytest.raises(TokenizerError, match=r"255.*special"):
         Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={"<pad>": 0})
 
 
@@ -444,16 +441,14 @@ def test_words_are_looked_up_and_white_space_only_separates() -> None:
         TokenSpan(0, 3), TokenSpan(4, 9), TokenSpan(12, 15),
     ]  # fmt: skip
     assert WORDS.least_tokens(" " * 1000) == 0
-    with pytest.raises(
-        TokenizerError, match="'dog', at character 5 of the text, is not one of the 3 "
-    ):
+    with pytest.raises(TokenizerError, match=r"'dog'.*character 5.*3"):
         WORDS.encode("the  dog")
 
 
 def test_pieces_are_tokens_as_a_whole() -> None:
     assert PIECES.encode("the café") == [0, 1, 2]
     assert PIECES.spans([0, 1, 2]) == [TokenSpan(0, 3), TokenSpan(3, 4), TokenSpan(4, 8)]
-    with pytest.raises(TokenizerError, match="'caf', at character 4 of the text"):
+    with pytest.raises(TokenizerError, match=r"'caf'.*character 4"):
         PIECES.encode("the caf")
 
 
@@ -461,9 +456,9 @@ def test_a_pattern_that_leaves_something_out_is_noticed() -> None:
     bare = Tokenizer(ranks={b"a": 0}, pattern="a", special_tokens={}, kind="pieces")
     spaced = Tokenizer(ranks={b" a": 0}, pattern="a", special_tokens={}, kind="words")
     for text, place in (("ab", 1), ("ba", 0), ("aba", 1)):
-        with pytest.raises(TokenizerError, match=f"'b', at character {place} "):
+        with pytest.raises(TokenizerError, match=f"'b'.*character {place}"):
             spaced.encode(text)
-        with pytest.raises(TokenizerError, match=f"'b', at character {place} "):
+        with pytest.raises(TokenizerError, match=f"'b'.*character {place}"):
             bare.encode(text)
 
 
@@ -471,12 +466,12 @@ def test_a_model_without_a_vocabulary() -> None:
     tokenizer = Tokenizer.without_text(10)
     assert (tokenizer.vocab_size, tokenizer.has_text, tokenizer.end_of_text) == (10, False, None)
     assert (tokenizer.decode([0, 9]), tokenizer.token_bytes(3)) == ("", b"")
-    with pytest.raises(TokenizerError, match="outside the vocabulary of 10 ids"):
+    with pytest.raises(TokenizerError, match="10 ids"):
         tokenizer.decode([10])
     for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_batch(["a"], threads=1)):
-        with pytest.raises(TokenizerError, match=r"this model has no vocabulary: .* Give token"):
+        with pytest.raises(TokenizerError, match="no vocabulary"):
             call()
-    with pytest.raises(TokenizerError, match=r"of kind .none. has ids alone: 1 ranks"):
+    with pytest.raises(TokenizerError, match=r"none.*1 ranks"):
         Tokenizer(ranks={b"a": 0}, pattern="", special_tokens={}, vocab_size=1, kind="none")
 
 

@@ -116,11 +116,11 @@ def test_what_training_changes_is_given_and_taken_back() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 0}, "rank is 0 and alpha"),
-        ({"alpha": 0.0}, "both must be above 0"),
-        ({"targets": ()}, "name one or more"),
-        ({"targets": ("qkv", "qkv")}, "each once"),
-        ({"targets": ("query",)}, r"unknown targets \['query'\]; known are qkv, "),
+        ({"rank": 0}, "rank.*0"),
+        ({"alpha": 0.0}, "alpha.*0"),
+        ({"targets": ()}, "targets"),
+        ({"targets": ("qkv", "qkv")}, "once"),
+        ({"targets": ("query",)}, "query.*qkv"),
     ],
 )
 def test_impossible_adapters_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -131,16 +131,16 @@ def test_impossible_adapters_are_refused(wrong: dict[str, Any], message: str) ->
 def test_a_rank_that_is_not_low_is_refused_with_the_size() -> None:
     config = tiny_config(n_kv_head=1)  # keys of 8 rows
     adapt(tiny_gpt(config), LoraShape(8, 1.0, TARGETS), torch.Generator())
-    with pytest.raises(LoraError, match="a rank of 9 is not low for qkv: a map of it has 8 rows"):
+    with pytest.raises(LoraError, match=r"rank.*9.*qkv.*8 rows"):
         adapt(tiny_gpt(config), LoraShape(9, 1.0, TARGETS), torch.Generator())
 
 
 def test_adapters_of_another_shape_are_refused() -> None:
     weights = trained_weights(adapted(tiny_gpt()))
-    with pytest.raises(LoraError, match=r"blocks\.0\.qkv has shapes .*rank 2 need \(3, 2, 32\)"):
+    with pytest.raises(LoraError, match=r"blocks\.0\.qkv.*rank 2.*\(3, 2, 32\)"):
         merge_into(tiny_gpt(), replace(SHAPE, rank=2), weights)
-    with pytest.raises(LoraError, match="18 tensors belong to no target"):
+    with pytest.raises(LoraError, match="18 tensors"):
         merge_into(tiny_gpt(), replace(SHAPE, targets=("qkv",)), weights)
     del weights["blocks.2.mlp_up.lora_b"]
-    with pytest.raises(LoraError, match=r"blocks\.2\.mlp_up has shapes .* and None"):
+    with pytest.raises(LoraError, match=r"blocks\.2\.mlp_up.*None"):
         merge_into(tiny_gpt(), SHAPE, weights)

@@ -63,9 +63,9 @@ def test_a_name_alone_finds_what_a_search_finds(family: str) -> None:
 
 
 def test_what_a_model_lacks_is_said() -> None:
-    with pytest.raises(UnknownStage, match=r"this model has no stage 'mlp\.up'"):
+    with pytest.raises(UnknownStage, match=r"mlp\.up"):
         match_stages(["blocks.*.mlp.up"], tiny_config())
-    with pytest.raises(UnknownStage, match="with N from 0 to 2"):
+    with pytest.raises(UnknownStage, match="0 to 2"):
         match_stages(["blocks.7.output"], tiny_config(n_layer=3))
 
 
