@@ -48,7 +48,6 @@ class Command:
     """What a process of `logitd` is given.
 
     descriptors  how many files and connections it may have open
-    file_bytes   the size above which its disk is full
     without      modules that are not installed for it
     """
 
@@ -56,7 +55,6 @@ class Command:
     cwd: str
     environment: Mapping[str, str]
     descriptors: int | None
-    file_bytes: int | None
     without: Sequence[str]
 
 
@@ -72,7 +70,6 @@ class ForkedProcess:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         descriptors: int | None = None,
-        file_bytes: int | None = None,
         without: Sequence[str] = (),
     ) -> None:
         """`stdout`, `stderr`: open descriptors. All others are those of a `Command`."""
@@ -81,7 +78,6 @@ class ForkedProcess:
             cwd=str(cwd or Path.cwd()),
             environment=dict(os.environ if environment is None else environment),
             descriptors=descriptors,
-            file_bytes=file_bytes,
             without=without,
         )
         self.returncode: int | None = None
@@ -246,9 +242,6 @@ def _become(command: Command) -> None:
     sys.argv[1:] = command.arguments
     if command.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (command.descriptors, command.descriptors))
-    if command.file_bytes is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (command.file_bytes, command.file_bytes))
     for name in command.without:
         sys.modules[name] = None  # type: ignore[assignment]  # what `import` takes for missing
     cli.main(command.arguments)

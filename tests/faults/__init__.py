@@ -1,1 +1,1 @@
-"""The fault suite: attacks on real processes, short for CI and long by hand."""
+"""Fault suite: hostile clients against real servers."""

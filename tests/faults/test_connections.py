@@ -1,0 +1,105 @@
+"""Connections that send without end or never read, and the memory that a server gives them."""
+
+import contextlib
+import json
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import ServedProcess
+from tests.faults.measures import resident_mib, times
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+POST = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+ENDLESS = {
+    "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
+    "a header": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 64),
+    "an address": (b"GET /", b"b" * 64),
+    "a chunk's extension": (CHUNKED + b"1;a=", b"b" * 64),
+    "requests ahead of their turn": (
+        b"",
+        b"GET /version HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 5 + b"\r\n",
+    ),
+    "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
+}
+LARGE = {"prompt": [[5] * 1000], "max_tokens": 1, "prompt_logprobs": 160}
+"""A reply of 12 MB in one piece."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    gpt = tiny_gpt(tiny_config(context_length=1024))
+    return str(save_tiny_checkpoint(tmp_path / "long", gpt=gpt).path)
+
+
+def test_bytes_without_end_take_no_memory(checkpoint: str) -> None:
+    """Cold: what the zygote forks has the memory that others left there."""
+    mib = times(20, 400)
+    flags = ("--checkpoint", checkpoint, "--threads", "1")
+    with ServedProcess(*flags, cold=True) as server:
+        before = resident_mib(server)
+        for name, (begin, more) in ENDLESS.items():
+            sent = 0
+            with _connect(server) as raw, contextlib.suppress(ConnectionError, TimeoutError):
+                raw.settimeout(3)
+                raw.sendall(begin)
+                while sent < mib * MIB:
+                    raw.sendall(more * 1024)
+                    sent += 1024 * len(more)
+            assert sent < 16 * MIB, f"{sent:,} bytes of {name} were taken, also by sockets"
+            assert resident_mib(server) - before < 32, name
+
+
+def test_replies_that_nobody_reads_are_let_go_with_their_memory(checkpoint: str) -> None:
+    count = times(4, 30)
+    flags = ("--checkpoint", checkpoint, "--threads", "1", "--max-queue", "64")
+    body = json.dumps(LARGE).encode()
+    with (
+        ServedProcess(*flags, "--slow-reader-timeout", "3", cold=True) as server,
+        ExitStack() as stack,
+    ):
+        reply = httpx.post(f"{server.url}/generate", json=LARGE, trust_env=False, timeout=60)
+        assert len(reply.content) > 10 * 10**6, "small enough for sockets to hold"
+        own, before = _sockets(server), resident_mib(server)
+        readers = []
+        for _ in range(count):
+            raw = stack.enter_context(_connect(server, receive_buffer=4096))
+            raw.sendall(POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            readers.append(raw)
+        deadline = time.monotonic() + 30 + 2 * count
+        while (
+            server.sample("logitd_sequences_finished_total") <= count or _sockets(server) > own + 1
+        ):
+            assert time.monotonic() < deadline, f"{_sockets(server) - own} are still open"
+            for raw in readers[::2]:  # these read a little at a time
+                with contextlib.suppress(OSError):
+                    raw.recv(10)
+            time.sleep(0.2)
+        assert resident_mib(server) - before < 100
+
+
+def _connect(server: ServedProcess, receive_buffer: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_buffer is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    host, _, port = server.address.partition(":")
+    raw.settimeout(10)
+    raw.connect((host, int(port)))
+    return raw
+
+
+def _sockets(server: ServedProcess) -> int:
+    """Sockets that the server's process has open, whatever it says itself."""
+    targets = []
+    for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            targets.append(str(link.readlink()))
+    return sum(target.startswith("socket:") for target in targets)

@@ -1,0 +1,92 @@
+"""Readers that read slowly, and the slots that others get meanwhile."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from logitd.model.text.tokenizer import Tokenizer
+from tests.e2e.server import ServedProcess
+from tests.faults.measures import resident_mib, times
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+
+pytestmark = pytest.mark.slow
+
+SLOTS = 4
+POSITIONS = 1024
+PIECE = 32 * 1024
+"""Bytes that a slow reader takes at a time."""
+LONGEST = 10.0
+"""Seconds in which a server with nothing else to compute gives four tokens."""
+
+
+def test_slow_readers_of_large_replies_take_no_slot_from_others(tmp_path: Path) -> None:
+    """Twice as many readers as slots, each far slower than its rows are computed."""
+    flags = ("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1")
+    flags += ("--slots", str(SLOTS), "--max-queue", "64")
+    stop = threading.Event()
+    with ServedProcess(*flags, cold=True) as server:
+        before = resident_mib(server)
+        readers = [
+            threading.Thread(target=_read_slowly, args=(server, index, stop))
+            for index in range(2 * SLOTS)
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            _wait_for_slots(server)
+            time.sleep(1)  # until what the sockets hold is full
+            deadline = time.monotonic() + times(4, 120)
+            with httpx.Client(base_url=server.url, trust_env=False, timeout=LONGEST) as client:
+                while time.monotonic() < deadline:
+                    body = {"prompt": [1], "max_tokens": 4}
+                    assert client.post("/generate", json=body).status_code == 200
+            assert resident_mib(server) - before < 512
+        finally:
+            stop.set()
+            for reader in readers:
+                reader.join()
+
+
+def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> None:
+    """Ask for every row of a prompt, and read about 100 kB/s until told to stop."""
+    prompt = np.random.default_rng(seed).integers(0, 256, POSITIONS).tolist()
+    body = json.dumps({"prompt": prompt, "positions": "all"}).encode()
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
+        host, _, port = server.address.partition(":")
+        raw.settimeout(1)
+        raw.connect((host, int(port)))
+        raw.sendall(
+            b"POST /logits HTTP/1.1\r\nHost: a\r\nAccept: application/x-npy\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        while not stop.wait(PIECE / 100_000):
+            with contextlib.suppress(TimeoutError):
+                if not raw.recv(PIECE):
+                    return
+
+
+def _wait_for_slots(server: ServedProcess) -> None:
+    """Until every slot is taken."""
+    deadline = time.monotonic() + 30
+    while server.sample("logitd_kv_slots_used") < SLOTS:
+        assert time.monotonic() < deadline, "the readers do not get their slots"
+        time.sleep(0.05)
+
+
+def _wide_checkpoint(folder: Path) -> str:
+    """A model of little arithmetic whose rows are as wide as those of GPT-2."""
+    config = tiny_config(
+        n_layer=1, d_model=16, n_head=1, vocab_size=50_000, context_length=POSITIONS
+    )
+    tokenizer = Tokenizer.without_text(config.vocab_size)
+    return str(
+        save_tiny_checkpoint(folder / "wide", gpt=tiny_gpt(config), tokenizer=tokenizer).path
+    )
