@@ -23,7 +23,6 @@ DOCUMENTS = [
         if not (path.parent / "config.json").exists()  # the card of a checkpoint is generated
     ),
 ]
-COLUMNS = 110
 PLACES = r"`((?:model|service|logitd|benchmarks|tests|checkpoints)/[\w./-]*)`"
 COMMAND_LINE = r"^ *(?:\.venv/bin/)?logitd ([a-z]+)(.*)$"
 
@@ -112,23 +111,6 @@ def known_flags() -> set[str]:
 
 
 @each_document
-def test_lines_fit_a_window(document: Path) -> None:
-    """Tables and links excepted, which cannot be broken."""
-    long = [
-        f"line {number}: {len(line)} columns"
-        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1)
-        if len(line) > COLUMNS and not line.startswith("|") and not re.search(r"\]\(|://", line)
-    ]
-    assert long == []
-
-
-@pytest.mark.parametrize(("name", "lines"), [("README.md", 142), ("ARCHITECTURE.md", 200)])
-def test_the_first_pages_are_short(name: str, lines: int) -> None:
-    """What is longer belongs to the folder that it describes."""
-    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
-
-
-@each_document
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)", text):
@@ -161,12 +143,12 @@ def words_of_the_sources() -> set[str]:
 
 @each_document
 def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
-    """`snake_case`, `CamelCase` and `Class.method`: whoever renames one is told which documents
-    speak of it. Shorter words may be anything."""
+    """`snake_case`, `CamelCase` and `Class.method`. Shorter words may be anything. Prometheus adds
+    `_total` to the name of a counter."""
     text = document.read_text(encoding="utf-8").split("### Changed")[0]
     quoted = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*(?:\(\))?)`", text)
     names = {name for one in quoted for name in re.findall(r"\w*_\w+|[A-Z]\w*[a-z][A-Z]\w*", one)}
-    assert names - words_of_the_sources == set()
+    assert {name.removesuffix("_total") for name in names} <= words_of_the_sources
 
 
 @each_document
@@ -212,11 +194,3 @@ def test_sources_name_files_that_exist() -> None:
         if not any(other.endswith(f"/{name}") for other in paths)
     ]
     assert stale == []
-
-
-@each_document
-def test_code_stands_in_blocks_of_its_own(document: Path) -> None:
-    """A tool that wrapped paragraphs once joined the lines of three blocks into their fences."""
-    fences = [line for line in document.read_text(encoding="utf-8").splitlines() if "```" in line]
-    assert [fence for fence in fences if not re.fullmatch(r" *```[a-z]*", fence)] == []
-    assert len(fences) % 2 == 0
