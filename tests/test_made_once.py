@@ -1,8 +1,6 @@
 """Tests of what is made once: equal vocabularies are one, and different ones stay different."""
 
-import httpx
 import numpy as np
-import pytest
 import tiktoken
 
 from logitd.model.inference.constraints.compiler import Compiler, Source
@@ -53,18 +51,3 @@ def test_constraints_of_one_vocabulary_are_not_those_of_another() -> None:
     for tokenizer, first in ((plain, {97}), (merged, {257})):
         matcher = Compiler(tokenizer).compile(choice).matcher()
         assert set(np.flatnonzero(matcher.allowed())) == first
-
-
-def test_a_broken_one_is_refused_each_time() -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="parenthesis"):
-            encoding(pattern="(")
-
-
-def test_a_client_trusts_hardly_anybody() -> None:
-    with httpx.Client(trust_env=False) as client:
-        transport = client._transport
-        assert isinstance(transport, httpx.HTTPTransport)
-        context = transport._pool._ssl_context
-        assert context is not None
-        assert len(context.get_ca_certs()) == 1

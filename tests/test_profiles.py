@@ -4,11 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from hypothesis import settings
-
-from tests.profiles import FAST, FULL, THOROUGH, examples
-
 TESTS = Path(__file__).parent
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -68,20 +63,3 @@ def test_what_it_would_find() -> None:
     assert fixed(hard) == ["test_a"]
     assert fixed("@pytest.mark.slow\n" + hard) == []
     assert fixed(hard.replace("9", "examples(9)")) == []
-
-
-@pytest.mark.parametrize(
-    ("profile", "drawn"), [("fast", FAST), ("full", FULL), ("thorough", THOROUGH)]
-)
-def test_examples_scale_with_the_profile(profile: str, drawn: int) -> None:
-    before = settings.get_current_profile_name()
-    try:
-        settings.load_profile(profile)
-        assert settings().max_examples == examples(THOROUGH) == drawn
-        assert examples(3 * THOROUGH) == 3 * drawn
-        assert examples(1) == 1
-        assert examples(3 * THOROUGH, fast=7) == (7 if profile == "fast" else 3 * drawn)
-        assert settings().deadline is None
-        assert settings().derandomize == (profile != "thorough")
-    finally:
-        settings.load_profile(before)

@@ -82,20 +82,6 @@ def test_the_dashboard_is_the_one_that_its_panels_make() -> None:
     )
 
 
-def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    places = [panel["gridPos"] for panel in panels]
-    cells = [
-        (x, y)
-        for place in places
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
-
-
 # docker-compose.yml
 
 

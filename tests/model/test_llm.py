@@ -112,12 +112,6 @@ def test_logprobs_are_those_of_the_plain_forward(llm: LLM, gpt: GPT) -> None:
     assert [[token.token_id for token in top] for top in one.top_logprobs] == best
 
 
-def test_without_logprobs_there_are_none(llm: LLM) -> None:
-    (one,) = llm.generate("a", SamplingParams(max_tokens=2, seed=0))
-    assert one.logprobs is None
-    assert one.top_logprobs == ()
-
-
 def test_a_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, seed=2, allowed_token_ids=tuple(b"abc"))
     (free,) = llm.generate(PROMPT, params)

@@ -74,17 +74,6 @@ def test_bfloat16_rounds_once_and_halves_the_size(family: str, tmp_path: Path) -
         assert back(random_ids(2, 9), hidden_states=True).hidden_states.dtype == dtype
 
 
-def test_training_goes_on_from_a_loaded_model_as_from_any_other(saved: Path) -> None:
-    """Loaded parameters are ordinary ones: gradients can be switched on, steps taken."""
-    gpt = load(saved).requires_grad_(True).train()
-    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
-    weight = gpt.state_dict()["blocks.0.qkv.weight"]  # shares the parameter's memory
-    before = weight.clone()
-    torch.autograd.backward(gpt(random_ids(1, 9)).logits.logsumexp(dim=-1).sum())
-    optimizer.step()
-    assert not torch.equal(weight, before)
-
-
 def test_everything_but_the_weights(tmp_path: Path) -> None:
     training = training_record(step=9, data={"name": "text", "sha256": "00", "bytes": 123})
     written = save_tiny_checkpoint(tmp_path / "step-000009", training=training, card="# Mine é\n")
@@ -100,11 +89,6 @@ def test_everything_but_the_weights(tmp_path: Path) -> None:
         assert seen.tokenizer.special_tokens == byte_tokenizer().special_tokens
         assert seen.tokenizer.pattern == byte_tokenizer().pattern
         assert seen.weights_sha256 == hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()
-
-
-def test_a_run_never_evaluated_has_no_loss(tmp_path: Path) -> None:
-    training = training_record(val_loss=None, val_bits_per_byte=None)
-    assert save_tiny_checkpoint(tmp_path / "saved", training=training).training == training
 
 
 def test_a_tied_head_is_on_disk_once(tmp_path: Path) -> None:

@@ -132,22 +132,6 @@ def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
 # Names of special tokens
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        (END_OF_TEXT, [277]),
-        (f"a{END_OF_TEXT}b", [97, 277, 98]),
-        ("<|user|>é<|user|>", [300, 276, 300]),
-        (f"{END_OF_TEXT}{END_OF_TEXT}", [277, 277]),
-        ("<|user", [60, 124, 117, 115, 101, 114]),
-        ("", []),
-    ],
-)
-def test_names_become_ids_where_that_is_asked_for(text: str, ids: list[int]) -> None:
-    assert TOKENIZER.encode(text, special_ids=True) == ids
-    assert not any(map(TOKENIZER.is_special, TOKENIZER.encode(text)))
-
-
 @given(st.lists(RAGGED_TEXT | st.sampled_from([END_OF_TEXT, "<|user|>"])).map("".join))
 def test_a_text_with_special_ids_comes_back_and_its_parts_stand_alone(text: str) -> None:
     ids = TOKENIZER.encode(text, special_ids=True)
@@ -185,16 +169,6 @@ def test_spans_are_the_characters_that_a_token_touches(text: str, special_ids: b
         ids = tokenizer.encode(text, special_ids=special_ids)
         tokens = [tokenizer.token_bytes(token_id) for token_id in ids]
         assert tokenizer.spans(ids) == touched(text, tokens)
-
-
-def test_tokens_that_share_a_character() -> None:
-    ids = TOKENIZER.encode("té 😀!")
-    tokens = [TOKENIZER.token_bytes(token_id) for token_id in ids]
-    assert tokens == [b"t\xc3", b"\xa9", b" ", b"\xf0\x9f\x98", b"\x80", b"!"]
-    assert TOKENIZER.spans(ids) == [
-        *(TokenSpan(0, 2), TokenSpan(1, 2), TokenSpan(2, 3)),
-        *(TokenSpan(3, 4), TokenSpan(3, 4), TokenSpan(4, 5)),
-    ]
 
 
 # Piece by piece

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 from torch.testing import assert_close
 
 from logitd.model.transformer.attention import CausalAttend
@@ -162,22 +161,6 @@ def test_sinusoids_are_the_published_formula() -> None:
         assert_close(table, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
-def shifted(gpt: GPT, ids: Tensor, shift: int) -> Tensor:
-    """Logits of the tokens at positions shift, shift + 1, ..."""
-    positions = torch.arange(ids.shape[1]) + shift
-    x = gpt.transform(ids, positions.expand_as(ids), CausalAttend())
-    return gpt.logits(x)
-
-
-def test_each_row_has_positions_of_its_own() -> None:
-    gpt = tiny_gpt()
-    ids = random_ids(2, 9)
-    positions = torch.stack((torch.arange(9), torch.arange(9) + 50))
-    logits = gpt.logits(gpt.transform(ids, positions, CausalAttend()))
-    assert_close(logits[0], shifted(gpt, ids, 0)[0])
-    assert_close(logits[1], shifted(gpt, ids, 50)[1])
-
-
 # Block and head
 
 
@@ -207,9 +190,6 @@ def test_padded_ids_are_cut_off(tied_head: bool, head_bias: bool, dtype: torch.d
         if rows is not None:
             rows[257:] = 1e6
     assert torch.equal(gpt(ids).logits, before)
-
-
-# Value embeddings
 
 
 # Training

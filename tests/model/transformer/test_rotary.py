@@ -83,29 +83,6 @@ def test_rotation_keeps_the_other_channels(kind: str) -> None:
     assert moved.mean() > 0.99
 
 
-def test_partial_rotation_matches_gpt_neox() -> None:
-    """GPT-NeoX pairs the first R channels among themselves; in the order that an import gives
-    them, the scores are the same."""
-    head_dim, turning, length = 10, 4, 20
-    config = tiny_config(
-        positions="rotary", head_dim=head_dim, rotary_dim=turning, context_length=length
-    )
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, length, head_dim, generator=generator)
-    angles = torch.arange(length)[:, None] * 10_000.0 ** -(torch.arange(0, 4, 2) / 4)
-    cos, sin = (torch.cat((f(angles), f(angles)), dim=1) for f in (torch.cos, torch.sin))
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        first, rest = x[..., :turning], x[..., turning:]
-        half = torch.cat((-first[..., 2:], first[..., :2]), dim=-1)
-        return torch.cat((first * cos + half * sin, rest), dim=-1)
-
-    order = [0, 1, 4, 5, 6, 2, 3, 7, 8, 9]
-    tables = [table[None, None] for table in rotary_tables(config, CPU)]
-    ours = [rotate(x[..., order], *tables) for x in (q, k)]
-    assert_close(ours[0] @ ours[1].mT, turned(q) @ turned(k).mT, atol=1e-5, rtol=1e-5)
-
-
 def test_unscaled_tables_keep_their_bits() -> None:
     """cos and sin of position * theta^(-2i / D), computed in float64."""
     config = tiny_config(positions="rotary", head_dim=12, rope_theta=700.0)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -239,20 +238,6 @@ def test_no_more_than_a_block_of_the_graph_is_kept(gpt: GPT) -> None:
         kept = length * (gpt.config.n_layer + 6) * gpt.config.d_model
         # Norms save a number or two of each position, and gates and tables are small.
         assert sum(saved.values()) <= kept_elements(asked, gpt.config) - kept + 80 * length
-
-
-def test_every_pass_of_a_block_is_watched(gpt: GPT) -> None:
-    rows: list[int] = []
-
-    @contextmanager
-    def watched(count: int) -> Iterator[None]:
-        rows.append(count)
-        yield
-
-    work = Attributing(gpt, IDS, task(), watched)
-    while work.advance() is None:
-        pass
-    assert rows == [BLOCK] * 2 * gpt.config.n_layer
 
 
 def test_a_long_prompt_is_padded_within_the_context() -> None:

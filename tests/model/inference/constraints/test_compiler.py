@@ -377,17 +377,6 @@ def test_masks_of_characters_are_what_the_expression_lets_through(data: st.DataO
     assert text in language
 
 
-def test_json_of_characters() -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
-    matcher = Compiler(CHARACTERS).compile(Source("json_schema", json.dumps(schema))).matcher()
-    for character in '{"a": 1}':
-        (token_id,) = matcher.allowed().nonzero()[0].tolist()
-        assert CHARACTERS.token_text(token_id) == character
-        matcher.advance(token_id)
-    assert matcher.complete
-
-
 def test_a_text_that_needs_a_character_too_many_is_refused() -> None:
     with pytest.raises(ConstraintError, match="no text matches"):
         Compiler(CHARACTERS).compile(Source("regex", "Zebra"))

@@ -136,17 +136,6 @@ def test_others_get_their_tokens_in_every_step(gpt: GPT) -> None:
     driven.drain()
 
 
-def test_a_step_is_one_piece(gpt: GPT) -> None:
-    driven = Driven(gpt)
-    driven.add(ask(token_id=3))
-    steps = 0
-    while driven.unfinished:
-        assert driven.step().attribution_pieces == 1
-        steps += 1
-    assert steps == 2 * gpt.config.n_layer + 1, "forward and back, then all is added up"
-    assert not driven.engine.has_work()
-
-
 def test_it_needs_no_slot(gpt: GPT) -> None:
     driven = Driven(gpt, slots=1)
     driven.add(generation("stream", [1], max_tokens=100))

@@ -191,14 +191,6 @@ def test_a_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> No
     assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
 
 
-@pytest.mark.parametrize(
-    ("work", "blocks"),
-    [(0.0, 0), (PASS_WORK, 0), (1 + PASS_WORK, 1), (2.4 + PASS_WORK, 2), (1e6, 999_999)],
-)
-def test_positions_of_some_work(work: float, blocks: int) -> None:
-    assert positions_for(work) == blocks * BLOCK
-
-
 def test_what_costs_nothing_is_not_divided() -> None:
     """A clock that stands still, say."""
     machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
@@ -229,13 +221,6 @@ def test_a_pass_that_takes_no_longer_is_not_taken_for_one_without_time() -> None
         budget.decoded(0.080)
         budget.together(ChunkLengths([BLOCK]), 0.079)
     assert positions_for(budget.work()) == 8 * BLOCK
-
-
-def test_passes_before_any_decode_step_say_nothing() -> None:
-    budget = PrefillBudget(DecodeSteps(3), 8 * BLOCK)
-    budget.together(ChunkLengths([BLOCK]), 0.1)
-    budget.decoded(0.02)
-    assert budget.work() == 0.0
 
 
 seconds = st.floats(min_value=1e-5, max_value=10.0)

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitd.model.inference.constraints.compiler import Compiler, Kind, Source
+from logitd.model.inference.constraints.compiler import Kind, Source
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.errors import ConstraintError, InvalidRequest
 from logitd.model.inference.sampling.params import SamplingParams
-from tests.model.factories import merging_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.constrained import (
     COMPILER,
     GPT_OF_THE_TESTS,
@@ -138,19 +137,6 @@ def test_the_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> N
     assert outcome.ended.reason is FinishReason.LENGTH
 
 
-def test_without_an_end_of_text_what_could_go_on_goes_on() -> None:
-    tokenizer = merging_tokenizer()
-    without = type(tokenizer)(ranks=tokenizer.ranks, pattern=tokenizer.pattern, special_tokens={})
-    compiler = Compiler(without)
-    gpt = tiny_gpt(tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=without.vocab_size))
-    for expression, whole in (("(?:ab)+", False), ("(?:ab){1,3}", True)):
-        constraint = compiler.compile(Source("regex", expression))
-        asked = generation("a", PROMPT, constraint=constraint, max_tokens=20)
-        outcome = run(gpt, asked)["a", 0]
-        assert re.fullmatch(b"(?:ab)*a?", without.decode_bytes(outcome.token_ids))
-        assert outcome.ended.reason is (FinishReason.STOP if whole else FinishReason.LENGTH)
-
-
 # What fails, and what is refused
 
 
@@ -229,16 +215,6 @@ def test_a_matcher_ends_its_own_sequence_alone(
     for request in free:
         key = (request.request_id, 0)
         assert outcomes[key].tokens == expected[key].tokens
-
-
-def test_a_grammar_that_leads_nowhere_is_an_error_of_its_own() -> None:
-    lark = 'start: "ab" (A | B)\nA: /a/ & /b/\nB: "c" & "d"'
-    constraint = COMPILER.compile(Source("grammar", lark))
-    for outcome in written(constraint, seed=0):
-        assert written_bytes(outcome) == b"ab"
-        assert outcome.ended.reason is FinishReason.ERROR
-        assert outcome.ended.error == "no text matches from here on"
-        assert outcome.ended.param == "grammar"
 
 
 @pytest.mark.parametrize(

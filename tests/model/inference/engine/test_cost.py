@@ -89,24 +89,6 @@ def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "numbers"),
-    [
-        (rows(Logits(), (0, 5, 69)), 3 * 40),
-        (rows(Logits(columns=(1,)), (0, 5, 69)), 3 * 40),
-        (rows(HiddenStates(layers=(0, 2)), (3, 4)), 2 * 2 * 16),
-        (rows(AttentionWeights(layers=(1,), heads=(0, 1)), (3, 4)), 2 * 2 * 70),
-        (score_request("a", PROMPT), 69 * 40),
-        (score_request("a", PROMPT[:1]), 0),
-        (score_request("a", PROMPT, [1, 2], [3]), 3 * 40),
-        (generation("a", PROMPT, n=3, logprobs=2), 0),
-        (generation("a", PROMPT, n=3, prompt_logprobs=0), 69 * 40),
-    ],
-)
-def test_prices_in_numbers(request_: Request, numbers: int) -> None:
-    assert output_elements(request_, SHAPE) == numbers
-
-
-@pytest.mark.parametrize(
     "wanted",
     [Logits(), HiddenStates(layers=(0, 1)), AttentionWeights(layers=(0,), heads=(0, 1))],
     ids=lambda wanted: type(wanted).__name__,

@@ -54,13 +54,6 @@ def test_everything_that_was_computed_is_counted(gpt: GPT, speculate: str) -> No
     assert any(end.cached_tokens for end in ends)
 
 
-def test_a_step_without_work_does_nothing(gpt: GPT) -> None:
-    driven = Driven(gpt)
-    assert not driven.engine.has_work()
-    result = driven.step()
-    assert (result.events, result.prefilled_tokens, result.decoded_sequences) == ((), 0, 0)
-
-
 def test_every_moment_is_on_the_engines_clock(gpt: GPT) -> None:
     clock = FakeClock()
     driven = Driven(gpt, clock, slots=1, prefill_chunk=32)

@@ -2,12 +2,10 @@
 the definition in float64, for every family."""
 
 import copy
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.footprint import peak, resident
 from logitd.model.inference.engine.cost import output_elements, position_elements
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import (
@@ -29,8 +26,7 @@ from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.options import Quantization
-from logitd.model.inference.sampling.lens import GROUP_ELEMENTS, LensDigest, lens_width
-from logitd.model.transformer.config import BLOCK
+from logitd.model.inference.sampling.lens import LensDigest, lens_width
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
@@ -371,25 +367,6 @@ def test_the_cost_is_what_is_computed_and_handed_out(lens: Lens) -> None:
     computed = len({*lens.layers, 3}) * 257
     assert position_elements(request, gpt.config) == computed + rows[0].size
     assert output_elements(request, gpt.config) == 2 * position_elements(request, gpt.config)
-
-
-def test_a_few_blocks_of_logits_are_in_memory_however_many_are_computed() -> None:
-    """Twelve in one step, of a layer and a block of positions each; the scheduler would plan
-    fewer."""
-    gpt = tiny_gpt(tiny_config(vocab_size=50_000, n_layer=2, d_model=16, n_head=2))
-    driven = Driven(gpt, prefill_chunk=128)
-    driven.engine._scheduler.output_elements = 2**40
-    lens = Lens(layers=(0, 1, 2), top_k=1)
-    driven.add(generation("first", [0, 0], max_tokens=1))  # row groups are found once
-    driven.drain()
-    driven.add(ask(lens, range(4 * BLOCK), prompt=[0] * 128))
-    before = resident(os.getpid())
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
-    assert driven.step().prefilled_tokens == 128
-    # Own logits and a layer's, own probabilities in float64, and what is summed up.
-    block = BLOCK * gpt.config.vocab_size
-    allowed = (4 + 4 + 8) * block + 4 * 8 * GROUP_ELEMENTS
-    assert peak(os.getpid()) - before < 1.3 * allowed
 
 
 # Refusing

@@ -54,24 +54,6 @@ def test_a_continuation_reads_on_into_itself(tokens: list[int], data: st.DataObj
     assert Repeats(tokens).continuation(start, count) == text[len(tokens) :]
 
 
-@pytest.mark.parametrize(
-    ("text", "guess"),
-    [
-        ([], None),
-        ([1], None),
-        ([1, 1], None),
-        ([1, 2, 3, 4], None),
-        ([1, 2, 3, 4, 1, 2], Draft([3], 2)),
-        ([1, 2, 3, 1, 2, 4, 1, 2], Draft([4], 2)),  # the most recent
-        ([9, 1, 2, 3, 1, 2, 4, 9, 1, 2], Draft([3], 3)),  # the longest first
-        ([5, 5, 5], Draft([5], 2)),
-        ([1, 2, 3, 4, 5, 0, 1, 2, 3, 4], Draft([5], 4)),
-    ],
-)
-def test_known_guesses(text: list[int], guess: Draft | None) -> None:
-    assert Drafter(text).guess(5, sequences=1) == guess
-
-
 def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
     """The drafts made for a text that is given from `known` on, a step after another."""
     tokens = text[:known]
@@ -106,10 +88,6 @@ def test_right_guesses_become_long_soon(sequences: int, lengths: list[int]) -> N
     drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
     assert [len(draft.token_ids) for draft in drafts] == lengths
     assert all(draft.accepted == len(draft.token_ids) for draft in drafts)
-
-
-def test_a_text_that_repeats_nothing_has_no_drafts() -> None:
-    assert drafts_over(list(range(500)), known=100) == []
 
 
 @pytest.mark.parametrize(("sequences", "early"), [(1, [0, 1]), (2, [0]), (8, [0])])

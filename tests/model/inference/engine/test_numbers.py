@@ -279,14 +279,3 @@ def test_what_cannot_be_scored_is_refused(
         driven.add(request)
     assert raised.value.param == param
     assert not driven.engine.has_work()
-
-
-def test_an_aborted_score_leaves_the_others() -> None:
-    driven = Driven(tiny_gpt(), slots=2, prefill_chunk=32)
-    for name in ("kept", "aborted"):
-        driven.add(score_request(name, PROMPT[:70], [1], [2], [3]))
-    driven.step()
-    driven.abort("aborted")
-    outcomes = driven.drain()
-    assert {outcomes["kept", i].ended.reason for i in range(3)} == {FinishReason.STOP}
-    assert {outcomes["aborted", i].ended.reason for i in range(3)} == {FinishReason.ABORT}

@@ -196,16 +196,6 @@ def test_numbers_that_are_not_finite_end_their_sequence_alone() -> None:
     assert launching(driven).launched_next > 5
 
 
-def test_an_engine_is_closed_while_a_step_is_in_flight() -> None:
-    driven = Played().driven
-    driven.add(generation("a", [1, 2, 3], max_tokens=50))
-    driven.step()
-    driven.step()
-    assert not launching(driven).late.idle()
-    driven.engine.close()
-    assert launching(driven).late.idle()
-
-
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -281,32 +281,6 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     assert behind.admitted == 3.0
 
 
-def test_a_source_overwritten_earlier_in_the_step_is_not_copied() -> None:
-    """One row holds blocks 1 2 3. Of two prompts admitted together, the first takes that row for
-    block 1 and overwrites the rest, which the second would have copied."""
-    simulation = Simulation(slots=2, prefill_chunk=128)
-    simulation.add(generation("a", blocks(1, 2, 3, rest=1), max_tokens=1))
-    simulation.drain()
-    (first,) = simulation.add(generation("b", blocks(1, 9, rest=1)))
-    (second,) = simulation.add(generation("c", blocks(1, 2, 3, rest=1)))
-    plan = simulation.step()
-    assert [(c.sequence, c.copy_from) for c in plan.prefill[:1]] == [(first, first.slot)]
-    simulation.drain()
-    assert first.cached == 32
-    assert second.cached == 32
-
-
-def test_a_source_overwritten_later_in_the_step_is_copied_before() -> None:
-    simulation = Simulation(slots=3, prefill_chunk=128)
-    simulation.add(generation("a", blocks(1, 2, 3, rest=1), max_tokens=2))
-    simulation.drain()
-    (first,) = simulation.add(generation("b", blocks(1, 2, 3, rest=2)))
-    (second,) = simulation.add(generation("c", blocks(1, 2, 8, rest=2)))
-    plan = simulation.step()
-    assert [c.sequence for c in plan.prefill] == [first, second]
-    assert (first.cached, second.cached) == (96, 64)
-
-
 def test_a_slow_reader_pauses_itself_alone() -> None:
     simulation = Simulation(slots=2)
     (rows,) = simulation.add(outputs_request("rows", [1] * 200, range(200)))
@@ -435,27 +409,6 @@ def test_who_waits_gets_the_slot_of_the_reader_that_is_behind_the_longest() -> N
     assert states([first, second]) == [State.FINISHED] * 2
     assert simulation.rows == {first: list(range(200)), second: list(range(200))}
     assert first.admitted == 1.0, "as when it came first"
-
-
-def test_an_evicted_sequence_copies_what_it_can() -> None:
-    """Of what was handed out before, nothing is needed but keys and values."""
-    simulation = Simulation(slots=2)
-    (same,) = simulation.add(generation("same", blocks(1, 2, 3, 4, 5), max_tokens=99))
-    (rows,) = simulation.add(outputs_request("rows", blocks(1, 2, 3, 4, 5), range(160)))
-    while rows.may_compute:
-        simulation.step()
-    simulation.add(generation("short", [8], max_tokens=1))
-    simulation.step()
-    assert states([same, rows]) == [State.DECODE, State.PAUSED]
-    for _ in range(CHUNKS_IN_FLIGHT):
-        simulation.scheduler.grant(rows)
-    (chunk,) = simulation.step().prefill
-    assert (chunk.sequence, chunk.start, chunk.copy_from) == (rows, 64, same.slot)
-    for _ in range(9):
-        simulation.scheduler.grant(rows)
-    simulation.drain()
-    assert simulation.rows[rows] == list(range(160))
-    assert rows.cached == 0, "as when it came first"
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:

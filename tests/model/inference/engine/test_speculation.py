@@ -188,16 +188,6 @@ def test_a_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
     assert driven.outcomes["a", 0].ended.reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(("max_tokens", "drafted"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)])
-def test_no_draft_is_longer_than_what_may_be_generated(
-    counting: GPT, max_tokens: int, drafted: int
-) -> None:
-    driven, expected = both(counting, generation("a", PROMPT, max_tokens=max_tokens))
-    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
-    assert driven.outcomes["a", 0].token_ids == list(range(3, 3 + max_tokens))
-    assert driven.drafted_tokens == drafted
-
-
 def test_the_context_is_filled_to_its_end(counting: GPT) -> None:
     context = counting.config.context_length
     request = generation("a", PROMPT, max_tokens=context - len(PROMPT), logprobs=1)

@@ -122,12 +122,6 @@ def test_preparing_changes_nothing() -> None:
     assert driven.drain()["old", 0].token_ids == generate(OLD, prompt, params(max_tokens=20))
 
 
-def test_an_idle_engine_swaps_at_once() -> None:
-    driven = Driven(OLD)
-    driven.swap_weights(NEW)
-    assert not driven.engine.swapping()
-
-
 def test_an_abort_completes_a_swap() -> None:
     """The last of those who had begun may be aborted between steps: nobody would step for the one
     who waits, had the swap been left to the next step."""

@@ -119,11 +119,6 @@ def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert "compiler" in choice.why
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
-def test_what_is_asked_for_is_taken(name: Any) -> None:
-    assert choose_dtype(name, tiny_config(), CPU, kernels="torch") == DTypeChoice(name, "as asked")
-
-
 @pytest.mark.parametrize(
     ("gpt", "note"),
     [

@@ -490,6 +490,3 @@ def test_a_slot_is_sampled_as_its_present_sequence_asks() -> None:
     assert sampling["seed"].tolist() == [9, 2**64 - 1, 2**64 - 1]
     assert processed == ()
     assert state.rows([1, 0], [3, 4])[1] == (1,)
-
-
-# Frequencies

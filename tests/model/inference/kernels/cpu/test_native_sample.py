@@ -141,16 +141,6 @@ def test_rows_that_are_not_finite_have_no_token(
         assert third is not None
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_greedy_is_the_lowest_of_the_largest(
-    decoders: dict[int, NativeDecoder], width: int
-) -> None:
-    for column in {0, width // 2, width - 1}:
-        logits = torch.full((1, width), -2.0)
-        logits[0, column:] = 1.5
-        assert decoders[width].sample(logits, logits, sampling_rows([GREEDY])) == [column]
-
-
 def test_a_row_whose_every_id_is_forbidden_ends_in_bounds(
     decoders: dict[int, NativeDecoder],
 ) -> None:

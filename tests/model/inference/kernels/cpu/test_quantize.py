@@ -32,22 +32,18 @@ from tests.profiles import examples
 def unpacked(matrix: Int4Matrix) -> tuple[Tensor, Tensor]:
     """The integers (rows, width) of a matrix and the scale of each of them, byte by byte as the
     head of `I4` in native/dot.h says."""
-    rows = len(matrix.stored)
-    values, scales = torch.zeros(2, rows, matrix.width).int()
-    place = 0
+    values, scales, place = [], [], 0
     for start in range(0, matrix.width, 256):
-        block = matrix.stored[:, place : place + SCALES].view(torch.int8)
+        block = matrix.stored[:, place : place + SCALES].view(torch.int8).int()
         place += SCALES
-        for step in range(start, min(start + 256, matrix.width), 64):
-            for i in range(32):
-                byte = matrix.stored[:, place + i].int()
-                for column, nibble in ((step + i, byte & 15), (step + i + 32, byte >> 4)):
-                    if column < matrix.width:
-                        values[:, column] = nibble - 8
-                        scales[:, column] = block[:, i // 2]
+        for _ in range(start, min(start + 256, matrix.width), 64):
+            packed = matrix.stored[:, place : place + 32].int()
+            values += [(packed & 15) - 8, (packed >> 4) - 8]
+            scales += 2 * [block.repeat_interleave(2, dim=1)]
             place += 32
     assert place == int4_row_bytes(matrix.width) == matrix.stored.shape[1]
-    return values, scales
+    width = matrix.width
+    return torch.cat(values, dim=1)[:, :width], torch.cat(scales, dim=1)[:, :width]
 
 
 @given(
@@ -82,17 +78,6 @@ def test_four_bits_of_gaussian_weights_are_near(width: int) -> None:
     error = (int4_matrix(weight).dequantized() - weight).std()
     assert error < 0.08
     assert (int8_matrix(weight).dequantized() - weight).std() < 0.2 * error
-
-
-def test_a_large_weight_spoils_fifteen_others_and_not_its_row() -> None:
-    weight = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
-    weight[0, 7] = 30.0
-    error = (int4_matrix(weight).dequantized() - weight).abs()[0]
-    ruined = error > 0.6
-    assert error[7] < 0.2
-    assert 0 < ruined.sum() <= 15
-    places = ruined.nonzero().flatten() % 32
-    assert set(places.tolist()) <= {6, 7}, "those that share its scale"
 
 
 @pytest.mark.parametrize("quantize", [int4_matrix, int8_matrix, int8_strips])

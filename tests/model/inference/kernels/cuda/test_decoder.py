@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from logitd.model.inference.kernels.cuda import decoder as graphs
 from logitd.model.inference.kernels.cuda.capture import Compute, capture_for
-from logitd.model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import DRAFTED_ROWS
@@ -200,17 +200,6 @@ def test_nothing_that_is_left_in_a_slot_is_seen(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_wrong_draft_leaves_nothing(device: str) -> None:
-    pair = Pair(tiny_gpt().to(device), 2)
-    pair.prefill(0, [1, 2, 3])
-    pair.decode([4, 5, 6], [0, 0, 0], [3, 4, 5])
-    pair.caches[0].keys[:, 0, :, 4:6] = math.nan
-    graph, plain = pair.decode([9], [0], [4])  # 5 was not what was sampled
-    assert_close(graph, plain, **FLOAT32)
-    assert not pair.caches[0].keys[:, 0, :, 5:].any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_recordings_are_made_once_for_each_size(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,15 +263,6 @@ def test_no_more_recordings_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch
     assert pair.graph.recorded == 0
 
 
-def test_what_is_recorded_may_run_before() -> None:
-    """Warming up writes into the cache what the step itself writes."""
-    pair = Pair(tiny_gpt(), 3, capture=TwiceOver())
-    pair.prefill(2, [1, 2, 3])
-    for position in range(3, 9):
-        graph, plain = pair.decode([position], [2], [position])
-        assert_close(graph, plain, **FLOAT32)
-
-
 def test_more_rows_than_there_is_room_for_are_refused() -> None:
     gpt = tiny_gpt()
     decoder = GraphDecoder(gpt, new_cache(gpt, 2))
@@ -334,34 +314,3 @@ def test_batch_invariant_every_step_has_one_size(device: str) -> None:
     together = list(logits.split(1))
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
     assert counting.recorded == 2
-
-
-def test_a_padding_row_changes_nothing_in_the_cache() -> None:
-    """Five sequences take eight rows: the three behind them write where the first one writes."""
-    pair = Pair(tiny_gpt(), 8)
-    for slot in range(8):
-        pair.prefill(slot, [slot + 1] * 5)
-    before = pair.caches[0].keys.clone()
-    pair.decode([1] * 5, [6, 1, 2, 3, 4], [5] * 5)
-    changed = (pair.caches[0].keys != before).any(dim=4).any(dim=2).any(dim=0)  # (S, L)
-    places = {(int(slot), int(position)) for slot, position in changed.nonzero()}
-    untouched = {(slot, position) for slot, position in places if slot in (0, 5, 7)}
-    assert not untouched
-    assert {(slot, 5) for slot in (6, 1, 2, 3, 4)} <= places
-    assert all(position >= 5 for _, position in places), "what is behind was cleared, not before"
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "sizes"),
-    [
-        (1, 1, (1,)),
-        (1, 16, (1, 2, 4, 8, 16)),
-        (1, 20, (1, 2, 4, 8, 16, 20)),
-        (128, 64, (64,)),
-        (128, 1024, (128, 256, 512, 1024)),
-    ],
-)
-def test_buckets(first: int, last: int, sizes: tuple[int, ...]) -> None:
-    assert buckets(first, last) == sizes
-    for count in range(1, last + 1):
-        assert bucket(sizes, count) == min(size for size in sizes if size >= count)

@@ -92,13 +92,6 @@ def test_steps_and_sampling_read_nothing_back(
     decoder.decode([1, 2, 3], [0, 0, 1], [5, 6, 5])  # a draft's rows
 
 
-@pytest.mark.parametrize("how", [GREEDY, PLAIN, FILTERED])
-@pytest.mark.parametrize("rows", [1, 2, SLOTS])
-def test_any_number_of_rows_is_sampled_in_any_way(rows: int, how: SamplingRow) -> None:
-    """Logits are float32 whatever the model is, and it is sampled from them alone."""
-    step_and_sample(on_meta(GraphDecoder, torch.bfloat16, "modern", capture=TwiceOver()), rows, how)
-
-
 @pytest.mark.parametrize(("family", "make"), values(list(FAMILIES), (GraphDecoder, PlainDecoder)))
 def test_prompts_ask_for_no_number(make: DecoderMaker, family: str) -> None:
     decoder = on_meta(make, torch.bfloat16, family)
