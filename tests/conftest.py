@@ -21,6 +21,12 @@ MATPLOTLIB = "matplotlib.figure"
 """What draws the picture of a run. Where it is not installed, there is none."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write messages.golden from the messages"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Models of a few kilobytes: a second thread would only spin, and take a core from a server
