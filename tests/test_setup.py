@@ -97,9 +97,7 @@ def test_a_python_that_does_not_fit_is_refused_and_nothing_is_left(
     before = set(clone.iterdir())
     done = make(clone, "setup", f"PYTHON=python{version}")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == (
-        f"logitd needs Python 3.11 to 3.13, and python{version} is {version}"
-    )
+    assert re.search(rf"3\.11 to 3\.13.*python{version} is {version}", done.stderr)
     assert set(clone.iterdir()) == before
 
 
@@ -108,16 +106,13 @@ def test_the_refusal_names_the_command_that_works(clone: Path, target: str) -> N
     interpreter(clone, "3.10")
     interpreter(clone, "3.12")
     done = make(clone, target, "PYTHON=python3.10")
-    _, hint, *_ = done.stderr.splitlines()
-    assert hint == f"here is another one:  make {target} PYTHON=python3.12"
+    assert f"make {target} PYTHON=python3.12" in done.stderr
 
 
 def test_a_python_that_is_not_there_is_said_so(clone: Path) -> None:
     done = make(clone, "setup")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == (
-        "logitd needs Python 3.11 to 3.13, and python3 is not on this machine"
-    )
+    assert re.search(r"3\.11 to 3\.13.*python3 is not", done.stderr)
     assert not (clone / ".venv").exists()
 
 
@@ -191,8 +186,7 @@ def test_an_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, in
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
     assert done.returncode != 0
     assert "dns error" in done.stderr
-    hint = f"torch did not come from {index}; without TORCH_INDEX it comes from where all other"
-    assert (hint in done.stderr) == bool(index)
+    assert (f"from {index}; without TORCH_INDEX" in done.stderr) == bool(index)
     interpreter(clone, "3.11")
     shutil.copy(clone / "tools" / "python3.11", clone / ".venv" / "bin" / "python")
     done = make(clone, "setup", "PYTHON=python3.11")

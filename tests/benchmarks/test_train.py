@@ -50,15 +50,15 @@ def test_the_smaller_size_has_the_same_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
-        ({"seconds": 119.0}, "took 119.0 s of 120.0"),
-        ({"seconds": 125.0}, "took 125.0 s of 120.0"),
-        ({"matrices": 101}, r"the block matrices are not equal: \[100, 101\]"),
-        ({"threads": 1}, "the same threads"),
+        ({"seconds": 119.0}, "119.0.*120.0"),
+        ({"seconds": 125.0}, "125.0.*120.0"),
+        ({"matrices": 101}, r"matrices.*\[100, 101\]"),
+        ({"threads": 1}, "threads"),
     ],
 )
-def test_what_cannot_be_compared_is_not(change: dict[str, float], sentence: str) -> None:
+def test_what_cannot_be_compared_is_not(change: dict[str, float], message: str) -> None:
     check([OUTCOME, NANOGPT])
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match=message):
         check([OUTCOME, replace(NANOGPT, **change)])  # type: ignore[arg-type]

@@ -21,13 +21,8 @@ SMALL = gpt2_shape(
 def test_weights_that_do_not_fit_are_refused() -> None:
     count = parameter_count(SMALL)
     check_weights_fit(SMALL, 2, Available("cuda:0", GIB, model_bytes(SMALL, 2)))
-    message = (
-        "the model's weights take 474.8 MiB at 4 bytes each, cuda:0 has 474.8 MiB free of "
-        "1.0 GiB: choose a narrower dtype, another device, or free some"
-    )
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(DeviceError, match=r"474\.8 MiB.*4 bytes.*cuda:0.*474\.8 MiB.*1\.0 GiB"):
         check_weights_fit(SMALL, 4, Available("cuda:0", GIB, 4 * count - 1))
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,13 +39,9 @@ def test_a_model_takes_no_more_than_is_counted(family: str) -> None:
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     config = tiny_config(context_length=10**9, positions="rotary", rotary_dim=8, head_dim=8)
-    with pytest.raises(DeviceError) as caught:
+    message = r"178\.8 GiB.*1,000,000,000 rotary.*32\.0 GiB.*64\.0 GiB.*context_length"
+    with pytest.raises(DeviceError, match=message):
         check_weights_fit(config, 4, Available("this machine", 64 * GIB, 32 * GIB))
-    assert str(caught.value) == (
-        "the model takes 178.8 GiB, 178.8 GiB of them tables for a context of 1,000,000,000 rotary "
-        "positions, this machine has 32.0 GiB free of 64.0 GiB: lower context_length in its "
-        "config.json, or free some"
-    )
 
 
 def _group(folder: Path, **files: str) -> Path:

@@ -107,7 +107,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "cut to nothing": (cut(0, hashed=True), f"{WEIGHTS}.*0 bytes"),
     "cut in its length": (cut(4, hashed=True), f"{WEIGHTS}.*4 bytes"),
     "cut in its header": (cut(1000, hashed=True), f"{WEIGHTS}.*safetensors"),
-    "more bytes": (appended(WEIGHTS, b"\0"), f"{WEIGHTS}.*last of its tensors"),
+    "more bytes": (appended(WEIGHTS, b"\0"), f"{WEIGHTS}.*tensors"),
     "a shape": (
         tensors(lambda weights: weights.update({"final_norm.weight": torch.ones(31)})),
         r"final_norm.weight.*\(31,\).*\(32,\)",

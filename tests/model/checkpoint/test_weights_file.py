@@ -87,58 +87,60 @@ def entry(start: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") -
 
 
 @pytest.mark.parametrize(
-    ("header", "sentence"),
+    ("header", "message"),
     [
-        (b"{", "its header is not valid JSON: "),
-        (b"\xff", "its header is not valid JSON: "),
-        (b"[" * 100_000, "its header is not valid JSON: "),
-        ([1], "its header is not a JSON object"),
-        ({"w": 5}, "its header has '5' for w; expected dtype, shape and two data_offsets"),
-        ({"w": {"dtype": "F32", "shape": [2]}}, "its header has .* for w; expected"),
-        ({"w": entry() | {"data_offsets": [0]}}, "its header has .* for w; expected"),
-        ({"w": entry(dtype="F31")}, "w has the dtype 'F31'; known are BOOL, U8, "),
-        ({"w": entry(dtype=["F32"])}, r"w has the dtype \['F32'\]; known are"),
-        ({"w": entry(shape=[2.0])}, r"w has the shape \[2.0\] at 0 to 8; expected whole numbers"),
-        ({"w": entry(shape=[-2])}, r"w has the shape \[-2\] at 0 to 8; expected whole numbers"),
-        ({"w": entry(shape=[True, 2])}, r"w has the shape \[True, 2\] at 0 to 8; expected"),
-        ({"w": entry(shape=2)}, "w has the shape 2 at 0 to 8; expected whole numbers"),
-        ({"w": entry(shape=[10**4000])}, "its header is not valid JSON: 1000.* 64 bits"),
-        ({"w": entry(shape=[2**63 - 1] * 8)}, "w, .* of F32, lies at 0 to 8: it takes"),
-        ({"w": entry(shape=[1] * 9)}, "w has the shape .*, at most 8 of them in a shape"),
-        ({"w": entry(end="8")}, r"w has the shape \[2\] at 0 to 8; expected whole numbers"),
-        ({"w": entry(end=12)}, r"w, \[2\] of F32, lies at 0 to 12: it takes 2 times 4 bytes"),
-        ({"w": entry(4, 12)}, "w begins at 4, and what is before it ends at 0"),
-        ({"v": entry(), "w": entry(4, 12)}, "w begins at 4, and what is before it ends at 8"),
-        ({"v": entry(), "w": entry(12, 20)}, "w begins at 12, and what is before it ends at 8"),
+        (b"{", "header.*JSON"),
+        (b"\xff", "header.*JSON"),
+        (b"[" * 100_000, "header.*JSON"),
+        ([1], "header.*JSON object"),
+        ({"w": 5}, "'5' for w.*data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [2]}}, "w.*data_offsets"),
+        ({"w": entry() | {"data_offsets": [0]}}, "w.*data_offsets"),
+        ({"w": entry(dtype="F31")}, "w.*dtype 'F31'.*BOOL, U8"),
+        ({"w": entry(dtype=["F32"])}, r"w.*dtype \['F32'\]"),
+        ({"w": entry(shape=[2.0])}, r"w.*shape \[2.0\] at 0 to 8"),
+        ({"w": entry(shape=[-2])}, r"w.*shape \[-2\] at 0 to 8"),
+        ({"w": entry(shape=[True, 2])}, r"w.*shape \[True, 2\] at 0 to 8"),
+        ({"w": entry(shape=2)}, "w.*shape 2 at 0 to 8"),
+        ({"w": entry(shape=[10**4000])}, "header.*1000.* 64 bits"),
+        ({"w": entry(shape=[2**63 - 1] * 8)}, "w.*F32.*0 to 8"),
+        ({"w": entry(shape=[1] * 9)}, "w.*shape.* 8 "),
+        ({"w": entry(end="8")}, r"w.*shape \[2\] at 0 to 8"),
+        ({"w": entry(end=12)}, r"w.*\[2\].*F32.*0 to 12.*2 times 4 bytes"),
+        ({"w": entry(4, 12)}, "w.* 4.* 0$"),
+        ({"v": entry(), "w": entry(4, 12)}, "w.* 4.* 8$"),
+        ({"v": entry(), "w": entry(12, 20)}, "w.* 12.* 8$"),
     ],
 )
-def test_a_header_that_says_nothing_whole(tmp_path: Path, header: Any, sentence: str) -> None:
+def test_header_refuses_a_damaged_entry(tmp_path: Path, header: Any, message: str) -> None:
     path = written(tmp_path / "file", header, bytes(20))
-    with HashedFile(path) as file, pytest.raises(WeightsFileError, match=f"^{sentence}"):
+    with HashedFile(path) as file, pytest.raises(WeightsFileError, match=message):
         read_header(file)
     with pytest.raises(SafetensorError):  # nor does the library read it
         parse_safetensors(path.read_bytes())
 
 
 @pytest.mark.parametrize(
-    ("raw", "sentence"),
+    ("raw", "message"),
     [
-        (b"", "it has 0 bytes, and the length of a header takes 8"),
-        (bytes(7), "it has 7 bytes, and the length of a header takes 8"),
-        ((10).to_bytes(8, "little") + b"{}", "it ends after 2 bytes of a header of 10"),
-        (b"\xff" * 99, f"it announces a header of .* bytes, {LARGEST_HEADER:,} are the most"),
+        (b"", "0 bytes.* 8"),
+        (bytes(7), "7 bytes.* 8"),
+        ((10).to_bytes(8, "little") + b"{}", "2 bytes.* 10"),
+        (b"\xff" * 99, f"{LARGEST_HEADER:,}"),
     ],
 )
-def test_a_file_without_a_whole_header(tmp_path: Path, raw: bytes, sentence: str) -> None:
+def test_header_refuses_a_file_that_ends_within_it(
+    tmp_path: Path, raw: bytes, message: str
+) -> None:
     (tmp_path / "file").write_bytes(raw)
-    with HashedFile(tmp_path / "file") as file, pytest.raises(WeightsFileError, match=sentence):
+    with HashedFile(tmp_path / "file") as file, pytest.raises(WeightsFileError, match=message):
         read_header(file)
 
 
 @pytest.mark.parametrize("left", [0, 7])
 def test_a_file_that_ends_within_a_tensor(tmp_path: Path, left: int) -> None:
     path = written(tmp_path / "file", {"v": entry(), "w": entry(8, 16)}, bytes(8 + left))
-    with pytest.raises(WeightsFileError, match=r"^it ends within w$"):
+    with pytest.raises(WeightsFileError, match=r"\bw$"):
         read(path)
 
 

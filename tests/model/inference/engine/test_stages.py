@@ -418,21 +418,21 @@ def test_a_changed_prompt_leaves_nothing_to_be_copied() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stage": "blocks.0.attention.heds"}, "no stage matches"),
-        ({"stage": "blocks.9.output"}, "N from 0 to 2"),
-        ({"stage": "blocks.*.output"}, "matches 3 stages"),
-        ({"stage": "blocks.0.attention.q_raw"}, "this model has no stage"),
-        ({"stage": "blocks.0.attention.head_out"}, "use attention.heads"),
-        ({"stage": "logits"}, "use logit_bias"),
-        ({"heads": (4,)}, "within 0 to 3"),
-        ({"heads": ()}, "within 0 to 3"),
-        ({"stage": "blocks.0.output", "heads": (0,)}, "blocks.0.output has none"),
-        ({"positions": (75,)}, "position 75 is not one of the prompt's 75"),
+        ({"stage": "blocks.0.attention.heds"}, "blocks.0.attention.heds"),
+        ({"stage": "blocks.9.output"}, "blocks.9.output.* 0 to 2"),
+        ({"stage": "blocks.*.output"}, r"blocks.\*.output.* 3 "),
+        ({"stage": "blocks.0.attention.q_raw"}, "attention.q_raw"),
+        ({"stage": "blocks.0.attention.head_out"}, "attention.heads"),
+        ({"stage": "logits"}, "logit_bias"),
+        ({"heads": (4,)}, "heads.* 0 to 3"),
+        ({"heads": ()}, "heads.* 0 to 3"),
+        ({"stage": "blocks.0.output", "heads": (0,)}, "heads.*blocks.0.output"),
+        ({"positions": (75,)}, "position.* 75.* 75"),
         ({"positions": (3, 3)}, "ascending"),
-        ({"operation": "add"}, "'add' needs values"),
+        ({"operation": "add"}, "'add'.*values"),
         (
             {"operation": "set", "values": np.zeros((1, 4, 7), np.float32)},
-            r"shape \[1, 4, 7\]; blocks.0.attention.heads takes \[4, 8\] at each of 1",
+            r"\[1, 4, 7\].*blocks.0.attention.heads.*\[4, 8\].* 1",
         ),
         (
             {
@@ -440,7 +440,7 @@ def test_a_changed_prompt_leaves_nothing_to_be_copied() -> None:
                 "positions": (0, 1, 2),
                 "values": np.zeros((2, 4, 8), np.float32),
             },
-            "at each of 3 or 1 positions",
+            " 3 or 1 ",
         ),
     ],
 )
