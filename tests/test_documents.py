@@ -62,7 +62,7 @@ def test_every_file_says_what_it_is() -> None:
     assert silent == [], "files without an opening sentence"
 
 
-def test_the_map_lists_every_file() -> None:
+def test_map_lists_every_file() -> None:
     """`make map` needs no virtual environment, so neither does what it runs."""
     printed = subprocess.run(
         ["make", "--silent", "map", f"PYTHON={sys.executable} -I -S"],
@@ -172,7 +172,7 @@ def test_command_lines_are_understood(
         parse(command, given)
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_changelog_begins_with_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", text, flags=re.MULTILINE)
     assert versions[0] == VERSION

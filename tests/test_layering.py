@@ -380,7 +380,7 @@ def test_serving_loads_nothing_of_the_trainer() -> None:
     )
 
 
-def test_the_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong import anywhere, even inside a function, is found."""
     for file, source in {
         "model/a.py": "def f():\n    from logitd.service import app\n",

@@ -70,7 +70,7 @@ def test_import_works_next_to_a_users_own_model_and_service(tmp_path: Path, name
     assert python(code, tmp_path).startswith("logitd.")
 
 
-def test_a_command_runs_next_to_a_users_own_model_and_service(tmp_path: Path) -> None:
+def test_command_runs_next_to_a_users_own_model_and_service(tmp_path: Path) -> None:
     for file in ("model.py", "service.py"):
         (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
     command = [sys.executable, "-m", "logitd", "generate", "def ", "--help"]

@@ -20,7 +20,7 @@ def encoding(
     )
 
 
-def test_an_equal_vocabulary_is_not_compiled_again() -> None:
+def test_equal_vocabulary_is_not_compiled_again() -> None:
     assert encoding()._core_bpe is encoding(dict(reversed(BYTES.items())))._core_bpe
 
 

@@ -54,7 +54,7 @@ def test_every_property_is_run_again_with_every_example() -> None:
     assert found == {}
 
 
-def test_what_it_would_find() -> None:
+def test_property_rules_can_fail() -> None:
     hidden = "def test_a():\n    @given(TEXTS)\n    def same(text): ...\n    same()\n"
     assert unmarked(hidden) == ["test_a"]
     assert unmarked("@pytest.mark.hypothesis\n" + hidden) == []

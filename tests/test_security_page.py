@@ -34,7 +34,7 @@ def test_every_dependency_has_its_licence() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(dependencies()))
-def test_the_licence_is_what_the_package_says(name: str) -> None:
+def test_licence_is_what_the_package_says(name: str) -> None:
     try:
         said = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:

@@ -90,9 +90,7 @@ def installed(clone: Path) -> str:
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.10", "3.14"])
-def test_a_python_that_does_not_fit_is_refused_and_nothing_is_left(
-    clone: Path, version: str
-) -> None:
+def test_python_that_does_not_fit_is_refused_and_nothing_is_left(clone: Path, version: str) -> None:
     interpreter(clone, version)
     before = set(clone.iterdir())
     done = make(clone, "setup", f"PYTHON=python{version}")
@@ -102,14 +100,14 @@ def test_a_python_that_does_not_fit_is_refused_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("target", ["setup", "serve"])
-def test_the_refusal_names_the_command_that_works(clone: Path, target: str) -> None:
+def test_refusal_names_the_command_that_works(clone: Path, target: str) -> None:
     interpreter(clone, "3.10")
     interpreter(clone, "3.12")
     done = make(clone, target, "PYTHON=python3.10")
     assert f"make {target} PYTHON=python3.12" in done.stderr
 
 
-def test_a_python_that_is_not_there_is_said_so(clone: Path) -> None:
+def test_python_that_is_not_there_is_said_so(clone: Path) -> None:
     done = make(clone, "setup")
     assert done.returncode == 2
     assert re.search(r"3\.11 to 3\.13.*python3 is not", done.stderr)
@@ -117,7 +115,7 @@ def test_a_python_that_is_not_there_is_said_so(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_the_same_with_a_python_that_fits_works(clone: Path, version: str) -> None:
+def test_same_with_a_python_that_fits_works(clone: Path, version: str) -> None:
     interpreter(clone, "3.10")
     interpreter(clone, version)
     assert make(clone, "setup", "PYTHON=python3.10").returncode == 2
@@ -132,7 +130,7 @@ def test_the_same_with_a_python_that_fits_works(clone: Path, version: str) -> No
 
 
 @pytest.mark.parametrize("left", ["another Python", "no pip", "no interpreter", "a dead link"])
-def test_an_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str) -> None:
+def test_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str) -> None:
     """By a Python that does not fit, an interruption, or an interpreter that was removed since."""
     interpreter(clone, "3.10")
     interpreter(clone, "3.11")
@@ -155,7 +153,7 @@ def test_an_environment_that_was_left_half_made_is_made_anew(clone: Path, left: 
     assert not stale.exists()
 
 
-def test_a_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
+def test_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
     """As Debian's is before python3-venv is installed; it says so itself."""
     interpreter(clone, "3.11", without_pip=True)
     done = make(clone, "setup", "PYTHON=python3.11")
@@ -180,7 +178,7 @@ def test_torch_comes_from_where_it_was_said(clone: Path, index: str, line: str) 
 
 
 @pytest.mark.parametrize("index", ["cpu", "https://example.org/whl", ""])
-def test_an_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, index: str) -> None:
+def test_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, index: str) -> None:
     """Behind a mirror of packages the tutorial's first line failed, and did not say what works."""
     interpreter(clone, "3.11", index_gone=True)
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
@@ -207,7 +205,7 @@ def test_every_place_says_the_same_versions() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_machine_without_a_compiler_gets_one(clone: Path, there: bool) -> None:
+def test_machine_without_a_compiler_gets_one(clone: Path, there: bool) -> None:
     interpreter(clone, "3.12")
     if there:
         (clone / "tools" / "g++").symlink_to("/bin/true")

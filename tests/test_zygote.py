@@ -21,7 +21,7 @@ from tests.zygote import ForkedProcess, completed
         (["serve", "--slots", "0"], 2, "", "--slots: Input should be greater than or equal to 1"),
     ],
 )
-def test_a_command_prints_and_exits_as_it_does_by_itself(
+def test_command_prints_and_exits_as_it_does_by_itself(
     arguments: list[str], code: int, out: str, err: str
 ) -> None:
     done = completed(arguments)
@@ -29,7 +29,7 @@ def test_a_command_prints_and_exits_as_it_does_by_itself(
     assert err in done.stderr
 
 
-def test_it_has_the_folder_the_environment_and_the_limit_that_it_is_given(
+def test_forked_process_has_its_folder_environment_and_limit(
     checkpoint_path: Path, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "LOGITD_SLOTS": "3"}
@@ -51,7 +51,7 @@ def test_it_has_the_folder_the_environment_and_the_limit_that_it_is_given(
     assert server.process.returncode == 0
 
 
-def test_a_signal_ends_it_and_is_told(checkpoint_path: Path) -> None:
+def test_signal_ends_it_and_is_told(checkpoint_path: Path) -> None:
     with ServedProcess("--checkpoint", str(checkpoint_path), "--threads", "1") as server:
         server.signal(signal.SIGKILL)
         assert server.exit_code() == -signal.SIGKILL

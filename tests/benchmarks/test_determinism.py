@@ -44,7 +44,7 @@ def test_every_matrix_of_a_step_is_there(family: str) -> None:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_both_ways_are_the_same_product(biased: bool) -> None:
+def test_padded_and_plain_are_the_same_product(biased: bool) -> None:
     weight, row = torch.randn(7, 5), torch.randn(5)
     bias = torch.randn(7) if biased else None
     expected = F.linear(row, weight, bias)
@@ -65,7 +65,7 @@ def test_shares_are_of_the_whole_step() -> None:
     assert price(reading=9.0).bound == 0
 
 
-def test_a_tiny_model_is_measured() -> None:
+def test_tiny_model_is_measured() -> None:
     gpt = tiny_gpt(tiny_config(n_head=2, context_length=256))
     assert padding_price(gpt, 2) > 0
     assert prompt_length(gpt) == 128

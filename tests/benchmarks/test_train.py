@@ -31,7 +31,7 @@ OUTCOME = Outcome(
 NANOGPT = replace(OUTCOME, run=replace(RUN, side="nanogpt"), bits_per_byte=2.0, parameters=150)
 
 
-def test_both_sides_have_the_same_matrices_at_every_size() -> None:
+def test_nanogpt_and_logitd_have_the_same_matrices() -> None:
     for size in SIZES:
         found = set()
         for side in ("default", "nanogpt"):
@@ -44,7 +44,7 @@ def test_both_sides_have_the_same_matrices_at_every_size() -> None:
         assert found == {12 * size.n_layer * size.d_model**2}
 
 
-def test_the_smaller_size_has_the_same_windows() -> None:
+def test_smaller_size_has_the_same_windows() -> None:
     assert smaller(SIZES[3]).d_model < SIZES[3].d_model
     assert smaller(SIZES[5]).context_length == SIZES[5].context_length
 
@@ -58,7 +58,7 @@ def test_the_smaller_size_has_the_same_windows() -> None:
         ({"threads": 1}, "threads"),
     ],
 )
-def test_what_cannot_be_compared_is_not(change: dict[str, float], message: str) -> None:
+def test_check_refuses_unequal_runs(change: dict[str, float], message: str) -> None:
     check([OUTCOME, NANOGPT])
     with pytest.raises(SystemExit, match=message):
         check([OUTCOME, replace(NANOGPT, **change)])  # type: ignore[arg-type]

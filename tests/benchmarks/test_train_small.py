@@ -35,7 +35,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_both_sides_have_one_size_and_the_same_steps(text: Path) -> None:
+def test_configurations_have_one_size_and_the_same_steps(text: Path) -> None:
     asked = TrainingConfig(data=(str(text),), minutes=2)
     adapted, long = (of_passes(side, asked, 2, 6.0) for side in ("adapted", "long"))
     assert adapted.steps == long.steps
@@ -49,7 +49,7 @@ def test_both_sides_have_one_size_and_the_same_steps(text: Path) -> None:
     assert few[0] == few[1]
 
 
-def test_in_minutes_both_sides_have_what_was_measured_once(text: Path) -> None:
+def test_configurations_in_minutes_have_the_measured_steps(text: Path) -> None:
     asked = TrainingConfig(data=(str(text),), minutes=2)
     choice = Choice(SIZES[1], 10_000.0, {SIZES[1]: 10_000.0})
     measured = Measured(choice, 1e6, None, training_placement("cpu", "float32", 1))

@@ -13,7 +13,7 @@ from logitd.model.transformer.gpt import GPT
 
 
 @pytest.mark.parametrize("name", ["tiny", "nanogpt"])
-def test_both_loops_compute_the_same_loss_and_learn(name: str) -> None:
+def test_plain_and_own_step_compute_the_same_loss(name: str) -> None:
     start = preset(name)
     recipe = replace(start.recipe, matrix_lr=1e-2, scalar_lr=1e-3)
     config = start.config(100, n_layer=2, d_model=32, context_length=16)

@@ -109,7 +109,7 @@ def client(replicas: list[ServedProcess], tmp_path: Path, free_port: int) -> Ite
         yield client
 
 
-def test_a_stream_passes_as_it_is_written(
+def test_stream_passes_as_it_is_written(
     replicas: list[ServedProcess], client: httpx.Client
 ) -> None:
     """Its first events are here while the server is still writing, and its id goes through."""
@@ -140,7 +140,7 @@ def test_requests_go_to_the_one_that_has_fewer(
         assert shares == [4, 4]
 
 
-def test_a_replica_that_is_killed_under_load_takes_no_new_request_along(
+def test_replica_that_is_killed_under_load_takes_no_new_request_along(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:
     """What was being written breaks off, as it must. What comes after is answered, each of it."""
@@ -183,7 +183,7 @@ def test_a_replica_that_is_killed_under_load_takes_no_new_request_along(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
-def test_with_tls_it_is_the_same_service(
+def test_tls_gives_the_same_service(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:
     with balancer(addresses(replicas), tmp_path, free_port, tls=True) as url:

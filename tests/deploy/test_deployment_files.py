@@ -48,20 +48,20 @@ def names_in(query: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_a_panel_asks_for_what_there_is(title: str, query: str) -> None:
+def test_panel_asks_for_what_there_is(title: str, query: str) -> None:
     assert names_in(query)
     assert names_in(query) <= known_names(), title
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_there_is_and_says_what_to_do(rule: dict[str, Any]) -> None:
+def test_alert_asks_for_what_there_is_and_says_what_to_do(rule: dict[str, Any]) -> None:
     assert names_in(rule["expr"])
     assert names_in(rule["expr"]) <= known_names()
     assert set(rule["annotations"]) == {"summary", "action"}
     assert rule["labels"]["severity"] in ("page", "ticket")
 
 
-def test_a_metric_that_is_not_there_would_be_seen() -> None:
+def test_metric_that_is_not_there_would_be_seen() -> None:
     assert not names_in("rate(logitd_tokens_total[5m])") <= known_names()
 
 
@@ -76,7 +76,7 @@ def test_every_alert_has_a_test_of_its_own() -> None:
     assert fired == {rule["alert"] for rule in RULES}
 
 
-def test_the_dashboard_is_the_one_that_its_panels_make() -> None:
+def test_dashboard_is_the_one_that_its_panels_make() -> None:
     assert json.loads(PLACE.read_text(encoding="utf-8")) == dashboard(), (
         "python deploy/grafana/make_dashboard.py"
     )
@@ -94,7 +94,7 @@ def mounted() -> list[str]:
     ]
 
 
-def test_what_compose_mounts_is_there() -> None:
+def test_compose_mounts_exist() -> None:
     there = [path for path in mounted() if path != "./runs"]  # which compose makes
     assert "./checkpoints" in there
     for path in there:
@@ -111,7 +111,7 @@ def test_every_setting_passes_through_and_the_container_keeps_its_port() -> None
         assert "./runs:/runs:ro" in service["volumes"]
 
 
-def test_what_is_not_asked_for_is_not_started_and_nothing_is_open_to_others() -> None:
+def test_compose_starts_one_service_on_the_loopback() -> None:
     services = COMPOSE["services"]
     assert {name for name in services if "profiles" not in services[name]} == {"logitd"}
     for name, service in services.items():
@@ -131,7 +131,7 @@ def test_prometheus_and_the_balancer_know_the_replicas() -> None:
     assert re.findall(r"server (\S+):8000", replicas) == ["replica-1", "replica-2"]
 
 
-def test_the_container_has_longer_to_end_than_its_requests() -> None:
+def test_container_has_longer_to_end_than_its_requests() -> None:
     drain = ServeSettings.model_fields["drain_timeout"].default
     assert float(COMPOSE["services"]["logitd"]["stop_grace_period"].rstrip("s")) > drain + 5
 
@@ -147,7 +147,7 @@ def stage(name: str) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler here")
-def test_the_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
+def test_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
     """Its COPY and RUN, in a folder, without anything installed; of a source that compiles in no
     time."""
     for line in stage("kernels"):

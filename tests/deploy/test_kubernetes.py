@@ -56,13 +56,13 @@ def validated(text: str) -> subprocess.CompletedProcess[str]:
 
 @needs_kubectl
 @pytest.mark.parametrize("name", BUILDS)
-def test_it_is_by_the_schemas_of_the_api(name: str) -> None:
+def test_manifests_fit_the_schemas_of_the_api(name: str) -> None:
     done = validated(built(KUBERNETES / name))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_kubectl
-def test_a_misspelt_field_would_be_seen() -> None:
+def test_misspelt_field_would_be_seen() -> None:
     text = built(KUBERNETES / "overlays/cpu")
     assert validated(text.replace("readinessProbe", "readynessProbe")).returncode != 0
 
@@ -85,14 +85,14 @@ def test_components_fit_an_overlay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), LITERALS)
-def test_a_setting_is_one_of_serve(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_is_one_of_serve(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (flag,) = [flag for flag in flags_of(ServeSettings) if flag.variable == name]
     given = getattr(ServeSettings.model_validate({flag.name: value}), flag.name)
     (said,) = map(str, given if flag.several else [given])
     assert said in (value, f"{value}.0")
 
 
-def test_a_pod_has_the_time_that_a_server_takes_to_leave() -> None:
+def test_pod_has_the_time_that_a_server_takes_to_leave() -> None:
     pod = read("base/deployment.yaml")["spec"]["template"]["spec"]
     given = dict(LITERALS)
     leaving = float(given["LOGITD_DRAIN_GRACE"]) + float(given["LOGITD_DRAIN_TIMEOUT"])
@@ -135,7 +135,7 @@ def node(command: list[str], rank: int, folder: Path, port: int) -> subprocess.P
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_job_trains_on_two_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+def test_job_trains_on_two_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(story(600), encoding="utf-8")
     spec = read("training/job.yaml")["spec"]
     (container,) = spec["template"]["spec"]["containers"]

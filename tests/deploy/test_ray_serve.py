@@ -124,7 +124,7 @@ def test_settings_reach_the_replicas(on_ray: OnRay, client: httpx.Client) -> Non
     assert "did you mean 'temperature'" in refused.json()["error"]["message"]
 
 
-def test_a_stream_passes_as_it_is_written(client: httpx.Client) -> None:
+def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
     """Its first events are here long before the last, its id goes through, its ids are right."""
     begun, first, events = time.monotonic(), 0.0, []
     named = {"X-Request-ID": "abc"}
@@ -142,7 +142,7 @@ def test_a_stream_passes_as_it_is_written(client: httpx.Client) -> None:
     assert tokens == spelled("a", TOKENS)
 
 
-def test_a_client_that_goes_ends_its_request(client: httpx.Client) -> None:
+def test_client_that_goes_ends_its_request(client: httpx.Client) -> None:
     """More of them than there are slots: each has to be free again."""
     for _ in range(12):
         with client.stream("POST", "/generate", json=LONG) as reply:
@@ -158,7 +158,7 @@ def cached(client: httpx.Client, prompt: str, **headers: str) -> int:
     return tokens
 
 
-def test_a_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
+def test_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
     """Each of eight sessions finds all of what it asked before; without a session, which of the
     two replicas gets a request is left to their load and to chance."""
     found = Counter[int]()
@@ -170,7 +170,7 @@ def test_a_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
     assert set(found) == {288}, found
 
 
-def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
+def test_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
     on_ray: OnRay, client: httpx.Client
 ) -> None:
     """Streams that it wrote end without their end. Whoever asks after that is answered, within the
@@ -257,7 +257,7 @@ def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
         (["--no-such-flag"], "unrecognized"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_ray_settings_refuse_what_cannot_be_meant(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2

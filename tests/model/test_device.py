@@ -22,7 +22,7 @@ from logitd.model.device import (
 CUDA_DEVICES = torch.cuda.device_count()
 
 
-def test_a_card_is_unproven_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_is_unproven_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unproven(describe(torch.device("cpu"))) is None
     told = unproven("cuda:0 (NVIDIA A100-SXM4-80GB)")
     assert told is not None
@@ -39,7 +39,7 @@ def test_auto_takes_what_the_machine_has() -> None:
     assert placement.threads == available_processors()
 
 
-def test_it_computes_in_float32_unless_told_otherwise() -> None:
+def test_placement_computes_in_float32_by_default() -> None:
     assert choose_placement("cpu", threads=1) == Placement(torch.device("cpu"), torch.float32, 1)
     for name in ("float32", "bfloat16", "float16"):
         placement = choose_placement("cpu", name)
@@ -48,13 +48,13 @@ def test_it_computes_in_float32_unless_told_otherwise() -> None:
 
 
 @pytest.mark.skipif(CUDA_DEVICES == 0, reason="needs a CUDA device")
-def test_a_cuda_device_is_described_for_people() -> None:
+def test_cuda_device_is_described_for_people() -> None:
     assert choose_placement("cuda:0", "bfloat16").dtype == torch.bfloat16
     assert re.fullmatch(r"cuda:0 \(.+\)", describe(torch.device("cuda:0")))
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:"])
-def test_what_is_no_device(name: str) -> None:
+def test_placement_refuses_other_names(name: str) -> None:
     with pytest.raises(DeviceError, match=f"{re.escape(repr(name))}.*auto.*cpu.*cuda:0"):
         choose_placement(name)
 
@@ -73,12 +73,12 @@ def test_cuda_where_there_is_none(name: str) -> None:
 
 
 @pytest.mark.skipif(CUDA_DEVICES == 0, reason="needs a CUDA device")
-def test_one_cuda_device_too_many() -> None:
+def test_placement_refuses_a_missing_cuda_device() -> None:
     with pytest.raises(DeviceError, match=f"cuda:99.*{CUDA_DEVICES}"):
         choose_placement("cuda:99")
 
 
-def test_a_device_is_described_for_people() -> None:
+def test_device_is_described_for_people() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     assert describe(torch.device("cpu")) == f"cpu ({capability})"
     assert describe(torch.device("meta")) == "meta"
@@ -117,7 +117,7 @@ def test_more_threads_than_processors_are_refused(more: int) -> None:
         ({}, None),
     ],
 )
-def test_a_limit_of_time_is_a_limit_of_processors(
+def test_limit_of_time_is_a_limit_of_processors(
     tmp_path: Path, files: dict[str, str], most: int | None
 ) -> None:
     for name, text in files.items():
@@ -128,7 +128,7 @@ def test_a_limit_of_time_is_a_limit_of_processors(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
-def test_a_share_of_the_machine_is_what_counts() -> None:
+def test_share_of_the_machine_is_what_counts() -> None:
     """A container or taskset with one processor of a large machine: threads for all of it would
     stand in each other's way."""
 

@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_the_packages_are_those_of_the_project(extra: str) -> None:
+def test_packages_are_those_of_the_project(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert list(EXTRAS[extra]) == project["optional-dependencies"][extra]
 
 
-def test_the_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
     assert installation("parquet") == ".venv/bin/python -m pip install 'pyarrow>=20'"
@@ -26,7 +26,7 @@ def test_the_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.Monke
     assert installation("gguf") == "'/opt/my envs/bin/python' -m pip install 'gguf>=0.17'"
 
 
-def test_nothing_says_that_logitd_is_on_an_index() -> None:
+def test_no_message_says_that_logitd_is_on_an_index() -> None:
     """There it is not: whoever installed that name would get nothing, or somebody else's."""
     texts = [
         path

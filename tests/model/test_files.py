@@ -57,7 +57,7 @@ def test_links_to_themselves_and_missing_files_are_the_systems_errors(tmp_path: 
         read_regular(tmp_path / "none", 100)
 
 
-def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
+def test_pipe_that_takes_a_files_place_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -84,7 +84,7 @@ def test_no_more_is_read_than_was_said(
             read_regular(path, most)
 
 
-def test_a_size_that_is_not_told_is_bounded_too() -> None:
+def test_size_that_is_not_told_is_bounded_too() -> None:
     path = Path("/proc/self/maps")
     assert path.stat().st_size == 0
     assert b"python" in read_regular(path, 2**22)
@@ -92,7 +92,7 @@ def test_a_size_that_is_not_told_is_bounded_too() -> None:
         read_regular(path, 100)
 
 
-def test_a_sparse_file_takes_no_memory(tmp_path: Path) -> None:
+def test_sparse_file_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 2**40)
@@ -142,7 +142,7 @@ def test_other_json_is_read_as_it_is() -> None:
     assert parse_json(text.encode()) == {"a": [1, -(2**63), 1.5, 1e300, None, True, "\U0001f600"]}
 
 
-def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+def test_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_whole(path, b"first")
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
@@ -150,7 +150,7 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"first")]
 
 
-def test_what_cannot_be_written_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_write_error_names_the_file_and_the_reason(tmp_path: Path) -> None:
     """Also where a library has no number for it, as NumPy has none for a write cut short."""
     said = []
     for error in (OSError(28, "No space left on device"), OSError("8 requested and 2 written")):

@@ -86,7 +86,7 @@ def test_keys_and_values_can_be_kept_in_int8(checkpoint_path: Path, gpt: GPT) ->
     assert 1e-4 < np.abs(rows - exact).mean() / exact.std() < 0.1
 
 
-def test_a_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
+def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
     params = SamplingParams(max_tokens=25, seed=1, logprobs=2)
     whole = llm.generate([PROMPT, "b"], params, n=2)
     parts = list(llm.stream([PROMPT, "b"], params, n=2))
@@ -112,7 +112,7 @@ def test_logprobs_are_those_of_the_plain_forward(llm: LLM, gpt: GPT) -> None:
     assert [[token.token_id for token in top] for top in one.top_logprobs] == best
 
 
-def test_a_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
+def test_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, seed=2, allowed_token_ids=tuple(b"abc"))
     (free,) = llm.generate(PROMPT, params)
     stop = free.text[20:23]
@@ -129,7 +129,7 @@ def test_a_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
     assert not llm._engine.has_work()
 
 
-def test_the_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> None:
+def test_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, seed=0, allowed_token_ids=(END_OF_TEXT,))
     (one,) = llm.generate("a", params)
     assert (one.text, one.token_ids) == ("", (END_OF_TEXT,))
@@ -140,7 +140,7 @@ def test_the_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> Non
     assert (ignored.finish_reason, ignored.stop_reason) == ("length", None)
 
 
-def test_a_character_is_not_cut(llm: LLM) -> None:
+def test_character_is_not_cut(llm: LLM) -> None:
     euro = [SamplingParams(max_tokens=k, seed=0, allowed_token_ids=(0xE2,)) for k in (1, 2)]
     assert [llm.generate("a", one)[0].text for one in euro] == ["\ufffd", "\ufffd\ufffd"]
     parts = list(llm.stream("a", euro[0]))
@@ -159,7 +159,7 @@ def test_streams_can_be_read_in_turns(llm: LLM) -> None:
     llm.logits("a")  # nothing is left over for others
 
 
-def test_a_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
+def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
     stream = llm.stream([PROMPT] * 9, SamplingParams(max_tokens=50, seed=1))
     next(stream)
     assert llm._engine.has_work()
@@ -229,7 +229,7 @@ def test_attributions_are_those_of_the_model(llm: LLM, gpt: GPT) -> None:
         llm.attributions("")
 
 
-def test_the_lens_ends_in_the_models_own_answer(llm: LLM) -> None:
+def test_lens_ends_in_the_models_own_answer(llm: LLM) -> None:
     readings = llm.lens("a prompt", top_k=2, token_ids=[97])
     assert (len(readings), len(readings[0])) == (8, 4)
     last = readings[-1][-1]
@@ -282,7 +282,7 @@ def test_scores_are_the_logprobs_of_the_text(llm: LLM, gpt: GPT) -> None:
     assert second.logprobs.shape == (2,)
 
 
-def test_a_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
+def test_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(context_length=1024))
     save_tiny_checkpoint(tmp_path / "long", gpt=gpt)
     ids = random_ids(1000)
@@ -306,7 +306,7 @@ def test_a_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
         ("\udcff", "prompt.*UTF-8"),
     ],
 )
-def test_a_prompt_that_cannot_be_continued_is_rejected(
+def test_prompt_that_cannot_be_continued_is_rejected(
     llm: LLM, prompt: str | list[int], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -315,7 +315,7 @@ def test_a_prompt_that_cannot_be_continued_is_rejected(
     assert llm._mailboxes == {}
 
 
-def test_a_failed_step_is_an_error_of_its_requests(
+def test_failed_step_is_an_error_of_its_requests(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(checkpoint_path, device="cpu", threads=1) as broken:
@@ -339,16 +339,14 @@ def test_a_failed_step_is_an_error_of_its_requests(
         ({"slots": 0}, "slots.*0"),
     ],
 )
-def test_what_cannot_be_opened_is_an_error_with_a_sentence(
+def test_llm_refuses_what_it_cannot_open(
     checkpoint_path: Path, fields: dict[str, str], message: str
 ) -> None:
     with pytest.raises(LoadError, match=message):
         LLM(**{"checkpoint": checkpoint_path, **fields})  # type: ignore[arg-type]
 
 
-def test_the_example_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the module's docstring, as it stands there."""
     monkeypatch.chdir(ROOT)
     text = inspect.getdoc(llm_module)

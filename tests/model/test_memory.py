@@ -26,7 +26,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_takes_no_more_than_is_counted(family: str) -> None:
+def test_model_takes_no_more_than_is_counted(family: str) -> None:
     """Weights, the tables beside them, and the mask of a KV cache."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
@@ -51,7 +51,7 @@ def _group(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_this_machine_has_memory(tmp_path: Path) -> None:
+def test_available_memory_is_positive(tmp_path: Path) -> None:
     whole = machine_memory(())
     assert 2**26 < machine_memory() <= whole
     for text, expected in (("max\n", whole), ("1048576\n", 2**20), (f"{2**63}\n", whole)):
@@ -61,7 +61,7 @@ def test_this_machine_has_memory(tmp_path: Path) -> None:
     assert 0 < memory.free <= memory.total == machine_memory()
 
 
-def test_what_is_free_is_what_the_system_and_the_container_have_left(tmp_path: Path) -> None:
+def test_free_memory_is_the_least_of_system_and_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 64000000 kB\nMemFree: 10 kB\nMemAvailable: 3000 kB\n")
     assert free_memory((), meminfo) == 3000 * 1024
@@ -80,7 +80,7 @@ def test_what_is_free_is_what_the_system_and_the_container_have_left(tmp_path: P
     assert free_memory((newer, older), meminfo) == 0
 
 
-def test_a_process_is_limited_by_its_own_groups_and_those_above(tmp_path: Path) -> None:
+def test_process_is_limited_by_its_own_groups_and_those_above(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("4:memory:/pods/a\n3:cpuset:/\n0::/user.slice/b.scope\n")
     root = Path("/groups")
@@ -92,7 +92,7 @@ def test_a_process_is_limited_by_its_own_groups_and_those_above(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_has_memory() -> None:
+def test_gpu_has_memory() -> None:
     memory = available(torch.device("cuda"))
     assert 0 < memory.free <= memory.total
 

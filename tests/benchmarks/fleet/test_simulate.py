@@ -23,7 +23,7 @@ def test_times_between_measured_sizes_are_on_lines() -> None:
     assert StepTimes(0.0, ((4, 4.0), (8, 6.0))).decode_step(2) == 3.0
 
 
-def test_they_come_from_bench() -> None:
+def test_step_times_come_from_bench() -> None:
     found = {
         "engine": {
             "prefill": [{"tokens_per_second": 900.0}, {"tokens_per_second": 1000.0}],
@@ -36,7 +36,7 @@ def test_they_come_from_bench() -> None:
     assert StepTimes.of_bench(found) == StepTimes(0.001, ((1, 0.01), (8, 0.02)))
 
 
-def test_one_request_alone() -> None:
+def test_single_request_takes_its_own_steps() -> None:
     """Chunks of 100, 100 and 50 tokens, then four decode steps."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
     outcome = simulate(FLAT, load, server, 1, [3.0])
@@ -47,7 +47,7 @@ def test_one_request_alone() -> None:
     assert outcome.busy == pytest.approx(1.0)
 
 
-def test_a_prompt_holds_up_those_who_decode() -> None:
+def test_prompt_holds_up_those_who_decode() -> None:
     """The second arrives while the first decodes: its prompt is in the first one's next step."""
     load, server = Load(1.0, 100, 3), Server(prefill_chunk=256)
     outcome = simulate(FLAT, load, server, 1, [0.0, 0.105])
@@ -57,7 +57,7 @@ def test_a_prompt_holds_up_those_who_decode() -> None:
 
 
 @pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
-def test_a_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
+def test_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
     """M/D/1: by Pollaczek and Khinchine the mean wait is use / (2 (1 - use)) services."""
     service = 0.1
     load, server = Load(use / service, 100, 1), Server(slots=1, max_queue=10**6)
@@ -67,7 +67,7 @@ def test_a_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
     assert outcome.busy == pytest.approx(use, rel=0.05)
 
 
-def test_a_flood_is_answered_as_fast_as_full_batches_go() -> None:
+def test_flood_is_answered_as_fast_as_full_batches_go() -> None:
     times = StepTimes(0.0, ((1, 0.010), (8, 0.020)))
     outcome = run(times, Load(10**6, 1, 1000), Server(slots=8, max_queue=10**6), count=800)
     assert outcome.tokens_per_second == pytest.approx(8 / 0.020, rel=0.01)
@@ -79,7 +79,7 @@ def test_a_flood_is_answered_as_fast_as_full_batches_go() -> None:
     slots=st.integers(1, 8), queue=st.integers(0, 6), replicas=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_nobody_is_lost_and_nobody_is_faster_than_alone(
+def test_simulation_loses_no_request_and_speeds_up_none(
     rate: float, prompt: int, tokens: int, slots: int, queue: int, replicas: int, seed: int
 ) -> None:
     load, server = Load(rate, prompt, tokens), Server(slots=slots, max_queue=queue)

@@ -59,7 +59,9 @@ def test_rates_are_medians_of_rounds_without_their_first_steps() -> None:
 
 
 @pytest.mark.slow
-def test_whoever_computes_something_else_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_refuses_a_peer_that_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(comparison.LIMITS["gpt2"], "bfloat16", 1e-5)
     with pytest.raises(SystemExit, match=r"logitd.*0\.00"):
         compare(plan("--dtypes", "bfloat16", "--peers", "logitd"))

@@ -32,7 +32,7 @@ def load(module: str, folder: Path, dtype: str = "float32") -> Peer:
 @pytest.mark.parametrize(
     ("module", "dtype"), [*CASES, ("logitd_engine", "int8"), ("logitd_engine", "int4")]
 )
-def test_a_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: str) -> None:
+def test_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: str) -> None:
     distance = disagreement(load(module, saved.folder, dtype).logprobs(saved.ids), saved.expected)
     assert distance < (1e-5 if dtype == "float32" else LIMITS["gpt2"][dtype])
     if dtype != "float32":
@@ -49,7 +49,9 @@ def test_a_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: s
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_another_model_is_noticed(saved: Saved, tmp_path: Path, name: str, dtype: str) -> None:
+def test_contract_notices_another_model(
+    saved: Saved, tmp_path: Path, name: str, dtype: str
+) -> None:
     shape, tensors = load_weights(saved.folder)
     save_weights(tmp_path, shape, {**tensors, name: np.roll(tensors[name], 1, axis=0)})
     other = load("logitd_engine", tmp_path, dtype).logprobs(saved.ids)
@@ -57,7 +59,7 @@ def test_another_model_is_noticed(saved: Saved, tmp_path: Path, name: str, dtype
 
 
 @pytest.mark.parametrize("module", ADAPTERS)
-def test_a_run_tells_the_time_of_each_step(saved: Saved, module: str) -> None:
+def test_run_tells_the_time_of_each_step(saved: Saved, module: str) -> None:
     run = load(module, saved.folder).run(random_prompts(3, 20, SMALL.vocab_size), steps=5)
     assert run.prefill_seconds > 0
     assert len(run.step_seconds) == 5
@@ -67,14 +69,14 @@ def test_a_run_tells_the_time_of_each_step(saved: Saved, module: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 0.03), ("int8", 0.05)]
 )
-def test_a_llama_is_computed_too(tmp_path: Path, dtype: str, limit: float) -> None:
+def test_llama_is_computed_too(tmp_path: Path, dtype: str, limit: float) -> None:
     ids = random_prompts(1, 40, SMALL_LLAMA.vocab_size)[0]
     expected = expected_logprobs(make_weights(SMALL_LLAMA, tmp_path), ids)
     assert disagreement(load("logitd_engine", tmp_path, dtype).logprobs(ids), expected) < limit
 
 
 @pytest.mark.parametrize("module", ["plain_torch", "transformers_generate"])
-def test_who_has_no_such_shape_says_so(tmp_path: Path, module: str) -> None:
+def test_peer_refuses_a_shape_that_it_lacks(tmp_path: Path, module: str) -> None:
     make_weights(SMALL_LLAMA, tmp_path)
     with pytest.raises(Unsupported, match="GPT-2"):
         load(module, tmp_path)
@@ -93,7 +95,7 @@ def test_disagreement_is_a_share_of_the_spread() -> None:
     assert disagreement(3 * expected + 0.3, 3 * expected) == pytest.approx(0.1)
 
 
-def test_what_a_peer_does_not_tell_does_not_count() -> None:
+def test_run_ignores_numbers_that_a_peer_does_not_tell() -> None:
     expected = np.tile([1.0, -1.0], 100)
     actual = expected.copy()
     actual[LEAST:] = np.nan

@@ -20,7 +20,7 @@ TOGETHER = [stream(0.0, 1.0, 2.0, 3.0, 4.0), stream(0.5, 2.0, 3.0, 4.0, 5.0)]
 ONE_BY_ONE = [stream(0.0, 1.0, 2.0), stream(0.0, 3.0, 4.0)]
 
 
-def test_a_batch_by_hand() -> None:
+def test_batch_by_hand() -> None:
     found = summarise([TOGETHER], LOGITD, "float32", 2)
     # From 2 to 4 both decode: two tokens of each.
     assert found.decode_tokens_per_second == 2.0
@@ -33,7 +33,7 @@ def test_streams_that_come_one_after_the_other_never_decode_together() -> None:
     assert (found.decode_tokens_per_second, found.tokens_per_second) == (None, 1.0)
 
 
-def test_one_failure_is_enough() -> None:
+def test_serving_leaves_out_a_server_with_a_failure() -> None:
     failed = StreamRecord(0.0, (), Failure("TokensMissing", "3 of 4 tokens came"))
     with pytest.raises(Unmeasured, match=r"batch 2: 1 of 4.*TokensMiss"):
         summarise([TOGETHER, [TOGETHER[0], failed]], LOGITD, "float32", 2)

@@ -25,7 +25,7 @@ def folder(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
+def test_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
     gpt2 = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert disagreement(logprobs(gpt2, saved.ids), saved.expected) < 1e-4
     config = gpt2.generation_config
@@ -33,7 +33,7 @@ def test_the_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
     assert config.eos_token_id is None, "nothing ends a text early"
 
 
-def test_a_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:
+def test_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.randint(300, (50,)).tolist()
     assert tokenizer(text_of(ids))["input_ids"] == ids

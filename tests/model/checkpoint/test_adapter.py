@@ -53,7 +53,7 @@ def adapter(tmp_path: Path, base: Path, gpt: GPT) -> Path:
     return path
 
 
-def test_a_saved_adapter_is_read_again(adapter: Path, gpt: GPT) -> None:
+def test_saved_adapter_is_read_again(adapter: Path, gpt: GPT) -> None:
     found = read_adapter(adapter)
     assert found.shape == SHAPE
     assert (found.training.step, found.base["name"]) == (20, "base")
@@ -66,7 +66,7 @@ def test_a_saved_adapter_is_read_again(adapter: Path, gpt: GPT) -> None:
 
 
 @torch.no_grad()
-def test_a_merged_checkpoint_computes_what_base_and_adapter_did(
+def test_merged_checkpoint_computes_what_base_and_adapter_did(
     base: Path, adapter: Path, gpt: GPT, tmp_path: Path
 ) -> None:
     info = merge(base, adapter, tmp_path / "merged", save_dtype="float32")
@@ -82,7 +82,7 @@ def test_a_merged_checkpoint_computes_what_base_and_adapter_did(
     assert "About it." in card
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(
+def test_full_disk_is_told_and_nothing_is_left(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with files_of_at_most(10_000):
@@ -93,7 +93,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
-def test_another_base_is_refused_with_both_hashes(adapter: Path, tmp_path: Path) -> None:
+def test_merge_refuses_another_base_with_both_hashes(adapter: Path, tmp_path: Path) -> None:
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=1))
     with pytest.raises(CheckpointError, match=other.weights_sha256[:12]) as caught:
         merge(other.path, adapter, tmp_path / "merged", save_dtype="float32")
@@ -101,7 +101,7 @@ def test_another_base_is_refused_with_both_hashes(adapter: Path, tmp_path: Path)
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_adapter_is_no_checkpoint_and_a_checkpoint_no_adapter(
+def test_adapter_is_no_checkpoint_and_a_checkpoint_no_adapter(
     base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=r"adapter.*logitd merge"):
@@ -112,7 +112,7 @@ def test_an_adapter_is_no_checkpoint_and_a_checkpoint_no_adapter(
         merge(adapter, adapter, tmp_path / "merged", save_dtype="float32")
 
 
-def test_what_exists_is_not_overwritten(base: Path, adapter: Path, gpt: GPT) -> None:
+def test_adapter_overwrites_nothing(base: Path, adapter: Path, gpt: GPT) -> None:
     with pytest.raises(CheckpointError, match="overwritten"):
         merge(base, adapter, base, save_dtype="float32")
     with pytest.raises(CheckpointError, match="overwritten"):
@@ -143,7 +143,7 @@ def test_damaged_weights_are_refused(adapter: Path) -> None:
         ({"training": {"step": 1}}, "adapter"),
     ],
 )
-def test_a_description_that_is_wrong_is_refused(
+def test_description_that_is_wrong_is_refused(
     adapter: Path, change: dict[str, Any], message: str
 ) -> None:
     document = json.loads((adapter / "config.json").read_text())
@@ -152,7 +152,7 @@ def test_a_description_that_is_wrong_is_refused(
         read_adapter(adapter)
 
 
-def test_a_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
+def test_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
     """Whoever edits the hash is told of the shape."""
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(tiny_config(n_layer=2)))
     document = json.loads((adapter / "config.json").read_text())

@@ -96,7 +96,7 @@ def test_ranks_of_any_bytes(raw: bytes) -> None:
         Tokenizer.parse_ranks(raw, name="ranks")
 
 
-def test_the_limit_holds() -> None:
+def test_limit_holds() -> None:
     """So that the tests above can fail."""
     with pytest.raises(MemoryError):
         bytearray(2048 * MIB)

@@ -8,7 +8,7 @@ import pytest
 from logitd.model.checkpoint.atomic_folder import atomic_folder
 
 
-def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
+def test_folder_appears_when_all_is_written(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with atomic_folder(path) as aside:
         (aside / "file").write_text("x")
@@ -19,7 +19,7 @@ def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("full"), SystemExit(1)])
-def test_nothing_is_left_of_one_that_failed(tmp_path: Path, error: BaseException) -> None:
+def test_failed_folder_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     def fail() -> None:
         with atomic_folder(tmp_path / "b") as aside:
             (aside / "file").write_text("x")

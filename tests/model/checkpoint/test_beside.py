@@ -36,7 +36,7 @@ def evaluation(step: int, loss: object = 2.0) -> dict[str, object]:
     return {"kind": "eval", "step": step, "val_loss": loss, "val_bits_per_byte": 1.5}
 
 
-def test_the_curve_is_that_of_the_run(tmp_path: Path) -> None:
+def test_curve_is_that_of_the_run(tmp_path: Path) -> None:
     path = checkpoint_in(tmp_path, train(5), evaluation(5), train(10, 2.25), evaluation(10, 1.75))
     expected = Curve(
         training=(Point(5, 2.5), Point(10, 2.25)),
@@ -48,7 +48,7 @@ def test_the_curve_is_that_of_the_run(tmp_path: Path) -> None:
     assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, "the run's, not the card's"
 
 
-def test_without_a_run_it_is_that_of_the_card(tmp_path: Path) -> None:
+def test_curve_without_a_run_is_that_of_the_card(tmp_path: Path) -> None:
     records = [evaluation(step, 3 - step / 1000) for step in (0, 500, 1500)]
     card = f"# a model\n\n| steps | 1,500 |\n\n## Curve\n\n{_curve(records)}\n"
     points = (Point(0, 3.0, 1.5), Point(500, 2.5, 1.5), Point(1500, 1.5, 1.5))
@@ -64,7 +64,7 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     assert [point.step for point in read_curve(path, None).training] == [1, 9]
 
 
-def test_a_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
+def test_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
     padding = {"more": "x" * 1000}
     count = METRICS_BYTES // 500
     path = checkpoint_in(tmp_path, *(train(step) | padding for step in range(count)))
@@ -86,7 +86,7 @@ def test_thinning_keeps_the_ends_and_the_order(count: int) -> None:
     assert steps[-1:] == [count - 1][:count]
 
 
-def test_a_card_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_card_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_card(tmp_path) is None
     card = tmp_path / "README.md"
     card.write_bytes(b"\xff\xfe")

@@ -91,32 +91,32 @@ def test_everything_but_the_weights(tmp_path: Path) -> None:
         assert seen.weights_sha256 == hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()
 
 
-def test_a_tied_head_is_on_disk_once(tmp_path: Path) -> None:
+def test_tied_head_is_on_disk_once(tmp_path: Path) -> None:
     tied = save_tiny_checkpoint(tmp_path / "tied")
     untied = save_tiny_checkpoint(tmp_path / "untied", tiny_gpt(tiny_config(tied_head=False)))
     assert "head.weight" not in load_file(tied.path / WEIGHTS)
     assert "head.weight" in load_file(untied.path / WEIGHTS)
 
 
-def test_the_same_model_makes_the_same_bytes(checkpoint_path: Path, tmp_path: Path) -> None:
+def test_same_model_makes_the_same_bytes(checkpoint_path: Path, tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path / "again")
     assert contents(tmp_path / "again") == contents(checkpoint_path)
 
 
-def test_a_link_goes_by_the_name_of_what_it_points_to(saved: Path, tmp_path: Path) -> None:
+def test_link_goes_by_the_name_of_what_it_points_to(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "best").symlink_to("tiny")
     info, _ = load_checkpoint(tmp_path / "best", device=CPU, dtype=torch.float32)
     assert info.name == "tiny"
 
 
-def test_the_model_card_may_be_edited(saved: Path) -> None:
+def test_model_card_may_be_edited(saved: Path) -> None:
     (saved / CARD).write_text("# Another card\n")
     load(saved)
     (saved / CARD).unlink()
     load(saved)
 
 
-def test_a_loaded_model_is_a_copy(saved: Path) -> None:
+def test_loaded_model_is_a_copy(saved: Path) -> None:
     """Weights mapped from the file would change with it, and a shorter file would kill the
     process (SIGBUS) at the next forward."""
     gpt, ids = load(saved), random_ids(2, 9)
@@ -131,7 +131,7 @@ def test_a_loaded_model_is_a_copy(saved: Path) -> None:
     assert all(parameter.isfinite().all() for parameter in gpt.parameters())
 
 
-def test_what_is_hashed_is_what_is_loaded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is changed while it is read, even to other valid numbers, is refused."""
 
     def change_then(file: HashedFile) -> tuple[StoredTensor, ...]:
@@ -178,7 +178,7 @@ def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> Non
     assert 2 * numbers * 0.9 < int(done.stdout) < 2 * numbers + 20e6
 
 
-def test_a_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
+def test_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
     info = save_tiny_checkpoint(tmp_path / "chatty", chat_template=CHAT_TEMPLATE)
     assert info.chat_template is not None
     assert info.chat_template.source == CHAT_TEMPLATE
@@ -187,14 +187,14 @@ def test_a_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
     assert document["tokenizer"]["chat_template"] == CHAT_TEMPLATE
 
 
-def test_a_checkpoint_needs_no_chat_template(saved: Path) -> None:
+def test_checkpoint_needs_no_chat_template(saved: Path) -> None:
     assert "chat_template" not in json.loads((saved / CONFIG).read_text())["tokenizer"]
     assert read_checkpoint(saved).chat_template is None
     edit_config(saved, lambda document: document["tokenizer"].update(chat_template=None))
     assert read_checkpoint(saved).chat_template is None
 
 
-def test_a_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> None:
+def test_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"chatty/config.json.*line 2"):
         save_tiny_checkpoint(tmp_path / "chatty", chat_template="\n{{")
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +204,7 @@ def test_a_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**63])
-def test_what_could_not_be_read_again_is_not_saved(value: Any, tmp_path: Path) -> None:
+def test_save_refuses_what_could_not_be_read_again(value: Any, tmp_path: Path) -> None:
     """A description holds what other people's files said: half a character came to be saved, and
     no reader took the checkpoint."""
     record = replace(training_record(), data={"said": value})
@@ -213,7 +213,7 @@ def test_what_could_not_be_read_again_is_not_saved(value: Any, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_is_never_overwritten(saved: Path) -> None:
+def test_checkpoint_is_never_overwritten(saved: Path) -> None:
     before = contents(saved)
     with pytest.raises(CheckpointError, match="tiny exists"):
         save_tiny_checkpoint(saved, tiny_gpt(seed=1))
@@ -243,7 +243,7 @@ class FailingTokenizer(Tokenizer):
 
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
-def test_a_failed_save_leaves_nothing_behind(saved: Path, error: BaseException) -> None:
+def test_failed_save_leaves_nothing_behind(saved: Path, error: BaseException) -> None:
     before = contents(saved)
     with pytest.raises(type(error)):
         save_tiny_checkpoint(saved.parent / "next", tokenizer=FailingTokenizer(error))
@@ -252,7 +252,7 @@ def test_a_failed_save_leaves_nothing_behind(saved: Path, error: BaseException) 
     save_tiny_checkpoint(saved.parent / "next")  # the same name, once there is space again
 
 
-def test_a_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
+def test_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
     """SIGKILL, as the kernel sends when memory is short: no clean-up runs. What is left lies
     under another, hidden name, and is in nobody's way."""
     before = contents(saved)

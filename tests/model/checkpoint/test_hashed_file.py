@@ -34,7 +34,7 @@ def test_pieces_are_the_file(path: Path, raw: bytes, count: int) -> None:
         assert file.taken == len(raw)
 
 
-def test_what_nobody_takes_is_hashed_too(path: Path, raw: bytes) -> None:
+def test_hash_covers_bytes_that_nobody_takes(path: Path, raw: bytes) -> None:
     with HashedFile(path) as file:
         assert file.take(5) == raw[:5]
         assert file.take_all(PIECE + 9) == raw[5 : PIECE + 14]
@@ -47,14 +47,14 @@ def test_more_than_a_piece_is_never_given(path: Path) -> None:
         assert len(file.take(10 * PIECE)) == PIECE
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
+def test_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with HashedFile(tmp_path / "empty") as file:
         assert not file.take(8)
         assert file.finish() == hashlib.sha256().hexdigest()
 
 
-def test_a_file_that_changes_cannot_give_bytes_that_were_not_hashed(path: Path, raw: bytes) -> None:
+def test_file_that_changes_cannot_give_bytes_that_were_not_hashed(path: Path, raw: bytes) -> None:
     """Written in place, behind what was read and before it."""
     with HashedFile(path) as file:
         seen = bytes(file.take(PIECE))
@@ -67,7 +67,7 @@ def test_a_file_that_changes_cannot_give_bytes_that_were_not_hashed(path: Path, 
     assert digest == hashlib.sha256(seen + rest).hexdigest()
 
 
-def test_a_file_that_shrinks_ends(path: Path, raw: bytes) -> None:
+def test_file_that_shrinks_ends(path: Path, raw: bytes) -> None:
     with HashedFile(path) as file:
         file.take(PIECE)
         os.truncate(path, PIECE + 10)
@@ -75,7 +75,7 @@ def test_a_file_that_shrinks_ends(path: Path, raw: bytes) -> None:
         assert file.finish() == hashlib.sha256(raw[: PIECE + 10]).hexdigest()
 
 
-def test_its_thread_ends_with_it(path: Path) -> None:
+def test_hashing_thread_ends_with_the_file(path: Path) -> None:
     with HashedFile(path) as file:
         file.take(100)
     assert not any(one.name.startswith("logitd-hash") for one in threading.enumerate())

@@ -138,13 +138,13 @@ def test_header_refuses_a_file_that_ends_within_it(
 
 
 @pytest.mark.parametrize("left", [0, 7])
-def test_a_file_that_ends_within_a_tensor(tmp_path: Path, left: int) -> None:
+def test_file_that_ends_within_a_tensor(tmp_path: Path, left: int) -> None:
     path = written(tmp_path / "file", {"v": entry(), "w": entry(8, 16)}, bytes(8 + left))
     with pytest.raises(WeightsFileError, match=r"\bw$"):
         read(path)
 
 
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     """safetensors has an error of its own for it, which is none. Who waited for OSError alone got
     past it: `logitd import` and `export` ended in a traceback."""
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:
@@ -152,6 +152,6 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EFBIG
 
 
-def test_what_the_library_refuses_for_another_reason_stays_its_error(tmp_path: Path) -> None:
+def test_write_keeps_other_errors_of_the_library(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         write_weights(tmp_path / "turned", {"a": torch.zeros(3, 5).T})

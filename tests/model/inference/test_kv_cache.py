@@ -42,7 +42,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is resident")
-def test_a_cache_takes_memory_where_it_is_used() -> None:
+def test_cache_takes_memory_where_it_is_used() -> None:
     """`torch.zeros` writes the zeros: 64 slots of GPT-2 held 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
     before = resident()
@@ -146,7 +146,7 @@ def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
         close(logits, expected[torch.arange(count), positions])
 
 
-def test_a_copied_prefix_is_the_same_prefix(gpt: GPT) -> None:
+def test_copied_prefix_is_the_same_prefix(gpt: GPT) -> None:
     length = gpt.config.context_length
     shared = min(2, length // BLOCK) * BLOCK
     first, second = random_ids(2, length, vocab_size=gpt.config.vocab_size)
@@ -160,7 +160,7 @@ def test_a_copied_prefix_is_the_same_prefix(gpt: GPT) -> None:
         close(prefill(gpt, cache, 1, second, shared, length), expected)
 
 
-def test_a_copy_takes_what_it_says_and_no_more() -> None:
+def test_copy_takes_what_it_says_and_no_more() -> None:
     gpt = tiny_gpt()
     cache = new_cache(gpt)
     for tensor in (cache.keys, cache.values):
@@ -176,7 +176,7 @@ def test_a_copy_takes_what_it_says_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("context_length", "slot_length"), [(16, 32), (32, 32), (50, 64), (128, 128)]
 )
-def test_a_slot_ends_on_a_blocks_end(context_length: int, slot_length: int) -> None:
+def test_slot_ends_on_a_blocks_end(context_length: int, slot_length: int) -> None:
     config = tiny_config(**FAMILIES["modern"], context_length=context_length)
     cache = KVCache(config, 5, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert cache.slots == 5
@@ -188,7 +188,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 @given(st.lists(st.lists(floats, min_size=4, max_size=4), min_size=1, max_size=5))
-def test_a_row_in_eight_bits_is_within_half_a_step(rows: list[list[float]]) -> None:
+def test_row_in_eight_bits_is_within_half_a_step(rows: list[list[float]]) -> None:
     given = torch.tensor(rows)
     numbers, scales = quantized_rows(given)
     assert numbers.dtype is torch.int8
@@ -202,7 +202,7 @@ def test_a_row_in_eight_bits_is_within_half_a_step(rows: list[list[float]]) -> N
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_makes_its_row_so(lost: float) -> None:
+def test_quantized_row_keeps_that_it_is_not_finite(lost: float) -> None:
     numbers, scales = quantized_rows(torch.tensor([[1.0, lost, 2.0], [1.0, 0.0, 2.0]]))
     assert scales.isfinite().tolist() == [False, True]
     assert numbers[1].tolist() == [64, 0, 127]

@@ -35,7 +35,7 @@ def opened(path: Path, **options: Any) -> LoadedModel:
     return load_model(path, **(usual | options))
 
 
-def test_the_numbers_fit_the_decoder(covered: Path) -> None:
+def test_numbers_fit_the_decoder(covered: Path) -> None:
     threads = torch.get_num_threads()
     model = opened(covered, threads=threads + 1)
     native = model.decode_path.name.startswith("native")
@@ -65,14 +65,14 @@ def test_plain_torch_computes_in_float32_unless_told_otherwise(covered: Path) ->
         ({"kernels": "torch", "quantize": "int8"}, KernelError, "quantize.*int8.*kernels"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_load_refuses_impossible_options(
     covered: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         opened(covered, **options)
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+def test_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         opened(tmp_path / "nowhere")
 

@@ -47,7 +47,7 @@ def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype, kept: KV
     assert cache.slot_length == 2 * BLOCK
 
 
-def test_a_slot_of_gpt_2_in_16_bits() -> None:
+def test_slot_of_gpt_2_in_16_bits() -> None:
     assert format_bytes(ONE) == "36.0 MiB"
     assert format_bytes(EACH) == "41.3 MiB"
 
@@ -56,7 +56,7 @@ def slots(available: Available = CARD, /, *, gpu: bool = True, **budget: Any) ->
     return slots_for(SlotBudget(**budget), SMALL, 2, available, default=SlotDefault(16), gpu=gpu)
 
 
-def test_a_number_of_slots_is_that_number() -> None:
+def test_number_of_slots_is_that_number() -> None:
     assert slots() == 16
     assert slots(slots=3) == 3
 
@@ -66,7 +66,7 @@ def test_a_number_of_slots_is_that_number() -> None:
     total=st.integers(1, 2**40),
     used=st.floats(0, 1),
 )
-def test_a_share_of_a_gpu_is_filled_and_not_exceeded(share: float, total: int, used: float) -> None:
+def test_share_of_a_gpu_is_filled_and_not_exceeded(share: float, total: int, used: float) -> None:
     memory = Available("cuda:0", total, total - int(used * total))
     room = share * total - (memory.total - memory.free)
     if room < EACH - 1:
@@ -88,7 +88,7 @@ def test_bytes_are_kept_to(wanted: int) -> None:
         assert slots(memory, memory=wanted) == min(MAX_SLOTS, wanted // ONE)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(DeviceError, match=r"200 slots.*8\.1 GiB.*41\.3 MiB.*6\.0 GiB.*148"):
         slots(slots=200)
     assert slots(slots=148) == 148
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         slots(memory=200 * ONE)
 
 
-def test_a_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
+def test_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
     memory = Available("this machine", 8 * GIB, 6 * GIB)
     assert slots(memory, gpu=False, slots=170) == 170  # 5.98 GiB
     with pytest.raises(DeviceError, match=r"171 slots.*6\.0 GiB.*36\.0 MiB"):
@@ -134,12 +134,12 @@ def test_unasked_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> 
     assert served(free) == count
 
 
-def test_where_not_one_fits_nothing_is_served() -> None:
+def test_model_without_room_for_a_slot_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"1 slots.*36\.0 MiB.* 0 fit"):
         served(ONE - 1)
 
 
-def test_what_is_asked_for_is_no_matter_of_shares() -> None:
+def test_asked_slots_ignore_the_share_of_memory() -> None:
     memory = Available("this machine", 2**50, GIB)
     count = slots_for(SlotBudget(slots=20), SMALL, 2, memory, default=SERVED_SLOTS, gpu=False)
     assert count == 20
@@ -160,7 +160,7 @@ def test_what_is_asked_for_is_no_matter_of_shares() -> None:
         ("100%", MemoryShare(1)),
     ],
 )
-def test_an_amount_of_memory_is_read(text: str, size: int | MemoryShare) -> None:
+def test_amount_of_memory_is_read(text: str, size: int | MemoryShare) -> None:
     assert parse_memory(text) == size
 
 
@@ -172,6 +172,6 @@ def test_other_text_is_no_amount_of_memory(text: str) -> None:
         parse_memory(text)
 
 
-def test_where_not_one_slot_fits_the_way_out_is_another() -> None:
+def test_refusal_without_room_for_a_slot_names_context_length() -> None:
     with pytest.raises(DeviceError, match=r" 0 fit.*context_length"):
         slots(Available("this machine", GIB, 2**20), gpu=False, slots=1)

@@ -30,7 +30,7 @@ def test_greedy_text_is_the_argmax_of_the_plain_forward(family: str) -> None:
     assert len(set(tokens)) > 2
 
 
-def test_a_stop_token_ends_the_text_and_belongs_to_it() -> None:
+def test_stop_token_ends_the_text_and_belongs_to_it() -> None:
     gpt = tiny_gpt()
     tokens = generate(gpt, [1, 2, 3], params(max_tokens=12, temperature=0.0))
     stop = frozenset({tokens[4]})
@@ -50,7 +50,7 @@ def test_sampled_text_depends_on_seed_and_index() -> None:
     assert tuple(generate(gpt, [1, 2, 3], params(seed=2), 1)) == texts[2, 1]
 
 
-def test_the_draw_is_an_inverted_cumulated_mass() -> None:
+def test_draw_is_an_inverted_cumulated_mass() -> None:
     logits = [math.log(x) for x in (0.1, 0.2, 0.3, 0.4)]
     for seed in range(100):
         u = uniform(seed, 3, 1)

@@ -32,7 +32,7 @@ def kernels(request: pytest.FixtureRequest) -> KernelChoice:
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 100, 128])
-def test_it_is_the_same_model(gpt: GPT, kernels: KernelChoice, length: int) -> None:
+def test_forward_as_served_is_the_same_model(gpt: GPT, kernels: KernelChoice, length: int) -> None:
     ids = random_ids(length, seed=length)
     plain = gpt(ids[None], hidden_states=True, attentions=True)
     served = forward_as_served(gpt, ids, hidden_states=True, attentions=True, kernels=kernels)

@@ -34,7 +34,7 @@ AMOUNTS: st.SearchStrategy[MemorySize | None] = st.one_of(
 
 
 @given(SHAPES, AMOUNTS, st.integers(1, 64), MEMORY, st.booleans())
-def test_what_is_given_fits(
+def test_shares_fit_together(
     shapes: list[Shape], amount: MemorySize | None, count: int, memory: Available, gpu: bool
 ) -> None:
     """All weights and all slots together are within what is free, and within the amount; and each
@@ -63,7 +63,7 @@ def test_what_is_given_fits(
 
 
 @given(SHAPES.filter(lambda shapes: len(shapes) == 1), AMOUNTS, MEMORY, st.booleans())
-def test_one_by_itself_gets_what_it_gets_alone(
+def test_single_model_gets_all_slots(
     shapes: list[Shape], amount: MemorySize | None, memory: Available, gpu: bool
 ) -> None:
     (shape,) = shapes
@@ -108,7 +108,7 @@ def test_unasked_slots_take_a_quarter_of_what_all_weights_leave(
         assert n == SERVED_SLOTS.most or (n + 1) * size > part - 1
 
 
-def test_the_refusal_names_each_with_what_it_takes() -> None:
+def test_refusal_names_each_with_what_it_takes() -> None:
     shapes = [Shape("a", tiny_config(), 4), Shape("b", tiny_config(d_model=64), 4)]
     with pytest.raises(DeviceError, match=r"2 models.*a .* 64 slots.*b .* 64 slots.*4\.0 MiB"):
         divide_slots(

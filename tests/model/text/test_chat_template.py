@@ -62,7 +62,7 @@ def refusal(source: str, *contents: str) -> str:
 # What a template writes
 
 
-def test_a_conversation_becomes_text_between_special_tokens() -> None:
+def test_conversation_becomes_text_between_special_tokens() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "  Hello there \n"},
@@ -99,7 +99,7 @@ def test_templates_are_jinja_as_others_have_it(source: str, text: str) -> None:
     assert render(source, "<&é", "two") == [text]
 
 
-def test_the_end_of_text_has_its_usual_names() -> None:
+def test_end_of_text_has_its_usual_names() -> None:
     assert render("{{ bos_token }}a{{ eos_token }}", "") == [256, "a", 256]
     assert render("{{ bos_token }}a", "", special_tokens=["<s>"]) == ["a"], "there is none"
 
@@ -237,7 +237,7 @@ def test_special_tokens_are_the_templates_whatever_messages_say(
     st.lists(CONTENT, min_size=1, max_size=3),
     st.sampled_from(sorted(TEMPLATES | LOOKING)),
 )
-def test_the_text_is_what_jinja_writes(
+def test_text_is_what_jinja_writes(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
     """Whatever is hidden from it meanwhile."""
@@ -247,12 +247,12 @@ def test_the_text_is_what_jinja_writes(
     assert written(pieces, vocabulary) == plain(source_of(form)).render(messages=messages)
 
 
-def test_a_message_can_be_a_key() -> None:
+def test_message_can_be_a_key() -> None:
     source = "{{ {'<a>': 1, 'b': 2}[messages[0].content] }}"
     assert [render(source, key, special_tokens=["<a>"]) for key in ("<a>", "b")] == [["1"], ["2"]]
 
 
-def test_a_template_can_look_into_a_message() -> None:
+def test_template_can_look_into_a_message() -> None:
     """As templates do that leave out what a model thought."""
     source = (
         "{% set content = messages[0].content %}{% if '</think>' in content %}"
@@ -286,7 +286,7 @@ def test_a_template_can_look_into_a_message() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_not_a_template_is_refused_at_once(source: str, said: str) -> None:
+def test_template_refuses_a_source_that_is_none(source: str, said: str) -> None:
     with pytest.raises(ChatTemplateError, match=said):
         ChatTemplate(source)
 
@@ -316,11 +316,11 @@ def test_what_is_not_a_template_is_refused_at_once(source: str, said: str) -> No
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_refused(source: str, said: str) -> None:
+def test_template_refuses_to_render_what_fails(source: str, said: str) -> None:
     assert said in refusal(source)
 
 
-def test_a_refusal_repeats_what_the_message_said() -> None:
+def test_refusal_repeats_what_the_message_said() -> None:
     """And not what stood for it."""
     assert refusal("{{ raise_exception(messages[0].content) }}", "<|im_end|>").endswith(
         "says: <|im_end|>"
@@ -337,7 +337,7 @@ def test_a_refusal_repeats_what_the_message_said() -> None:
     ],
     ids=["loops", "filtered loops", "calls"],
 )
-def test_a_template_that_takes_for_ever_is_ended(
+def test_template_that_takes_for_ever_is_ended(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
@@ -346,13 +346,13 @@ def test_a_template_that_takes_for_ever_is_ended(
     assert time.monotonic() - started < 30
 
 
-def test_a_template_cannot_reach_its_deadline() -> None:
+def test_template_cannot_reach_its_deadline() -> None:
     """What bounds it has a name that no template can write."""
     source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
     assert render(source) == ["001"]
 
 
-def test_a_conversation_of_many_messages_is_no_problem() -> None:
+def test_conversation_of_many_messages_is_no_problem() -> None:
     messages: list[Mapping[str, str]] = [{"role": "user", "content": "x" * 900}] * 4096
     assert len(ChatTemplate(CHAT_TEMPLATE).render(messages, TOKENIZER)) == 4 * 4096 + 2
 
@@ -366,5 +366,5 @@ def test_more_characters_than_can_be_hidden_are_refused() -> None:
     assert render("{{ messages[0].content }}", content, special_tokens=names[1:]) == [content]
 
 
-def test_the_source_is_kept() -> None:
+def test_source_is_kept() -> None:
     assert ChatTemplate(CHAT_TEMPLATE).source == CHAT_TEMPLATE

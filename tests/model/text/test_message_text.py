@@ -58,7 +58,7 @@ def shown(value: Any, show: Hidden) -> Any:
 
 @pytest.mark.parametrize("name", METHODS)
 @given(text=TEXT, part=PART)
-def test_it_answers_as_what_it_says(name: str, text: str, part: str) -> None:
+def test_message_text_answers_as_its_text(name: str, text: str, part: str) -> None:
     table = hidden(text)
     answer = METHODS[name](MessageText(text, table), part)
     assert shown(answer, table) == METHODS[name](text, part)
@@ -72,9 +72,7 @@ def strings(value: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", METHODS)
 @given(text=TEXT, part=PART)
-def test_nothing_that_comes_out_of_it_shows_a_dangerous_character(
-    name: str, text: str, part: str
-) -> None:
+def test_message_text_shows_no_dangerous_character(name: str, text: str, part: str) -> None:
     """However it is joined, and in whatever case."""
     dangerous = set("".join(SPECIALS))
     for item in strings(METHODS[name](MessageText(text, hidden(text)), part)):
@@ -84,7 +82,7 @@ def test_nothing_that_comes_out_of_it_shows_a_dangerous_character(
             assert not dangerous & set(plain)
 
 
-def test_what_stands_for_a_character_is_no_character() -> None:
+def test_placeholder_is_no_character() -> None:
     table = hidden("abc")
     assert set(table.hide) >= {ord(c) for name in SPECIALS for c in name}
     assert all(code in SURROGATES for code in table.hide.values())
@@ -96,7 +94,7 @@ def test_what_stands_for_a_character_is_no_character() -> None:
     [("S", "x", "Ss"), ("S", "ß", "Ssß"), ("k", "\u212a", "kK\u212a"), ("<", "abc", "<"),
      ("", "abc", "")],
 )  # fmt: skip
-def test_what_becomes_dangerous_in_another_case_is_hidden_too(
+def test_message_text_hides_what_another_case_makes_dangerous(
     special: str, text: str, hidden_characters: str
 ) -> None:
     table = Hidden.of([special], [text])

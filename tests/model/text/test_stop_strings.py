@@ -32,7 +32,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 @given(TEXT, STOP, st.lists(st.integers(0, 30)))
 @example("aaab", "aab", [1, 2, 3])
 @example("abab€", "ab€", [2, 4])
-def test_one_stop_string_is_found_however_the_text_is_cut(
+def test_stop_string_is_found_however_the_text_is_cut(
     text: str, stop: str, places: list[int]
 ) -> None:
     before, separator, _ = text.partition(stop)
@@ -65,7 +65,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
 
 @given(TEXT, st.lists(STOP, min_size=1, max_size=4))
 @example("ab", ["ab", "b€"])
-def test_of_several_the_first_to_be_complete_ends_the_text(text: str, stops: list[str]) -> None:
+def test_first_complete_stop_string_ends_the_text(text: str, stops: list[str]) -> None:
     shown, stopped_by = feed(stops, list(text))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
@@ -95,7 +95,7 @@ def test_held_text_is_released_when_it_turns_out_otherwise() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "anything at all"])
-def test_without_stop_strings_everything_passes_at_once(text: str) -> None:
+def test_text_passes_at_once_without_stop_strings(text: str) -> None:
     finder = StopFinder([])
     assert finder.push(text) == (text, None)
     assert finder.finish() == ""

@@ -61,7 +61,7 @@ def test_every_text_comes_back(text: str) -> None:
 
 
 @given(RAGGED_TEXT)
-def test_the_byte_vocabulary_spells_bytes(text: str) -> None:
+def test_byte_vocabulary_spells_bytes(text: str) -> None:
     assert BYTES.encode(text) == list(text.encode())
 
 
@@ -82,12 +82,12 @@ def test_merges_are_used() -> None:
 
 
 @given(st.lists(RAGGED_TEXT, max_size=5))
-def test_a_batch_is_its_texts(texts: list[str]) -> None:
+def test_batch_is_its_texts(texts: list[str]) -> None:
     assert TOKENIZER.encode_batch(texts, threads=2) == list(map(TOKENIZER.encode, texts))
 
 
 @given(RAGGED_TEXT, RAGGED_TEXT)
-def test_the_name_of_a_special_token_is_plain_text(before: str, after: str) -> None:
+def test_name_of_a_special_token_is_plain_text(before: str, after: str) -> None:
     text = before + END_OF_TEXT + after
     ids = TOKENIZER.encode(text)
     assert not any(map(TOKENIZER.is_special, ids))
@@ -118,7 +118,7 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 301, 10**12])
-def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
+def test_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
     for use in (
         TOKENIZER.token_bytes,
         TOKENIZER.token_text,
@@ -133,7 +133,7 @@ def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
 
 
 @given(st.lists(RAGGED_TEXT | st.sampled_from([END_OF_TEXT, "<|user|>"])).map("".join))
-def test_a_text_with_special_ids_comes_back_and_its_parts_stand_alone(text: str) -> None:
+def test_text_with_special_ids_comes_back_and_its_parts_stand_alone(text: str) -> None:
     ids = TOKENIZER.encode(text, special_ids=True)
     assert TOKENIZER.decode_bytes(ids) == text.encode()
     parts = re.split(r"(<\|endoftext\|>|<\|user\|>)", text)
@@ -145,7 +145,7 @@ def test_a_text_with_special_ids_comes_back_and_its_parts_stand_alone(text: str)
 
 
 @given(RAGGED_TEXT)
-def test_a_vocabulary_without_special_tokens_has_no_names(text: str) -> None:
+def test_vocabulary_without_special_tokens_has_no_names(text: str) -> None:
     assert BARE.encode(text, special_ids=True) == BARE.encode(text) == TOKENIZER.encode(text)
 
 
@@ -186,7 +186,7 @@ def test_pieces_join_to_the_whole_text(ids: list[int]) -> None:
 
 
 @given(st.lists(ID))
-def test_a_piece_once_shown_is_never_taken_back(ids: list[int]) -> None:
+def test_piece_once_shown_is_never_taken_back(ids: list[int]) -> None:
     detokenizer, shown = TOKENIZER.detokenizer(), ""
     for end in range(len(ids)):
         shown += detokenizer.push(ids[end])
@@ -214,7 +214,7 @@ def test_every_whole_character_is_shown_and_no_part_of_one(text: str, data: st.D
 # Files
 
 
-def test_a_ranks_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokenizer.tiktoken"
     TOKENIZER.write_ranks(path)
     back = Tokenizer.read_ranks(path, special_tokens=TOKENIZER.special_tokens)
@@ -225,7 +225,7 @@ def test_a_ranks_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load_tiktoken_bpe(str(path)) == RANKS  # tiktoken itself reads it
 
 
-def test_a_ranks_file_alone_ends_texts(tmp_path: Path) -> None:
+def test_ranks_file_alone_ends_texts(tmp_path: Path) -> None:
     path = tmp_path / "any.tiktoken"
     TOKENIZER.write_ranks(path)
     assert Tokenizer.read_ranks(path).special_tokens == {END_OF_TEXT: len(RANKS)}
@@ -241,7 +241,7 @@ def test_empty_lines_and_carriage_returns_are_no_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", [b"IQ==", b"IQ== one", b"IQ== 1 2", b"I!Q= 1", b"!", b"\xff\xfe 0"]
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+def test_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "any.tiktoken"
     path.write_bytes(base64.b64encode(b"a") + b" 0\n" + line + b"\n")
     with pytest.raises(TokenizerError, match=f"line 2.*any.tiktoken.*{re.escape(repr(line))}"):
@@ -319,7 +319,7 @@ MILLION = 1_000_000
         pytest.param(" a", marks=pytest.mark.slow),
     ],
 )
-def test_a_million_of_anything_is_only_long(character: str) -> None:
+def test_million_of_anything_is_only_long(character: str) -> None:
     """With the published patterns a run of about a million spaces overflows tiktoken's stack: a
     panic that `except Exception` does not catch, in the middle of somebody's request. Ours bounds
     every run of white space."""
@@ -341,7 +341,7 @@ def test_a_million_of_anything_is_only_long(character: str) -> None:
         ("." * 65, ["." * 64, "."]),
     ],
 )
-def test_how_the_pattern_cuts(text: str, pieces: list[str]) -> None:
+def test_pattern_cuts_text(text: str, pieces: list[str]) -> None:
     """A vocabulary that holds every piece of the text as one token shows where it is cut."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for length in range(2, len(text.encode()) + 1):
@@ -354,7 +354,7 @@ def test_how_the_pattern_cuts(text: str, pieces: list[str]) -> None:
 # Published encodings
 
 
-def test_an_unknown_encoding_is_refused() -> None:
+def test_unknown_encoding_is_refused() -> None:
     with pytest.raises(TokenizerError, match=r"gpt5.*gpt2.*cl100k_base.*o200k_base"):
         Tokenizer.named("gpt5")
 
@@ -426,7 +426,7 @@ def test_pieces_are_tokens_as_a_whole() -> None:
         PIECES.encode("the caf")
 
 
-def test_a_pattern_that_leaves_something_out_is_noticed() -> None:
+def test_pattern_that_leaves_something_out_is_noticed() -> None:
     bare = Tokenizer(ranks={b"a": 0}, pattern="a", special_tokens={}, kind="pieces")
     spaced = Tokenizer(ranks={b" a": 0}, pattern="a", special_tokens={}, kind="words")
     for text, place in (("ab", 1), ("ba", 0), ("aba", 1)):
@@ -436,7 +436,7 @@ def test_a_pattern_that_leaves_something_out_is_noticed() -> None:
             bare.encode(text)
 
 
-def test_a_model_without_a_vocabulary() -> None:
+def test_model_without_a_vocabulary() -> None:
     tokenizer = Tokenizer.without_text(10)
     assert (tokenizer.vocab_size, tokenizer.has_text, tokenizer.end_of_text) == (10, False, None)
     assert (tokenizer.decode([0, 9]), tokenizer.token_bytes(3)) == ("", b"")
@@ -450,7 +450,7 @@ def test_a_model_without_a_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, WORDS, PIECES], ids=["bpe", "words", "pieces"])
-def test_a_description_and_ranks_are_the_whole_tokenizer(
+def test_description_and_ranks_are_the_whole_tokenizer(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tokenizer.write_ranks(tmp_path / "ranks")

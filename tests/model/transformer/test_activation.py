@@ -27,7 +27,7 @@ def inputs(width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_two_spellings_agree(kind: Activation) -> None:
+def test_two_spellings_agree(kind: Activation) -> None:
     h = inputs(128)
     torch.testing.assert_close(
         activate(h, kind, fused=False), activate(h, kind, fused=True), rtol=1e-5, atol=1e-6
@@ -53,7 +53,7 @@ def bits_that_depend_on_company(kind: Activation, *, fused: bool) -> list[tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_bits_do_not_depend_on_its_company(kind: Activation, threads: int) -> None:
+def test_rows_bits_do_not_depend_on_its_company(kind: Activation, threads: int) -> None:
     """A needle: torch's sigmoid gave the gate of a value embedding other bits when 28 sequences
     decoded together instead of 4; the tokens were the same, the logprobs were not."""
     assert bits_that_depend_on_company(kind, fused=False) == []

@@ -21,7 +21,7 @@ from tests.model.factories import random_ids, tiny_config, tiny_gpt
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def test_a_module_keeps_its_values_and_lives_in_the_arena() -> None:
+def test_module_keeps_its_values_and_lives_in_the_arena() -> None:
     gpt = tiny_gpt()
     ids = random_ids(1, 20)
     before, state = gpt(ids).logits, {k: v.clone() for k, v in gpt.state_dict().items()}
@@ -44,7 +44,7 @@ def test_tied_weights_are_there_once() -> None:
     )
 
 
-def test_there_are_zeros_behind_each_tensor() -> None:
+def test_arena_has_zeros_behind_each_tensor() -> None:
     tensors = [torch.ones(size, dtype=torch.bfloat16) for size in (1, 31, 32, 33, 1000)]
     arena = Arena(sum(map(room_for, tensors)))
     placed = [arena.place(tensor) for tensor in tensors]
@@ -67,7 +67,7 @@ def test_memory_for_a_module_is_where_settling_would_put_it() -> None:
     ]
 
 
-def test_what_lies_in_an_arena_stays_and_what_moved_out_moves_in() -> None:
+def test_arena_keeps_its_tensors_and_takes_others_in() -> None:
     gpt = tiny_gpt()
     first = move_to_arena(gpt)
     addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
@@ -83,7 +83,7 @@ def test_what_lies_in_an_arena_stays_and_what_moved_out_moves_in() -> None:
     assert moved[0] % PAGE == 0
 
 
-def test_its_memory_lives_as_long_as_a_tensor_in_it() -> None:
+def test_arena_lives_as_long_as_a_tensor_in_it() -> None:
     tensor = Arena(4096).place(torch.arange(100))
     Arena(4096).place(torch.zeros(100))
     assert torch.equal(tensor, torch.arange(100))
@@ -92,7 +92,7 @@ def test_its_memory_lives_as_long_as_a_tensor_in_it() -> None:
 @pytest.mark.skipif(
     not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here"
 )
-def test_it_is_on_large_pages() -> None:
+def test_arena_is_on_large_pages() -> None:
     """Memory that processes could share is not: Linux gives such memory small pages."""
     arena = Arena(8 * PAGE)
     arena.place(torch.ones(8 * PAGE // 8 - GAP, dtype=torch.float64))

@@ -59,7 +59,7 @@ def test_forward_keeps_only_requested_outputs(gpt: GPT) -> None:
     assert output.attentions is None
 
 
-def test_a_later_token_changes_no_earlier_logits(gpt: GPT) -> None:
+def test_later_token_changes_no_earlier_logits(gpt: GPT) -> None:
     ids = random_ids(2, 12)
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % gpt.config.vocab_size
@@ -133,7 +133,7 @@ def test_bfloat16_stays_near_float32(gpt: GPT) -> None:
     assert error < 0.2
 
 
-def test_a_narrow_head_is_widened_piece_by_piece() -> None:
+def test_narrow_head_is_widened_piece_by_piece() -> None:
     """Ends of pieces and padded ids lie in the same places as in one product."""
     gpt = tiny_gpt(tiny_config(vocab_size=2 * HEAD_ROWS + 7)).to(torch.bfloat16).eval()
     hidden = torch.randn(3, 5, gpt.config.d_model).to(torch.bfloat16)
@@ -164,7 +164,7 @@ def test_sinusoids_are_the_published_formula() -> None:
 # Block and head
 
 
-def test_a_tied_head_counts_once() -> None:
+def test_tied_head_counts_once() -> None:
     tied, untied = tiny_gpt(tiny_config()), tiny_gpt(tiny_config(tied_head=False))
     rows = tied.config.padded_vocab_size
     assert rows == 320

@@ -97,7 +97,7 @@ def test_only_adapters_get_gradients() -> None:
     assert {name.split(".")[2] for name in trained_weights(gpt)} == {"qkv", "mlp_down"}
 
 
-def test_what_training_changes_is_given_and_taken_back() -> None:
+def test_trained_weights_are_given_and_taken_back() -> None:
     plain, adapted_once, other = tiny_gpt(), adapted(tiny_gpt(), b=0.1), adapted(tiny_gpt())
     assert not is_adapted(plain)
     assert set(trained_weights(plain)) == set(plain.state_dict())
@@ -128,7 +128,7 @@ def test_impossible_adapters_are_refused(wrong: dict[str, Any], message: str) ->
         replace(SHAPE, **wrong)
 
 
-def test_a_rank_that_is_not_low_is_refused_with_the_size() -> None:
+def test_rank_that_is_not_low_is_refused_with_the_size() -> None:
     config = tiny_config(n_kv_head=1)  # keys of 8 rows
     adapt(tiny_gpt(config), LoraShape(8, 1.0, TARGETS), torch.Generator())
     with pytest.raises(LoraError, match=r"rank.*9.*qkv.*8 rows"):

@@ -59,15 +59,15 @@ def check(config: GPTConfig) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("changes", CHANGES)
-def test_the_elements_of_every_family_are_counted(name: str, changes: dict[str, Any]) -> None:
+def test_elements_of_every_family_are_counted(name: str, changes: dict[str, Any]) -> None:
     check(tiny_config(**{**FAMILIES[name], **changes}))
 
 
 @given(shape=shapes())
-def test_the_elements_of_any_shape_are_counted(shape: dict[str, Any]) -> None:
+def test_elements_of_any_shape_are_counted(shape: dict[str, Any]) -> None:
     check(tiny_config(**shape))
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_elements_of_every_preset_are_counted(name: str) -> None:
+def test_elements_of_every_preset_are_counted(name: str) -> None:
     check(PRESETS[name].config(512))

@@ -11,7 +11,7 @@ from tests.model.factories import FAMILIES, tiny_config
 README = Path(__file__).parents[3] / "model/transformer/README.md"
 
 
-def test_the_readmes_table_is_the_list() -> None:
+def test_readmes_table_is_the_list() -> None:
     """With the name that TransformerLens has for each."""
     rows = [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")]
@@ -40,7 +40,7 @@ def test_every_model_has_its_stages_in_the_order_of_its_layers(family: str) -> N
     assert match_stages(["*"], config) == stages
 
 
-def test_a_pattern_chooses_layer_by_layer() -> None:
+def test_pattern_chooses_layer_by_layer() -> None:
     config = tiny_config()
     names = [stage.name for stage in match_stages(["blocks.*.mlp.out", "embedding"], config)]
     assert names == ["embedding", *(f"blocks.{n}.mlp.out" for n in range(config.n_layer))]
@@ -48,7 +48,7 @@ def test_a_pattern_chooses_layer_by_layer() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_name_alone_finds_what_a_search_finds(family: str) -> None:
+def test_name_alone_finds_what_a_search_finds(family: str) -> None:
     config = tiny_config(**FAMILIES[family])
     for stage in stages_of(config):
         assert match_stages([stage.name], config) == (stage,)
@@ -62,7 +62,7 @@ def test_a_name_alone_finds_what_a_search_finds(family: str) -> None:
             match_stages([name], config)
 
 
-def test_what_a_model_lacks_is_said() -> None:
+def test_unknown_stage_says_what_the_model_lacks() -> None:
     with pytest.raises(UnknownStage, match=r"mlp\.up"):
         match_stages(["blocks.*.mlp.up"], tiny_config())
     with pytest.raises(UnknownStage, match="0 to 2"):

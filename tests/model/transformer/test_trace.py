@@ -47,7 +47,7 @@ def test_probabilities_sum_to_one() -> None:
             assert stage.mean * LENGTH == pytest.approx(1)
 
 
-def test_one_token_and_a_full_context() -> None:
+def test_trace_covers_one_token_and_a_full_context() -> None:
     gpt = tiny_gpt()
     assert trace(gpt, [0])[-1].shape == (1, 257)
     stages = trace(gpt, random_ids(gpt.config.context_length).tolist())

@@ -55,7 +55,7 @@ def test_direct_parts_add_up_to_the_logit(
         assert found.direct_sum == pytest.approx(found.target, rel=tolerance, abs=scale)
 
 
-def test_there_is_a_part_for_each_head_bias_and_mlp(gpt: GPT) -> None:
+def test_direct_parts_are_each_head_bias_and_mlp(gpt: GPT) -> None:
     config = gpt.config
     expected: list[tuple[str, int | None]] = [("embedding", None)]
     post = config.norm_position == "post" and config.norm == "layernorm"

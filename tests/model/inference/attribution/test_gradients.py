@@ -123,7 +123,7 @@ def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT
 
 
 @pytest.mark.parametrize("family", ["gpt2", "modern", "llama", "neox"])
-def test_many_steps_close_the_gap(family: str) -> None:
+def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None:
     """What the midpoint rule misses falls with the square of the steps, where the path is
     smooth."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family], n_layer=2)).double()
@@ -162,7 +162,7 @@ def test_gradients_are_those_of_transformers() -> None:
     assert found.minus_logit == pytest.approx(logits[11].item(), abs=1e-9)
 
 
-def test_without_a_token_it_is_the_likeliest(gpt: GPT) -> None:
+def test_attribution_without_a_token_takes_the_likeliest(gpt: GPT) -> None:
     with torch.inference_mode():
         expected = int(gpt(torch.tensor([IDS])).logits[0, POSITION].argmax())
     found = attribute(gpt, IDS, task(token_id=None, minus_id=None))
@@ -171,7 +171,7 @@ def test_without_a_token_it_is_the_likeliest(gpt: GPT) -> None:
     assert found == attribute(gpt, IDS, task(token_id=expected, minus_id=None))
 
 
-def test_of_equal_logits_the_lowest_id_is_the_likeliest() -> None:
+def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
     gpt = tiny_gpt(tiny_config(tied_head=False))
     gpt.head.weight[[90, 40]] = 10 * plain_stages(gpt, IDS)["final_norm"][POSITION]
     logits = plain_stages(gpt, IDS)["logits"][POSITION]
@@ -206,7 +206,7 @@ def test_inference_mode_around_it_changes_nothing(gpt: GPT) -> None:
     assert attribute(made_there, IDS, asked) == expected
 
 
-def test_a_piece_is_one_block(gpt: GPT) -> None:
+def test_piece_is_one_block(gpt: GPT) -> None:
     layers = gpt.config.n_layer
     for methods, pieces in (
         (("gradient_times_input",), 2 * layers),
@@ -240,7 +240,7 @@ def test_no_more_than_a_block_of_the_graph_is_kept(gpt: GPT) -> None:
         assert sum(saved.values()) <= kept_elements(asked, gpt.config) - kept + 80 * length
 
 
-def test_a_long_prompt_is_padded_within_the_context() -> None:
+def test_long_prompt_is_padded_within_the_context() -> None:
     gpt = tiny_gpt(tiny_config(context_length=41)).double()
     ids = random_ids(41, seed=5).tolist()
     with torch.inference_mode():
@@ -302,7 +302,7 @@ print(peak() - before, 4 * kept_elements(task, gpt.config))
 
 
 @pytest.mark.slow
-def test_the_memory_of_1024_tokens_is_what_is_counted() -> None:
+def test_memory_of_1024_tokens_is_what_is_counted() -> None:
     """With all blocks' activations kept it would be six times as much."""
     command = [sys.executable, "-c", MEMORY]
     # What is freed goes back at once: so the peak is what was needed, without what malloc keeps.

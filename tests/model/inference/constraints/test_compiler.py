@@ -111,14 +111,14 @@ MATCHES: dict[tuple[Kind, str], tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("kind", "text"), MATCHES)
-def test_what_matches_is_taken_and_what_does_not_is_not(kind: Kind, text: str) -> None:
+def test_constraint_takes_matches_alone(kind: Kind, text: str) -> None:
     constraint = compiled(kind, text)
     good, bad = MATCHES[kind, text]
     assert [one for one in good if not takes(constraint, one)] == []
     assert [one for one in bad if takes(constraint, one)] == []
 
 
-def test_a_property_has_one_spelling() -> None:
+def test_property_has_one_spelling() -> None:
     """By another one it would pass for an additional property, of another type."""
     schema = {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
     constraint = compiled("json_schema", {"type": "object", **schema})
@@ -145,7 +145,7 @@ def test_tokens_may_be_cut_anywhere(kind: Kind, text: str) -> None:
     assert finished or text == "{}"
 
 
-def test_what_is_forced_is_the_texts_own_tokens() -> None:
+def test_forced_text_has_its_own_tokens() -> None:
     """One way to go on is one token: that which the text has, not a letter at a time."""
     ids = walk(compiled("choice", ["endoftext null"], MERGED), seed=0)
     assert ids == MERGING.encode("endoftext null")
@@ -155,7 +155,7 @@ def test_what_is_forced_is_the_texts_own_tokens() -> None:
 # Where texts end
 
 
-def test_the_end_of_text_is_allowed_where_the_text_is_whole_and_could_go_on() -> None:
+def test_end_of_text_is_allowed_where_the_text_is_whole_and_could_go_on() -> None:
     constraint = compiled("regex", "ab{1,2}")
     for text, may_end, complete in (("", False, False), ("a", False, False), ("ab", True, False)):
         matcher = after(constraint, text)
@@ -163,7 +163,7 @@ def test_the_end_of_text_is_allowed_where_the_text_is_whole_and_could_go_on() ->
     assert after(constraint, "abb").complete
 
 
-def test_a_text_that_ended_is_complete() -> None:
+def test_text_that_ended_is_complete() -> None:
     matcher = after(compiled("regex", "a+"), "aa")
     matcher.advance(END)
     assert matcher.complete
@@ -181,13 +181,13 @@ def test_special_tokens_are_no_text(kind_and_text: tuple[Kind, str]) -> None:
             break
 
 
-def test_a_negation_does_not_reach_special_tokens() -> None:
+def test_negation_does_not_reach_special_tokens() -> None:
     allowed = compiled("grammar", 'start: A\nA: ~"x"', MERGED).matcher().allowed()
     assert allowed[: len(MERGING.ranks)].sum() > 200
     assert allowed[len(MERGING.ranks) :].tolist() == [False, True]  # the end of text
 
 
-def test_the_name_of_a_special_token_is_plain_text() -> None:
+def test_name_of_a_special_token_is_plain_text() -> None:
     name = "<|endoftext|>"
     constraint = compiled("regex", r"<\|endoftext\|>", MERGED)
     ids = walk(constraint, seed=0)
@@ -202,7 +202,7 @@ def without_end() -> Tokenizer:
     return Tokenizer(ranks=bytes_.ranks, pattern=bytes_.pattern, special_tokens={})
 
 
-def test_a_vocabulary_without_an_end_of_text(without_end: Tokenizer) -> None:
+def test_vocabulary_without_an_end_of_text(without_end: Tokenizer) -> None:
     compiler = Compiler(without_end)
     constraint = compiled("regex", "ab{1,2}", compiler)
     matcher = constraint.matcher()
@@ -216,7 +216,7 @@ def test_a_vocabulary_without_an_end_of_text(without_end: Tokenizer) -> None:
     assert matcher.complete
 
 
-def test_a_published_vocabularys_gaps_are_never_allowed() -> None:
+def test_published_vocabularys_gaps_are_never_allowed() -> None:
     ranks = byte_tokenizer().ranks
     tokenizer = Tokenizer(ranks=ranks, pattern=".", special_tokens={"<|a|>": 260, "<|b|>": 263})
     allowed = compiled("grammar", 'start: A\nA: ~"x"', Compiler(tokenizer)).matcher().allowed()
@@ -235,7 +235,7 @@ def test_matchers_of_one_constraint_go_their_own_ways() -> None:
     assert bytes(constraint.matcher().allowed().nonzero()[0].tolist()) == b"ac"
 
 
-def test_a_text_that_leads_nowhere_is_an_error() -> None:
+def test_text_that_leads_nowhere_is_an_error() -> None:
     constraint = compiled("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     matcher = after(constraint, "a")
     for _ in range(2):  # it does not become another answer by asking again
@@ -243,7 +243,7 @@ def test_a_text_that_leads_nowhere_is_an_error() -> None:
             matcher.allowed()
 
 
-def test_what_others_made_a_lexer_learn_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_lexer_at_its_limit_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences share the states of a lexer, which are limited. One that comes to the limit because
     of others goes on with a lexer of its own."""
     monkeypatch.setattr(
@@ -261,7 +261,7 @@ def test_what_others_made_a_lexer_learn_ends_nobody(monkeypatch: pytest.MonkeyPa
     assert shared.lexer_exhausted, "the limit was never reached"
 
 
-def test_what_takes_long_to_compile_is_not_compiled_again_while_others_wait(
+def test_slow_constraint_is_not_compiled_again_at_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -279,7 +279,7 @@ def test_what_takes_long_to_compile_is_not_compiled_again_while_others_wait(
     assert shared.lexer_exhausted
 
 
-def test_a_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 30}
     )
@@ -330,19 +330,19 @@ def test_compiler_refuses_in_one_line(kind: Kind, text: Any, words: str) -> None
     assert not any(own in message for own in (".rs", "limits.", "non-verbose", "/root"))
 
 
-def test_what_only_looks_like_it_is_not_refused() -> None:
+def test_grammar_text_that_looks_like_a_special_token_is_accepted() -> None:
     lark = 'start: "<[1]>" X // temperature=1\nX: /[<>]{2}/ # <|endoftext|>\n'
     assert takes(compiled("grammar", lark), "<[1]><>")
 
 
-def test_a_long_message_takes_no_time() -> None:
+def test_long_message_takes_no_time() -> None:
     """Nothing that is done to one takes time by the square of its length: that would be minutes."""
     began = time.monotonic()
     assert len(constraint_module._readable("at 1(8): " + "(" * 500_000)) == 300
     assert time.monotonic() - began < 5
 
 
-def test_without_llguidance_constraints_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraints_are_unavailable_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConstraintsUnavailable, match="llguidance"):
         Compiler(byte_tokenizer())
@@ -377,7 +377,7 @@ def test_masks_of_characters_are_what_the_expression_lets_through(data: st.DataO
     assert text in language
 
 
-def test_a_text_that_needs_a_character_too_many_is_refused() -> None:
+def test_text_that_needs_a_character_too_many_is_refused() -> None:
     with pytest.raises(ConstraintError, match="no text matches"):
         Compiler(CHARACTERS).compile(Source("regex", "Zebra"))
     matcher = Compiler(CHARACTERS).compile(Source("choice", '["abz"]')).matcher()
@@ -388,6 +388,6 @@ def test_a_text_that_needs_a_character_too_many_is_refused() -> None:
         matcher.allowed()
 
 
-def test_a_model_of_token_ids_alone_has_no_constraints() -> None:
+def test_model_of_token_ids_alone_has_no_constraints() -> None:
     with pytest.raises(ConstraintsUnavailable, match="allowed_token_ids"):
         Compiler(Tokenizer.without_text(5))

@@ -63,7 +63,7 @@ def written(schema: Any, preferred: str, limit: int = 8_000) -> str:
         ({"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}, "9", "9" * 15),
     ],
 )  # fmt: skip
-def test_whoever_never_wants_to_end_ends(schema: Any, preferred: str, text: str | None) -> None:
+def test_bounded_schema_ends_every_text(schema: Any, preferred: str, text: str | None) -> None:
     result = written(schema, preferred)
     if text is not None:
         assert result == text
@@ -93,7 +93,7 @@ def test_whoever_never_wants_to_end_ends(schema: Any, preferred: str, text: str 
         ({**CHOICE, "patternProperties": {"^b": {"type": "null"}}}, {"a": None, "b": None}),
     ],
 )  # fmt: skip
-def test_a_schemas_own_bounds_win(schema: Any, value: Any) -> None:
+def test_schemas_own_bounds_win(schema: Any, value: Any) -> None:
     jsonschema.validate(value, schema)
     text = json.dumps(value)
     if isinstance(value, float):
@@ -114,7 +114,7 @@ def test_a_schemas_own_bounds_win(schema: Any, value: Any) -> None:
         False,
     ],
 )  # fmt: skip
-def test_what_cannot_be_bounded_part_by_part_is_left_as_it_is(schema: Any) -> None:
+def test_schema_of_parts_that_interact_stays_unbounded(schema: Any) -> None:
     assert bounded(schema) == schema
 
 
@@ -159,7 +159,7 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=examples(60, fast=10))
 @given(schema=SCHEMAS, preferred=st.permutations('"a7.-,:[]{}tn'))
-def test_what_is_written_fits_the_schema_as_it_was_sent(schema: Any, preferred: list[str]) -> None:
+def test_bounded_text_fits_the_schema_as_sent(schema: Any, preferred: list[str]) -> None:
     assert LARGEST < 2**53
     text = written(schema, "".join(preferred))
     jsonschema.validate(json.loads(text), schema)

@@ -64,7 +64,7 @@ def test_every_keyword_that_is_enforced_is_shown() -> None:
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
-def test_a_keyword_is_enforced(keyword: str) -> None:
+def test_keyword_is_enforced(keyword: str) -> None:
     schema, good, bad = KEYWORDS[keyword]
     assert keyword in schema
     validator = jsonschema.Draft202012Validator(
@@ -78,7 +78,7 @@ def test_a_keyword_is_enforced(keyword: str) -> None:
 
 
 @pytest.mark.parametrize("keyword", [*sorted(ANNOTATIONS), "x-order"])
-def test_an_annotation_changes_nothing(keyword: str) -> None:
+def test_annotation_changes_nothing(keyword: str) -> None:
     value: dict[str, Any] = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "http://localhost/a",
@@ -162,7 +162,7 @@ PATTERNS = (
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_pattern_means_what_it_says_of_every_character(pattern: str) -> None:
+def test_pattern_means_what_it_says_of_every_character(pattern: str) -> None:
     schema = {"type": "string", "pattern": pattern}
     constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
     writable = [*NAMED_CONTROLS, *map(chr, range(0x20, 0x7F)), "é", "€", "a--b", "[^a"]
@@ -197,7 +197,7 @@ def test_schema_refuses_control_characters_without_an_escape(schema: Any, named:
         enforceable(schema)
 
 
-def test_what_needs_no_change_is_left_as_it_is() -> None:
+def test_enforceable_schema_stays_as_it_is() -> None:
     schema = {
         "properties": {"\x01": {"pattern": r"^\p{L}\d[a-z\]]+$"}, "b": {"const": "\n\t"}},
         "description": "\x01",
@@ -205,6 +205,6 @@ def test_what_needs_no_change_is_left_as_it_is() -> None:
     assert enforceable(schema) == schema
 
 
-def test_the_layout_is_not_the_clients() -> None:
+def test_layout_is_not_the_clients() -> None:
     with pytest.raises(ConstraintError, match="x-guidance"):
         enforceable({"type": "object", "x-guidance": {"lenient": True}})

@@ -50,7 +50,7 @@ def texts(**config: Any) -> dict[tuple[str, int], Outcome]:
     return run(gpt, *constrained, free, slots=ENOUGH + 1, **config)
 
 
-def test_it_changes_no_token_and_no_end(worker: MaskWorker) -> None:
+def test_mask_worker_changes_no_token_and_no_end(worker: MaskWorker) -> None:
     def told(outcomes: dict[tuple[str, int], Outcome]) -> dict[tuple[str, int], Any]:
         return {
             key: (one.token_ids, one.ended.reason, one.ended.error) for key, one in outcomes.items()
@@ -78,7 +78,7 @@ class Witness:
         """Whatever follows, everything may."""
 
 
-def test_many_are_asked_by_the_thread_and_few_by_nobody(worker: MaskWorker) -> None:
+def test_mask_worker_asks_many_matchers_and_not_few(worker: MaskWorker) -> None:
     many, few = ([Witness() for _ in range(count)] for count in (ENOUGH, ENOUGH - 1))
     worker.begin(many)()
     worker.begin(few)()
@@ -86,7 +86,7 @@ def test_many_are_asked_by_the_thread_and_few_by_nobody(worker: MaskWorker) -> N
     assert not any(one.asked_by for one in few)
 
 
-def test_what_fails_is_left_to_who_asks_again(worker: MaskWorker) -> None:
+def test_mask_worker_leaves_a_failure_to_the_next_question(worker: MaskWorker) -> None:
     failing = [Witness(error) for error in (ConstraintError("no"), RuntimeError("a bug"))]
     rest = [Witness() for _ in range(ENOUGH)]
     worker.begin([*failing, *rest])()
@@ -109,7 +109,7 @@ class Shared:
         return self.matchers[-1]
 
 
-def test_a_step_that_fails_waits_for_those_that_are_asked(
+def test_step_that_fails_waits_for_those_that_are_asked(
     worker: MaskWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the thread would work on matchers of sequences that are gone, and the next step would

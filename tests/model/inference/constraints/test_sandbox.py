@@ -92,7 +92,7 @@ it would reach that sooner. With allOf it gets no bounds of ours, which would ma
         ("grammar", 'start: "a" b'),
     ],
 )
-def test_it_says_what_compiling_here_says(checker: Checker, kind: Kind, text: str) -> None:
+def test_sandbox_says_what_the_compiler_says(checker: Checker, kind: Kind, text: str) -> None:
     source, compiler = Source(kind, text), Compiler(byte_tokenizer())
     expected = None
     try:
@@ -107,7 +107,7 @@ def test_it_says_what_compiling_here_says(checker: Checker, kind: Kind, text: st
     assert found == expected
 
 
-def test_a_vocabulary_that_lacks_bytes_is_the_same_there(
+def test_vocabulary_that_lacks_bytes_is_the_same_there(
     letters: Tokenizer, checker_of_letters: Checker
 ) -> None:
     checker_of_letters.check(Source("regex", "[ab]+"))
@@ -128,15 +128,13 @@ LONG = {"large"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE]
 )
-def test_what_would_end_a_process_is_refused_and_the_next_is_checked(
-    checker: Checker, name: str
-) -> None:
+def test_sandbox_survives_a_source_that_ends_its_process(checker: Checker, name: str) -> None:
     with pytest.raises(ConstraintError, match="too large"):
         checker.check(HOSTILE[name])
     checker.check(GOOD)
 
 
-def test_what_takes_too_long_can_be_killed(checker: Checker) -> None:
+def test_sandbox_check_can_be_killed(checker: Checker) -> None:
     checker.start()
     timer = threading.Timer(0.3, checker.kill)
     timer.start()
@@ -148,7 +146,7 @@ def test_what_takes_too_long_can_be_killed(checker: Checker) -> None:
     checker.check(GOOD)
 
 
-def test_what_fails_at_its_first_tokens_is_refused(checker: Checker) -> None:
+def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(checker: Checker) -> None:
     """It compiles, and no text of it can be written."""
     source = Source("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     assert Compiler(byte_tokenizer()).compile(source)
@@ -173,7 +171,7 @@ def test_memory_is_told_and_a_process_that_has_grown_is_replaced() -> None:
         checker.close()
 
 
-def test_a_process_that_died_meanwhile_is_started_again() -> None:
+def test_process_that_died_meanwhile_is_started_again() -> None:
     checker = Checker(byte_tokenizer())
     try:
         checker.start()
@@ -196,7 +194,7 @@ def test_closing_ends_the_process_and_is_harmless_twice() -> None:
     assert process.returncode is not None
 
 
-def test_it_ends_with_whoever_started_it() -> None:
+def test_sandbox_ends_with_its_parent() -> None:
     checker = Checker(byte_tokenizer())
     checker.start()
     process = checker._process
@@ -207,7 +205,7 @@ def test_it_ends_with_whoever_started_it() -> None:
     checker.close()
 
 
-def test_a_process_that_does_not_start_makes_constraints_unavailable(
+def test_process_that_does_not_start_makes_constraints_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")

@@ -80,7 +80,7 @@ def given(outcome: Outcome) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_attribution_has_the_bits_that_it_has_alone(family: str) -> None:
+def test_attribution_has_the_bits_that_it_has_alone(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     expected = attribute(gpt, PROMPT, ask(**EVERYTHING).task)
     outcome = run(gpt, ask(**EVERYTHING))["why", 0]
@@ -91,7 +91,7 @@ def test_an_attribution_has_the_bits_that_it_has_alone(family: str) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nobody_in_the_batch_changes_a_bit_of_it_nor_it_of_them(
+def test_attribution_and_batch_change_no_bit_of_each_other(
     native: bool, dtype: torch.dtype, library: ctypes.CDLL
 ) -> None:
     gpt = small_gpt(d_model=48, head_dim=16).to(dtype)
@@ -122,7 +122,7 @@ def test_quantized_ones_are_attributed_with_the_weights_that_are_served(
     assert outcome.attribution == attribute(gpt, PROMPT, ask().task) != exact
 
 
-def test_others_get_their_tokens_in_every_step(gpt: GPT) -> None:
+def test_attribution_leaves_others_a_token_in_every_step(gpt: GPT) -> None:
     driven = Driven(gpt)
     driven.add(generation("stream", [1, 2, 3], max_tokens=60))
     driven.step()
@@ -136,7 +136,7 @@ def test_others_get_their_tokens_in_every_step(gpt: GPT) -> None:
     driven.drain()
 
 
-def test_it_needs_no_slot(gpt: GPT) -> None:
+def test_attribution_needs_no_slot(gpt: GPT) -> None:
     driven = Driven(gpt, slots=1)
     driven.add(generation("stream", [1], max_tokens=100))
     driven.step()
@@ -148,7 +148,7 @@ def test_it_needs_no_slot(gpt: GPT) -> None:
     assert driven.outcomes["stream", 0].finish is None
 
 
-def test_those_that_are_begun_take_turns(gpt: GPT) -> None:
+def test_attributions_take_turns(gpt: GPT) -> None:
     """So a long one does not keep a short one waiting; a third waits for the first that ends."""
     driven = Driven(gpt)
     long = ask("long", methods=("integrated_gradients",), steps=50)
@@ -163,7 +163,7 @@ def test_those_that_are_begun_take_turns(gpt: GPT) -> None:
     assert [name for name, _ in ends] == ["short", "third", "long"]
 
 
-def test_they_are_begun_by_priority_and_callers_in_turn(gpt: GPT) -> None:
+def test_attributions_begin_by_priority_and_caller(gpt: GPT) -> None:
     driven = Driven(gpt)
     for name, caller, priority in (
         ("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("c1", "c", -1),
@@ -172,7 +172,7 @@ def test_they_are_begun_by_priority_and_callers_in_turn(gpt: GPT) -> None:
     assert [name for name, _ in driven.drain()] == ["c1", "a1", "b1", "a2", "a3"]
 
 
-def test_a_deadline_ends_it_between_two_pieces(gpt: GPT) -> None:
+def test_deadline_ends_it_between_two_pieces(gpt: GPT) -> None:
     clock = FakeClock()
     driven = Driven(gpt, clock)
     driven.add(ask(methods=("integrated_gradients",), deadline=clock.now + 10))
@@ -212,7 +212,7 @@ def test_attribution_frees_its_memory_at_its_end(
     assert [reference() for reference in made] == [None] * min(steps, 1)
 
 
-def test_one_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attribution_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven(gpt)
     driven.add(ask())
     driven.add(generation("stream", [1], max_tokens=9))
@@ -227,7 +227,7 @@ def test_one_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyPatch) ->
     assert outcomes["stream", 0].ended.reason is FinishReason.LENGTH
 
 
-def test_a_model_that_fails_on_others_leaves_it_alone(
+def test_model_that_fails_on_others_leaves_it_alone(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven = Driven(gpt)
@@ -245,7 +245,7 @@ def test_a_model_that_fails_on_others_leaves_it_alone(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_not_finite_is_an_error(method: str) -> None:
+def test_attribution_that_is_not_finite_is_an_error(method: str) -> None:
     gpt = small_gpt()
     gpt.token_embedding.weight[PROMPT[3]] = float("nan")
     outcome = run(gpt, ask(methods=(method,), token_id=(PROMPT[3] + 1) % 40, steps=2))["why", 0]
@@ -267,7 +267,7 @@ def test_new_weights_wait_for_those_that_came_before() -> None:
         assert outcomes[name, 0].attribution == attribute(weights, PROMPT, ask().task)
 
 
-def test_the_price_is_the_passes_over_the_text(gpt: GPT) -> None:
+def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
     text = len(PROMPT)
     for request, passes in (
         (ask(), 3),
@@ -315,7 +315,7 @@ def test_attribution_of_a_full_context_is_accepted(gpt: GPT) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_lost_whatever_comes_and_goes(gpt: GPT, seed: int) -> None:
+def test_attributions_and_others_all_end_in_random_mixes(gpt: GPT, seed: int) -> None:
     rng = random.Random(seed)
     driven, pool = Driven(gpt, slots=2), others()
     for number in range(40):

@@ -95,7 +95,7 @@ def positions(plan: StepPlan) -> int:
     return sum(chunk.end - chunk.start for chunk in plan.prefill)
 
 
-def test_a_prompt_takes_what_is_left_of_the_gap() -> None:
+def test_prompt_takes_what_is_left_of_the_gap() -> None:
     """Decoding takes 80 ms of 240: for 160 ms there are two blocks and the pass over them. With
     256 positions a step, as it was before, every token of the others waited 590 ms."""
     machine = Machine(DecodeSteps(3))
@@ -109,7 +109,7 @@ def test_a_prompt_takes_what_is_left_of_the_gap() -> None:
     assert machine.spent[-1][0] == pytest.approx(0.590)
 
 
-def test_where_nobody_decodes_there_is_no_budget() -> None:
+def test_prefill_has_no_budget_while_nobody_decodes() -> None:
     machine = Machine(DecodeSteps(1.01))
     sequence = machine.add("prompt", PROMPT)
     while sequence.state is not State.DECODE:
@@ -148,7 +148,7 @@ def test_short_prompts_share_the_time() -> None:
     assert [len(machine.step().prefill) for _ in range(2)] == [4, 1]
 
 
-def test_one_slow_step_says_nothing_about_the_next() -> None:
+def test_budget_ignores_one_slow_step() -> None:
     """Another process had the cores for a moment: a step took 50 times as long."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
@@ -161,7 +161,7 @@ def test_one_slow_step_says_nothing_about_the_next() -> None:
 
 
 @pytest.mark.parametrize(("factor", "blocks"), [(10.0, 1), (0.2, 8)])
-def test_a_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
+def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
     """Later positions cost more, and other work on the machine comes and goes."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
@@ -174,7 +174,7 @@ def test_a_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> Non
     assert positions(machine.step()) == blocks * BLOCK
 
 
-def test_a_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> None:
+def test_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> None:
     """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
     had ten times its time."""
     budget = PrefillBudget(DecodeSteps(11), 8 * BLOCK)
@@ -191,7 +191,7 @@ def test_a_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> No
     assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
 
 
-def test_what_costs_nothing_is_not_divided() -> None:
+def test_budget_accepts_steps_that_cost_nothing() -> None:
     """A clock that stands still, say."""
     machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
     machine.streams()
@@ -199,7 +199,7 @@ def test_what_costs_nothing_is_not_divided() -> None:
     assert positions(machine.step()) == machine.chunk
 
 
-def test_in_one_pass_prompts_cost_what_it_takes_longer_than_a_decode_step() -> None:
+def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
     """0.16 seconds are left, and a chunk saves what reading the weights again would take."""
     apart, together = Machine(DecodeSteps(3)), Machine(DecodeSteps(3), saved=0.06)
     for machine in (apart, together):
@@ -212,7 +212,7 @@ def test_in_one_pass_prompts_cost_what_it_takes_longer_than_a_decode_step() -> N
     assert all(seconds <= 0.24 * GROWTH for seconds, _ in together.spent)
 
 
-def test_a_pass_that_takes_no_longer_is_not_taken_for_one_without_time() -> None:
+def test_pass_that_takes_no_longer_is_not_taken_for_one_without_time() -> None:
     """One block beside what is decoded anyway took no longer than a decode step, so blocks came to
     cost nothing, which was read as not known: each prompt of 32 streams came in by single blocks,
     and the streams of others waited for slots (586 instead of 747 tokens/s)."""
@@ -251,14 +251,14 @@ def test_no_step_is_longer_than_its_bounds(
     assert all(spent <= at_most * (1 + 1e-9) for spent, _ in machine.spent[WINDOW // 2 + 1 :])
 
 
-def test_a_device_whose_work_is_not_timed_has_no_target() -> None:
+def test_device_whose_work_is_not_timed_has_no_target() -> None:
     """Nothing is accepted and ignored."""
     with pytest.raises(InvalidRequest, match=r"target_gap.*meta"):
         Engine(small_gpt().to("meta"), EngineConfig(target_gap=DecodeSteps(3)))
 
 
 @pytest.mark.parametrize("target", [DecodeSteps(1), DecodeSteps(0.5), 0.0, -1.0])
-def test_a_target_that_leaves_nothing_is_refused(target: TargetGap) -> None:
+def test_target_that_leaves_nothing_is_refused(target: TargetGap) -> None:
     with pytest.raises(InvalidRequest, match="target_gap"):
         EngineConfig(target_gap=target)
 
@@ -273,6 +273,6 @@ def test_targets_as_people_write_them(text: str, target: TargetGap | None) -> No
 
 
 @pytest.mark.parametrize("text", ["", "3", "1x", "0.9x", "-3x", "1001x", "0ms", "2h", "3601s", "x"])
-def test_what_is_not_a_target(text: str) -> None:
+def test_target_gap_refuses_other_text(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text or "''")):
         parse_target_gap(text)

@@ -62,7 +62,7 @@ def expressions() -> st.SearchStrategy[str]:
 
 @settings(max_examples=examples(100))
 @given(expressions(), st.integers(0, 2**32))
-def test_a_text_matches_its_expression(expression: str, seed: int) -> None:
+def test_text_matches_its_expression(expression: str, seed: int) -> None:
     source = Source("regex", expression)
     for outcome in written(COMPILER.compile(source), seed):
         text = check(source, outcome)
@@ -78,7 +78,7 @@ def test_a_text_matches_its_expression(expression: str, seed: int) -> None:
     st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5, unique=True),
     st.integers(0, 99),
 )
-def test_a_text_is_one_of_its_choices(texts: list[str], seed: int) -> None:
+def test_text_is_one_of_its_choices(texts: list[str], seed: int) -> None:
     source = Source("choice", json.dumps(texts))
     for outcome in written(COMPILER.compile(source), seed):
         assert check(source, outcome) in texts
@@ -100,7 +100,7 @@ CONSTRAINTS = {kind: COMPILER.compile(source) for kind, source in SOURCES.items(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("kind", CONSTRAINTS)
-def test_a_constrained_text_is_the_references(kind: Kind, temperature: float) -> None:
+def test_constrained_text_is_the_references(kind: Kind, temperature: float) -> None:
     for outcome_index, outcome in enumerate(
         written(CONSTRAINTS[kind], seed=1, temperature=temperature)
     ):
@@ -114,7 +114,7 @@ def test_a_constrained_text_is_the_references(kind: Kind, temperature: float) ->
         assert_is_reference(GPT_OF_THE_TESTS, PROMPT, sampling, outcome_index, outcome.token_ids)
 
 
-def test_the_last_token_that_there_is_room_for_may_complete_it() -> None:
+def test_last_token_that_there_is_room_for_may_complete_it() -> None:
     gpt = small_gpt()
     steps = Steps(gpt.config.vocab_size, length=6)
     for room, reason in ((5, FinishReason.LENGTH), (6, FinishReason.STOP), (7, FinishReason.STOP)):
@@ -123,7 +123,7 @@ def test_the_last_token_that_there_is_room_for_may_complete_it() -> None:
         assert len(outcome.tokens) == min(room, 6)
 
 
-def test_the_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> None:
+def test_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> None:
     """`a+` is whole after each letter: the text ends by the token, and by nothing else."""
     end = COMPILER.end_of_text
     assert end is not None
@@ -191,7 +191,7 @@ class EndingMatcher:
         ),
     ],
 )
-def test_a_matcher_ends_its_own_sequence_alone(
+def test_matcher_ends_its_own_sequence_alone(
     error: Exception | None,
     told: tuple[FinishReason, str | None, str | None],
     max_tokens: int,
@@ -221,13 +221,15 @@ def test_a_matcher_ends_its_own_sequence_alone(
     ("fields", "param"),
     [({"allowed_token_ids": (1, 2)}, "allowed_token_ids"), ({"min_tokens": 1}, "min_tokens")],
 )
-def test_what_could_forbid_every_token_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_constraint_refuses_fields_that_could_forbid_every_token(
+    fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidRequest, match=f"{param}.*steps") as info:
         SamplingParams(max_tokens=2, seed=0, constraint=Steps(40), **fields)
     assert info.value.param == param
 
 
-def test_a_constraint_for_another_vocabulary_is_refused() -> None:
+def test_constraint_for_another_vocabulary_is_refused() -> None:
     gpt = small_gpt()
     with pytest.raises(InvalidRequest, match=r"41.*40"):
         run(gpt, generation("a", [1], constraint=Steps(41)))

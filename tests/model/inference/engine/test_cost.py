@@ -83,7 +83,7 @@ def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
 @pytest.mark.parametrize("kind", REQUESTS)
 @settings(max_examples=examples(30))
 @given(data=st.data())
-def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
+def test_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
     request = data.draw(REQUESTS[kind])
     assert output_elements(request, SHAPE) == computed(request, run(GPT, request))
 
@@ -94,7 +94,7 @@ def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
     ids=lambda wanted: type(wanted).__name__,
 )
 @pytest.mark.parametrize(("missing", "blocks"), [(0, 2), (1, 1)])
-def test_the_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks: int) -> None:
+def test_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks: int) -> None:
     """A step has room for two blocks; where the budget is one number short, for one."""
     request = rows(wanted, tuple(range(2 * BLOCK)))
     driven = Driven(GPT, prefill_chunk=2 * BLOCK)

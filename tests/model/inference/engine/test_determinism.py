@@ -208,7 +208,7 @@ def test_company_changes_no_bit_of_batch_invariant_graphs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_conversation_goes_on_from_its_own_answers(name: str, native: DecoderMaker) -> None:
+def test_conversation_goes_on_from_its_own_answers(name: str, native: DecoderMaker) -> None:
     """An answer's blocks are copied like a prompt's, and what follows is what an engine says that
     has never seen any of it."""
     gpt, rng = shape(name, head_dim=16), random.Random(name)
@@ -231,7 +231,7 @@ def test_a_conversation_goes_on_from_its_own_answers(name: str, native: DecoderM
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_needle_in_hundreds_of_mixes(name: str, dtype: torch.dtype) -> None:
+def test_needle_in_hundreds_of_mixes(name: str, dtype: torch.dtype) -> None:
     """Six of each shape and dtype."""
     gpt = shape(name, dtype)
     assert differences(gpt, seed=(name, 0), pool_size=50, mixes=6, max_tokens=16) == 0
@@ -273,7 +273,7 @@ def test_company_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
     ),
     chunk=st.integers(1, 8).map(lambda blocks: blocks * BLOCK),
 )
-def test_how_long_steps_take_changes_no_bit(
+def test_step_times_change_no_bit(
     native: DecoderMaker, seed: int, target: TargetGap | None, chunk: int
 ) -> None:
     """How much of a prompt a step computes follows from what steps have cost. With a clock that
@@ -299,7 +299,7 @@ def test_how_long_steps_take_changes_no_bit(
 # The inverse: these tests can fail.
 
 
-def test_without_padded_rows_company_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpadded_rows_show_their_company(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_rows_depend_on_their_number()
     monkeypatch.setattr(plain, "decode_row_groups", lambda gpt: AS_THEY_ARE)
     assert differences(shape("gpt2"), seed="gpt2", pool_size=POOL, mixes=MIXES) > 0

@@ -89,7 +89,7 @@ def endure(requests: int, seed: int) -> None:
     assert counts(endurance.engine) == (0, 0, 16, 0)
 
 
-def test_a_thousand_requests_leave_nothing_behind() -> None:
+def test_thousand_requests_leave_nothing_behind() -> None:
     endure(1000, seed=0)
 
 

@@ -21,7 +21,7 @@ from tests.model.inference.engine.harness import (
 from tests.model.inference.engine.test_against_reference import check_rows, random_request
 
 
-def test_a_prompt_gives_its_first_token_when_it_is_computed(gpt: GPT) -> None:
+def test_prompt_gives_its_first_token_when_it_is_computed(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=32)
     driven.add(generation("a", [1] * 70, max_tokens=3))
     steps = [driven.step() for _ in range(5)]
@@ -71,7 +71,7 @@ def test_every_moment_is_on_the_engines_clock(gpt: GPT) -> None:
     assert driven.outcomes["third", 0].ended.times.arrived == 42.0
 
 
-def test_a_shared_prefix_is_copied_and_counted(gpt: GPT) -> None:
+def test_shared_prefix_is_copied_and_counted(gpt: GPT) -> None:
     prompt = random_prompt(random.Random(3), 100)
     driven = Driven(gpt)
     for name, token_ids in {

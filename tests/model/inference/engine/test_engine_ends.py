@@ -27,7 +27,7 @@ def busy(gpt: GPT, clock: FakeClock | None = None, deadline: float | None = None
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill", "queued"])
-def test_an_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
+def test_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
     driven = busy(gpt)
     driven.abort(name)
     end = driven.outcomes[name, 0].ended
@@ -44,7 +44,7 @@ def test_an_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
     assert driven.engine.abort(name) == []  # twice is once
 
 
-def test_an_abort_of_one_leaves_its_siblings(gpt: GPT) -> None:
+def test_abort_of_one_leaves_its_siblings(gpt: GPT) -> None:
     driven = Driven(gpt, slots=2)
     driven.add(generation("a", [1] * 40, n=4, max_tokens=6))
     driven.step()
@@ -60,7 +60,7 @@ def test_an_abort_of_one_leaves_its_siblings(gpt: GPT) -> None:
     assert outcomes["a", 0].token_ids == outcomes["a", 2].token_ids  # greedy
 
 
-def test_a_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
+def test_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
     clock = FakeClock()
     driven = busy(gpt, clock, deadline=110.0)
     driven.add(generation("unhurried", [4], deadline=120.0))
@@ -83,7 +83,7 @@ def test_a_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
     assert driven.outcomes["unhurried", 0].ended.reason is FinishReason.LENGTH
 
 
-def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
+def test_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     clock = FakeClock()
     driven = Driven(gpt, clock)
     driven.engine._scheduler.output_elements = 1
@@ -99,7 +99,7 @@ def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     assert not driven.engine.has_work()
 
 
-def test_a_stop_token_that_is_also_the_last_is_a_stop(gpt: GPT) -> None:
+def test_stop_token_that_is_also_the_last_is_a_stop(gpt: GPT) -> None:
     text = run(gpt, generation("a", [1, 2], max_tokens=4))["a", 0].token_ids
     last = frozenset({text[-1]})
     first = text.index(text[-1])

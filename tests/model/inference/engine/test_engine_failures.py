@@ -60,7 +60,7 @@ def finishes(events: tuple[Event, ...]) -> dict[str, FinishEvent]:
 
 
 @pytest.mark.parametrize("fails_in", ["prefill", "decode"])
-def test_a_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) -> None:
+def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) -> None:
     """Of five requests, two are in the failed step; the other three never notice."""
     rng = random.Random(8)
     prompts = {name: random_prompt(rng, 100) for name in ("prefill", "admitted", "queued")}
@@ -82,7 +82,7 @@ def test_a_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str
         assert_is_reference(gpt, prompts[name], params(), 0, outcomes[name, 0].token_ids)
 
 
-def test_nothing_of_a_failed_step_is_shared(gpt: GPT) -> None:
+def test_failed_step_shares_no_cell(gpt: GPT) -> None:
     """A failed step may have left anything in the cache: prompts that could have copied from it,
     or from what was there before, are computed."""
     prompt = random_prompt(random.Random(9), 100)
@@ -105,7 +105,7 @@ def test_nothing_of_a_failed_step_is_shared(gpt: GPT) -> None:
     assert driven.drain()["again", 0].ended.cached_tokens == 96
 
 
-def test_a_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
+def test_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, 3), slots=2, prefill_chunk=32)
     request = outputs_request("rows", random_prompt(random.Random(0), 100))
     driven.add(request)
@@ -119,7 +119,7 @@ def test_a_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     check_rows(gpt, request, driven.outcomes["rows", 0])
 
 
-def test_a_model_that_always_fails_answers_everybody(gpt: GPT) -> None:
+def test_model_that_always_fails_answers_everybody(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, *range(1, 100)), slots=2)
     for i in range(10):
         driven.add(generation(str(i), [1] * 40, n=2))

@@ -169,7 +169,7 @@ def test_every_layer_says_what_the_definition_says(gpt: GPT) -> None:
     check(lens_of(gpt, ask(), prefill_chunk=32), oracle_logprobs(exact, LAYERS), 2e-3)
 
 
-def test_the_last_layer_is_what_logits_say_to_the_bit(gpt: GPT) -> None:
+def test_last_layer_is_what_logits_say_to_the_bit(gpt: GPT) -> None:
     """Every id's logprob, of the same rows of logits."""
     every = Lens(layers=(3,), top_k=257, token_ids=tuple(range(257)))
     values = lens_of(gpt, ask(every))
@@ -183,7 +183,7 @@ def test_the_last_layer_is_what_logits_say_to_the_bit(gpt: GPT) -> None:
     assert (values.divergence == 0).all()
 
 
-def test_some_layers_and_positions_are_those_of_all(gpt: GPT) -> None:
+def test_lens_of_some_layers_and_positions_is_part_of_all(gpt: GPT) -> None:
     every = lens_of(gpt, ask())
     positions = (0, 31, 32, 70)
     for layers in ((0,), (1, 3), (2,)):
@@ -196,7 +196,7 @@ def test_some_layers_and_positions_are_those_of_all(gpt: GPT) -> None:
     assert same_bits(every, last, [LENGTH - 1])
 
 
-def test_neither_pieces_nor_others_nor_a_copied_prefix_change_a_bit(
+def test_lens_has_the_same_bits_in_pieces_among_others_and_copied(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = lens_of(gpt, ask())
@@ -218,7 +218,7 @@ def test_neither_pieces_nor_others_nor_a_copied_prefix_change_a_bit(
 
 
 @pytest.mark.parametrize("changes", [(), ("blocks.0.output",)])
-def test_a_prompt_of_several_chunks_is_asked_about_its_last_position(
+def test_prompt_of_several_chunks_is_asked_about_its_last_position(
     changes: tuple[str, ...],
 ) -> None:
     """Chunks of which nothing is asked for have no rows."""
@@ -240,7 +240,7 @@ def split_following(outcome: Outcome) -> Values:
     return split(rows_of(outcome), replace(FOLLOWING, token_ids=(*FOLLOWING.token_ids, 0)))
 
 
-def test_the_token_that_follows_is_what_naming_it_and_scoring_it_say(gpt: GPT) -> None:
+def test_token_that_follows_is_what_naming_it_and_scoring_it_say(gpt: GPT) -> None:
     """At the last layer it has the bits of a score."""
     positions = range(3, LENGTH - 1)
     every = Lens(layers=LAYERS, top_k=6, token_ids=tuple(range(257)))
@@ -267,7 +267,7 @@ def test_the_token_that_follows_is_what_naming_it_and_scoring_it_say(gpt: GPT) -
 # Interventions
 
 
-def test_a_lens_looks_at_the_changed_streams(gpt: GPT) -> None:
+def test_lens_looks_at_the_changed_streams(gpt: GPT) -> None:
     exact = copy.deepcopy(gpt).double()
     change = Intervention(stage="blocks.1.mlp.out", operation="scale", factor=-2.0)
 
@@ -283,7 +283,7 @@ def test_a_lens_looks_at_the_changed_streams(gpt: GPT) -> None:
     assert (changed.divergence[:, -1] == 0).all()
 
 
-def test_a_change_of_the_final_norm_is_one_of_the_last_layer_alone() -> None:
+def test_change_of_the_final_norm_is_one_of_the_last_layer_alone() -> None:
     gpt = tiny_gpt(tiny_config())
     zero = Intervention(stage="final_norm", operation="zero")
     plain, changed = lens_of(gpt, ask()), lens_of(gpt, ask(interventions=(zero,)))
@@ -293,7 +293,7 @@ def test_a_change_of_the_final_norm_is_one_of_the_last_layer_alone() -> None:
     assert (changed.ranks[:, 3] == 1).all()
 
 
-def test_what_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
+def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
     """The ids of a row that are the largest were looked for among comparisons with NaN, of which
     none is true, and with the request all others of its step failed."""
     broken = Intervention(
@@ -359,7 +359,7 @@ def test_native_code_gives_the_same_lens(
         Lens(layers=(2, 3), top_k=1, token_ids=(5,), following=True),
     ],
 )
-def test_the_cost_is_what_is_computed_and_handed_out(lens: Lens) -> None:
+def test_cost_is_what_is_computed_and_handed_out(lens: Lens) -> None:
     gpt = tiny_gpt(tiny_config())
     request = ask(lens, positions=(3, 9))
     rows = rows_of(run(gpt, request)["a", 0])
@@ -383,13 +383,13 @@ def test_the_cost_is_what_is_computed_and_handed_out(lens: Lens) -> None:
         (Lens(layers=(0,), top_k=1, token_ids=(257,)), "token_ids", "257.*token_ids"),
     ],
 )
-def test_what_cannot_be_looked_at_is_refused(lens: Lens, param: str, message: str) -> None:
+def test_lens_refuses_what_the_model_lacks(lens: Lens, param: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as refused:
         check_request(ask(lens), tiny_config())
     assert refused.value.param == param
 
 
-def test_the_last_token_of_a_prompt_has_none_that_follows() -> None:
+def test_last_token_of_a_prompt_has_none_that_follows() -> None:
     lens = Lens(layers=(0,), top_k=1, following=True)
     check_request(ask(lens, range(LENGTH - 1)), tiny_config())
     with pytest.raises(InvalidRequest, match=f"{LENGTH - 1}") as refused:

@@ -34,7 +34,7 @@ def searched(tokens: list[int]) -> tuple[int, int]:
 
 
 @given(tokens=tokens_of_a_text, looks=st.sets(st.integers(0, 89)))
-def test_what_is_found_is_what_a_search_finds(tokens: list[int], looks: set[int]) -> None:
+def test_repeats_find_the_run_of_a_search(tokens: list[int], looks: set[int]) -> None:
     """However often it is asked while the text grows."""
     text: list[int] = []
     repeats = Repeats(text)
@@ -46,7 +46,7 @@ def test_what_is_found_is_what_a_search_finds(tokens: list[int], looks: set[int]
 
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30), data=st.data())
-def test_a_continuation_reads_on_into_itself(tokens: list[int], data: st.DataObject) -> None:
+def test_continuation_reads_on_into_itself(tokens: list[int], data: st.DataObject) -> None:
     start, count = data.draw(st.integers(0, len(tokens) - 1)), data.draw(st.integers(0, 9))
     text = list(tokens)
     for place in range(start, start + count):
@@ -154,7 +154,7 @@ def test_rows_are_computed_while_they_are_likely_to_pay(rate: float, sequences: 
 
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
-def test_a_text_of_dice_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
+def test_text_of_dice_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
     """Runs repeat all the time, what follows them does not."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]

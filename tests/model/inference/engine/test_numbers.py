@@ -107,7 +107,7 @@ def test_attention_weights_are_the_models_own_to_the_bit(
 @pytest.mark.parametrize(
     "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
 )
-def test_the_loss_of_a_slot_changes_no_bit(gpt: GPT, wanted: Any) -> None:
+def test_loss_of_a_slot_changes_no_bit(gpt: GPT, wanted: Any) -> None:
     """Its reader is slow, and after every two pieces somebody else has waited for the slot."""
     alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
     driven = Driven(gpt, slots=1, prefill_chunk=32)
@@ -171,7 +171,7 @@ def test_columns_of_processed_logits() -> None:
         (Logits(columns=(257,)), "token_ids"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused(wanted: Any, param: str) -> None:
+def test_outputs_refuse_what_the_model_lacks(wanted: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         rows(tiny_gpt(), wanted)
     assert raised.value.param == param
@@ -211,13 +211,13 @@ def test_continuations_are_scored_after_the_prompt(gpt: GPT, prompt_length: int)
 
 
 @pytest.mark.parametrize("length", [1, 2, 32, 33, 75])
-def test_a_text_is_scored_as_a_whole(gpt: GPT, length: int) -> None:
+def test_text_is_scored_as_a_whole(gpt: GPT, length: int) -> None:
     (outcome,) = score(gpt, PROMPT[:length])
     assert outcome.prompt_start == 0
     check_scores(gpt, PROMPT[:length], 0, outcome)
 
 
-def test_the_prompt_is_computed_once() -> None:
+def test_prompt_is_computed_once() -> None:
     outcomes = score(tiny_gpt(), PROMPT[:70], [1, 2], [3], [4, 5, 6])
     assert [outcome.ended.cached_tokens for outcome in outcomes] == [0, 64, 64]
 
@@ -268,7 +268,7 @@ def test_scores_in_arrays_are_those_of_each_token(
         ([1], (), -1, "logprobs"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
+def test_score_refuses_an_impossible_request(
     prompt: list[int], continuations: Any, top: int, param: str
 ) -> None:
     request = ScoreRequest(

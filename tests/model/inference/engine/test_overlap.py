@@ -56,7 +56,7 @@ def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slo
 
 @settings(max_examples=examples(75))
 @given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
-def test_the_tokens_are_the_references(commands: list[Ask | Command]) -> None:
+def test_tokens_are_the_references(commands: list[Ask | Command]) -> None:
     """With steps of several sizes, too."""
     played = Played(batch_invariant=False)
     played.play(commands)
@@ -77,7 +77,7 @@ def test_the_tokens_are_the_references(commands: list[Ask | Command]) -> None:
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
     fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
 )
-def test_a_decoder_that_raises_fails_the_step_that_it_fails_without(
+def test_decoder_that_raises_fails_the_step_that_it_fails_without(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
     """What is raised by a launch is raised when its tokens are due, and not before: those of the
@@ -96,7 +96,7 @@ def test_a_decoder_that_raises_fails_the_step_that_it_fails_without(
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
     fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
 )
-def test_a_device_that_fails_while_it_is_waited_for_fails_nobody_else(
+def test_device_that_fails_while_it_is_waited_for_fails_nobody_else(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
     """A step has failed when the one behind it is in flight: who was in it is told, once."""
@@ -129,7 +129,7 @@ def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
     assert (decoder.decoded, decoder.launched, decoder.launched_next) == (0, 1, 8)
 
 
-def test_a_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> None:
+def test_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> None:
     driven = Played().driven
     decoder = launching(driven)
     driven.add(generation("early", [1, 2, 3], max_tokens=30))
@@ -150,7 +150,7 @@ def test_a_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() ->
 
 
 @pytest.mark.parametrize("ends_by", ["abort", "stop", "deadline"])
-def test_whoever_has_the_slot_next_sees_nothing_of_what_was_in_flight(ends_by: str) -> None:
+def test_next_sequence_of_a_slot_sees_no_step_in_flight(ends_by: str) -> None:
     """The token in flight is far behind the next prompt, and not finite: it must be gone, not only
     masked, when the slot's next sequence comes by."""
     prompt = random_prompt(random.Random(11), 50)

@@ -12,7 +12,7 @@ GPT = small_gpt()
 PROMPT = random_prompt(random.Random(0), 100)
 
 
-def test_a_warm_cache_changes_no_bit_of_them() -> None:
+def test_warm_cache_changes_no_bit_of_them() -> None:
     """Elsewhere such values depended on what had been cached by whom."""
     alone = run(GPT, generation("p", PROMPT, prompt_logprobs=2))["p", 0].prompt
     driven = Driven(GPT)
@@ -31,7 +31,7 @@ def test_n_sequences_are_told_once_and_share_the_prompt() -> None:
     assert [outcomes["p", i].ended.cached_tokens for i in range(3)] == [0, 96, 96]
 
 
-def test_a_prompt_may_be_kept_from_sharing() -> None:
+def test_prompt_may_be_kept_from_sharing() -> None:
     driven = Driven(GPT)
     for name, prefix_reuse in (("first", True), ("own", False), ("shared", True)):
         driven.add(generation(name, PROMPT, prefix_reuse=prefix_reuse))

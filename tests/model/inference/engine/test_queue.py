@@ -35,7 +35,7 @@ def take_all(queue: WaitingQueue) -> list[Sequence]:
 
 
 @given(st.lists(st.integers(-2, 2), max_size=40))
-def test_one_caller_is_served_by_priority_and_arrival(priorities: list[int]) -> None:
+def test_queue_serves_one_caller_by_priority_and_arrival(priorities: list[int]) -> None:
     queue = WaitingQueue()
     sequences = [waiting(str(i), priority=priority) for i, priority in enumerate(priorities)]
     for sequence in sequences:
@@ -45,7 +45,7 @@ def test_one_caller_is_served_by_priority_and_arrival(priorities: list[int]) -> 
 
 
 @given(st.lists(st.tuples(st.sampled_from(CALLERS), st.booleans()), max_size=60))
-def test_a_caller_waits_for_one_sequence_of_each_other_at_most(
+def test_caller_waits_for_one_sequence_of_each_other_at_most(
     acts: list[tuple[str, bool]],
 ) -> None:
     """Whatever comes and is admitted in which order."""
@@ -70,7 +70,7 @@ def test_a_caller_waits_for_one_sequence_of_each_other_at_most(
     assert len(queue) == 0
 
 
-def test_a_priority_is_served_before_turns_are_taken() -> None:
+def test_priority_is_served_before_turns_are_taken() -> None:
     queue = WaitingQueue()
     sequences = [
         waiting("late", "a", 1), waiting("1", "a"), waiting("2", "a"), waiting("other", "b"),
@@ -83,7 +83,7 @@ def test_a_priority_is_served_before_turns_are_taken() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30))
-def test_who_comes_back_and_who_is_new_alternate(admitted_before: list[bool]) -> None:
+def test_queue_alternates_returning_and_new_callers(admitted_before: list[bool]) -> None:
     queue = WaitingQueue()
     sequences = [waiting(str(i), "a") for i in range(len(admitted_before))]
     for sequence, before in zip(sequences, admitted_before, strict=True):
@@ -96,7 +96,7 @@ def test_who_comes_back_and_who_is_new_alternate(admitted_before: list[bool]) ->
     assert take_all(queue) == both + rest
 
 
-def test_the_held_are_next_when_they_are_released() -> None:
+def test_held_are_next_when_they_are_released() -> None:
     queue = WaitingQueue()
     for name, caller, held in (("1", "a", True), ("2", "b", False), ("3", "a", False)):
         queue.push(waiting(name, caller), held=held)
@@ -109,7 +109,7 @@ def test_the_held_are_next_when_they_are_released() -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-def test_who_ends_while_waiting_is_out(gone: int) -> None:
+def test_queue_drops_a_request_that_ends_while_waiting(gone: int) -> None:
     queue = WaitingQueue()
     sequences = [waiting(str(i), caller) for i, caller in enumerate("aab")]
     for sequence in sequences:

@@ -133,7 +133,7 @@ def test_company_does_not_change_a_decoded_rows_bits(
         assert torch.equal(logits(batch.tolist()), alone[batch]), count
 
 
-def test_a_model_in_training_mode_is_refused() -> None:
+def test_model_in_training_mode_is_refused() -> None:
     """It would apply its dropout to what it serves, and say nothing."""
     gpt = tiny_gpt(tiny_config(dropout=0.1)).train()
     with pytest.raises(ValueError, match="training mode"):

@@ -235,7 +235,7 @@ def states(sequences: Iterable[Sequence]) -> list[State]:
     return [sequence.state for sequence in sequences]
 
 
-def test_a_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
+def test_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
     """While 20 chunks of a prompt are computed, who was running gets a token in every step."""
     simulation = Simulation(slots=3)
     (running,) = simulation.add(generation("short", [1], max_tokens=50))
@@ -250,7 +250,7 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "cached"), [(24, 32), (25, 64), (55, 64), (56, 64)])
-def test_what_was_decoded_is_shared_but_for_the_last_token(max_tokens: int, cached: int) -> None:
+def test_decoded_blocks_are_shared_but_for_the_last_token(max_tokens: int, cached: int) -> None:
     """The last token was sampled and never computed: where it fills a block, that block would be
     shared without the keys and values of its last position."""
     simulation = Simulation(slots=2, share_decoded=True)
@@ -281,7 +281,7 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     assert behind.admitted == 3.0
 
 
-def test_a_slow_reader_pauses_itself_alone() -> None:
+def test_slow_reader_pauses_itself_alone() -> None:
     simulation = Simulation(slots=2)
     (rows,) = simulation.add(outputs_request("rows", [1] * 200, range(200)))
     (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
@@ -301,7 +301,7 @@ def test_a_slow_reader_pauses_itself_alone() -> None:
 
 
 @pytest.mark.parametrize("width", [LARGE_OUTPUT, LARGE_OUTPUT // BLOCK])
-def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> None:
+def test_large_outputs_rest_while_others_decode(width: int) -> None:
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK), lambda request: width)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     rows = Sequence(Group(outputs_request("rows", [2] * 200, range(200))), 0, 0.0)
@@ -325,7 +325,7 @@ def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> No
     assert third.start == second.end
 
 
-def test_who_decodes_rests_from_those_that_are_tapped() -> None:
+def test_tapped_steps_rest_while_others_decode() -> None:
     """Twenty requests with interventions made the tokens of others take eight times as long: each
     step had all of their prompts and rows in it. Now it has one of their prompts, and then others
     decode for twice as long as that took."""
@@ -362,7 +362,7 @@ def test_who_decodes_rests_from_those_that_are_tapped() -> None:
     assert step(7.1, 1.0) == ([], [d, e]), "no reason to rest"
 
 
-def test_few_rows_do_not_rest() -> None:
+def test_small_outputs_do_not_rest() -> None:
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32), lambda request: 1)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     scheduler.enqueue(decoding)
@@ -384,7 +384,7 @@ def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
     return sequences
 
 
-def test_who_waits_gets_the_slot_of_the_reader_that_is_behind_the_longest() -> None:
+def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
     simulation = Simulation(slots=2)
     first, second = behind(
         simulation,
@@ -445,7 +445,7 @@ def test_readers_that_read_all_go_on_whatever_they_do_to_each_other() -> None:
 
 
 @pytest.mark.parametrize("state", [State.WAITING, State.PREFILL, State.DECODE])
-def test_a_removed_sequence_leaves_its_slot(state: State) -> None:
+def test_removed_sequence_leaves_its_slot(state: State) -> None:
     simulation = Simulation(slots=1, prefill_chunk=32)
     (sequence,) = simulation.add(generation("a", [1] * 40, max_tokens=9))
     (behind,) = simulation.add(generation("b", [2]))

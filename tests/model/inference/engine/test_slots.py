@@ -24,7 +24,7 @@ def test_all_slots_are_given_out_once() -> None:
     assert pool.acquire(step=4) == 1
 
 
-def test_the_least_recently_used_is_taken_first() -> None:
+def test_least_recently_used_is_taken_first() -> None:
     pool = SlotPool(3)
     for _ in range(3):
         pool.acquire(step=1)
@@ -33,7 +33,7 @@ def test_the_least_recently_used_is_taken_first() -> None:
     assert [pool.acquire(step=5) for _ in range(3)] == [1, 2, 0]
 
 
-def test_a_preferred_slot_is_taken_if_it_is_free() -> None:
+def test_preferred_slot_is_taken_if_it_is_free() -> None:
     pool = SlotPool(3)
     assert pool.acquire(step=1, preferred=2) == 2
     assert pool.acquire(step=2, preferred=2) == 0
@@ -41,7 +41,7 @@ def test_a_preferred_slot_is_taken_if_it_is_free() -> None:
     assert pool.acquire(step=4, preferred=1) is None
 
 
-def test_a_slot_is_released_once() -> None:
+def test_slot_is_released_once() -> None:
     pool = SlotPool(1)
     pool.acquire(step=1)
     pool.release(0, step=2)
@@ -77,9 +77,7 @@ held_tokens = st.lists(st.sampled_from([A, B]), max_size=4).map(lambda blocks: [
     st.lists(held_tokens, min_size=1, max_size=5),
     st.lists(st.sampled_from([A, B, A[:7], B[:1]]), max_size=5),
 )
-def test_the_longest_prefix_is_the_longest(
-    contents: list[list[int]], pieces: list[list[int]]
-) -> None:
+def test_longest_prefix_is_the_longest(contents: list[list[int]], pieces: list[list[int]]) -> None:
     prompt = [*chain(*pieces)]
     pool = SlotPool(len(contents))
     for index, held in enumerate(contents):

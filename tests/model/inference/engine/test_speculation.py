@@ -139,7 +139,7 @@ def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> Non
     assert 0 < driven.accepted_tokens < driven.drafted_tokens
 
 
-def test_a_text_that_does_not_repeat_costs_next_to_no_rows() -> None:
+def test_text_that_does_not_repeat_costs_next_to_no_rows() -> None:
     gpt = family_gpt("gpt2")
     request = generation("a", [1, 2], max_tokens=120, temperature=3.0)
     driven, expected = both(gpt, request)
@@ -147,7 +147,7 @@ def test_a_text_that_does_not_repeat_costs_next_to_no_rows() -> None:
     assert driven.drafted_tokens <= 6
 
 
-def test_what_drafts_wrote_is_shared_by_nobody(counting: GPT) -> None:
+def test_drafted_cells_are_never_shared(counting: GPT) -> None:
     driven = Driven(counting, slots=1, speculate="ngram")
     driven.add(generation("a", PROMPT, max_tokens=50))
     text = PROMPT + driven.drain()["a", 0].token_ids
@@ -172,7 +172,7 @@ def steps_of(driven: Driven) -> list[list[int]]:
     return given
 
 
-def test_a_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
+def test_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
     driven = Driven(counting, speculate="ngram")
     driven.add(generation("a", PROMPT, max_tokens=30))
     assert steps_of(driven) == [
@@ -188,7 +188,7 @@ def test_a_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
     assert driven.outcomes["a", 0].ended.reason is FinishReason.LENGTH
 
 
-def test_the_context_is_filled_to_its_end(counting: GPT) -> None:
+def test_context_is_filled_to_its_end(counting: GPT) -> None:
     context = counting.config.context_length
     request = generation("a", PROMPT, max_tokens=context - len(PROMPT), logprobs=1)
     driven, expected = both(counting, request)
@@ -197,7 +197,7 @@ def test_the_context_is_filled_to_its_end(counting: GPT) -> None:
 
 
 @pytest.mark.parametrize("stop", range(3, 33))
-def test_nothing_comes_behind_a_stop_token_inside_a_draft(counting: GPT, stop: int) -> None:
+def test_stop_token_inside_a_draft_ends_the_text(counting: GPT, stop: int) -> None:
     request = generation("a", PROMPT, max_tokens=30, stop_token_ids=frozenset({stop}))
     driven, expected = both(counting, request)
     outcome = driven.outcomes["a", 0]
@@ -208,7 +208,7 @@ def test_nothing_comes_behind_a_stop_token_inside_a_draft(counting: GPT, stop: i
     assert steps == next(i for i, last in enumerate([3, 5, 8, 14, 22, 30, 32]) if stop <= last)
 
 
-def test_what_is_not_reached_is_no_error(counting: GPT) -> None:
+def test_drafted_row_that_is_not_finite_fails_only_if_reached(counting: GPT) -> None:
     """A position whose numbers are not finite ends those who come to it, with what they had
     before; to others it does not matter that a draft's row stood there."""
     broken = counting_gpt()
@@ -224,7 +224,7 @@ def test_what_is_not_reached_is_no_error(counting: GPT) -> None:
     assert driven.outcomes["a", 0].token_ids == list(range(3, 25))
 
 
-def test_a_constrained_sequence_has_no_drafts(counting: GPT) -> None:
+def test_constrained_sequence_has_no_drafts(counting: GPT) -> None:
     sampling = params(40, constraint=Steps(COUNT, by=2), logprobs=1)
     driven, expected = both(counting, generation("a", PROMPT, sampling=sampling))
     assert ends(driven.outcomes["a", 0]) == expected["a", 0]
@@ -232,7 +232,7 @@ def test_a_constrained_sequence_has_no_drafts(counting: GPT) -> None:
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 8, DRAFTED_ROWS - 1, DRAFTED_ROWS, 20])
-def test_a_step_has_few_rows(counting: GPT, sequences: int) -> None:
+def test_step_has_few_rows(counting: GPT, sequences: int) -> None:
     config: dict[str, Any] = {"slots": 20, "prefill_chunk": 2048, "prefix_reuse": False}
     driven = Driven(counting, speculate="ngram", **config)
     for i in range(sequences):

@@ -113,7 +113,7 @@ def test_every_stage_is_what_its_definition_says(exact: GPT, prefill_chunk: int)
 
 
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
-def test_the_stream_the_weights_and_the_logits_are_those_of_their_own_endpoints_to_the_bit(
+def test_stream_the_weights_and_the_logits_are_those_of_their_own_endpoints_to_the_bit(
     gpt: GPT, kept: KVCacheDType
 ) -> None:
     """Also where keys and values are read as they were rounded."""
@@ -141,7 +141,7 @@ def test_chosen_positions_are_those_of_all(gpt: GPT) -> None:
         assert torch.equal(value, every[name][[0, 31, 32, 70]]), name
 
 
-def test_many_elements_are_computed_in_more_steps_with_the_same_bits(
+def test_activations_in_more_steps_have_the_same_bits(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = ask(Activations(stages=tuple(names(gpt))))
@@ -154,7 +154,7 @@ def test_many_elements_are_computed_in_more_steps_with_the_same_bits(
         assert torch.equal(value, at_once[name]), name
 
 
-def test_the_cost_of_a_position_is_what_is_handed_out_of_it(gpt: GPT) -> None:
+def test_cost_of_a_position_is_what_is_handed_out_of_it(gpt: GPT) -> None:
     request = ask(Activations(stages=tuple(names(gpt))), positions=(3,))
     rows = rows_of(run(gpt, request)["a", 0])
     assert rows.shape == (1, position_elements(request, gpt.config))
@@ -234,7 +234,7 @@ def changeable(gpt: GPT) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_change_of_any_stage_is_that_change_by_hand(exact: GPT, count: int | None) -> None:
+def test_change_of_any_stage_is_that_change_by_hand(exact: GPT, count: int | None) -> None:
     """Each stage in turn, at the positions, heads and with the values of a draw: all stages after
     it are what the definition gives with the same change. In a hurry, some stages."""
     gpt = exact
@@ -288,7 +288,7 @@ def test_logits_hidden_states_weights_and_scores_are_those_of_the_changed_forwar
         )
 
 
-def test_a_text_goes_on_as_the_changed_model_would(exact: GPT) -> None:
+def test_text_goes_on_as_the_changed_model_would(exact: GPT) -> None:
     """Greedy, with changes of the prompt alone, of what is generated alone, and of all: each token
     is the likeliest of a whole changed forward over the text before it."""
     gpt, prompt = exact, PROMPT[:40]
@@ -319,7 +319,7 @@ def test_a_text_goes_on_as_the_changed_model_would(exact: GPT) -> None:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)])
-def test_to_patch_a_prompt_with_itself_changes_nothing(gpt: GPT, count: int | None) -> None:
+def test_patch_of_a_prompt_with_itself_changes_nothing(gpt: GPT, count: int | None) -> None:
     """Of stages that the forward goes on with as they are: to the bit. In a hurry, some stages."""
     rng = random.Random(count)
     for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
@@ -392,7 +392,7 @@ def random_intervention_of(gpt: GPT, rng: random.Random, length: int) -> Interve
     )
 
 
-def test_a_changed_prompt_leaves_nothing_to_be_copied() -> None:
+def test_changed_prompt_leaves_nothing_to_be_copied() -> None:
     gpt = tiny_gpt(tiny_config())
     driven = Driven(gpt)
     zero = Intervention(stage="blocks.0.attention.v", operation="zero")
@@ -444,7 +444,7 @@ def test_a_changed_prompt_leaves_nothing_to_be_copied() -> None:
         ),
     ],
 )
-def test_what_cannot_be_carried_out_is_rejected(fields: dict[str, Any], message: str) -> None:
+def test_intervention_refuses_an_impossible_change(fields: dict[str, Any], message: str) -> None:
     gpt = tiny_gpt(tiny_config())
     values: dict[str, Any] = {"stage": "blocks.0.attention.heads", "operation": "zero"}
     intervention = Intervention(**(values | fields))

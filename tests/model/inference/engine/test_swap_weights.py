@@ -21,7 +21,7 @@ CONFIG = small_gpt().config
 OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
 
 
-def test_what_came_before_ends_on_the_old_weights() -> None:
+def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
     rng = random.Random(0)
     driven = Driven(OLD, slots=2)
     early = [generation(f"early {i}", random_prompt(rng, 40), n=2, max_tokens=9) for i in range(2)]
@@ -40,7 +40,7 @@ def test_what_came_before_ends_on_the_old_weights() -> None:
             assert outcomes[request.request_id, index].token_ids == expected
 
 
-def test_a_sibling_that_still_waits_belongs_to_what_has_begun() -> None:
+def test_sibling_that_still_waits_belongs_to_what_has_begun() -> None:
     """With one slot the three sequences run one after the other; the swap comes after the first."""
     driven = Driven(OLD, slots=1)
     request = generation("trio", random_prompt(random.Random(1), 50), n=3, max_tokens=4,
@@ -54,7 +54,7 @@ def test_a_sibling_that_still_waits_belongs_to_what_has_begun() -> None:
         assert outcomes["trio", index].token_ids == expected
 
 
-def test_the_cache_of_old_weights_is_never_shared() -> None:
+def test_cache_of_old_weights_is_never_shared() -> None:
     prompt = random_prompt(random.Random(2), 100)
     driven = Driven(OLD)
     driven.add(generation("old", prompt))
@@ -69,7 +69,7 @@ def test_the_cache_of_old_weights_is_never_shared() -> None:
 
 
 @pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
-def test_a_request_names_the_weights_that_answer_it(turn: str) -> None:
+def test_request_names_the_weights_that_answer_it(turn: str) -> None:
     """A sweep's later prompts are of the version of its first ones, and come when others already
     wait for the next: neither may wait for the other."""
     prompt = random_prompt(random.Random(3), 40)
@@ -100,7 +100,7 @@ def test_weights_that_are_neither_here_nor_next_are_refused() -> None:
         driven.engine.accept(generation("a", [1]), weights=0)
 
 
-def test_one_swap_after_the_other() -> None:
+def test_swap_refuses_a_second_one_while_it_waits() -> None:
     driven = Driven(OLD)
     driven.add(generation("old", [1, 2, 3]))
     driven.swap_weights(NEW)
@@ -122,7 +122,7 @@ def test_preparing_changes_nothing() -> None:
     assert driven.drain()["old", 0].token_ids == generate(OLD, prompt, params(max_tokens=20))
 
 
-def test_an_abort_completes_a_swap() -> None:
+def test_abort_completes_a_swap() -> None:
     """The last of those who had begun may be aborted between steps: nobody would step for the one
     who waits, had the swap been left to the next step."""
     driven = Driven(OLD, slots=1)

@@ -154,12 +154,12 @@ BEYOND = [target.name for target in TARGETS if target not in HERE]
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_a_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
+def test_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
     with pytest.raises(KernelError, match=f"kernel_target.*{name}"):
         choose_decode_path(tiny_gpt(COVERED), kernel_target=name, threads=1)
 
 
-def test_a_target_whose_tiles_the_system_withholds_is_refused(
+def test_target_whose_tiles_the_system_withholds_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process has to ask for AMX. Others of a fleet would compute by it: other bits."""
@@ -175,7 +175,7 @@ def test_a_target_whose_tiles_the_system_withholds_is_refused(
         choose_decode_path(tiny_gpt(COVERED), kernel_target="x86-64-v4-amx", threads=1)
 
 
-def test_a_target_is_not_for_torch() -> None:
+def test_target_is_not_for_torch() -> None:
     with pytest.raises(KernelError, match=r"kernel_target.*x86-64-v3.*kernels.*torch"):
         choose_decode_path(tiny_gpt(COVERED), kernels="torch", kernel_target="x86-64-v3", threads=1)
     name = HERE[-1].name if HERE else "armv8-a"
@@ -185,7 +185,7 @@ def test_a_target_is_not_for_torch() -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.skipif(not HERE, reason="this processor is of no target")
-def test_with_a_target_prompts_are_native_and_the_dtype_is_that_of_the_target(
+def test_target_decides_native_prompts_and_dtype(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = NativeLibrary(library, HERE[0], "prebuilt")
@@ -227,7 +227,7 @@ with LLM(sys.argv[1], dtype="bfloat16", threads=1, **how) as llm:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
-def test_a_target_gives_the_same_bits_where_torch_gives_others() -> None:
+def test_target_gives_the_same_bits_where_torch_gives_others() -> None:
     """As on another processor."""
     if "x86-64-v3" not in [target.name for target in HERE]:
         pytest.skip("this processor is none of those that the test knows")
@@ -244,7 +244,7 @@ def test_a_target_gives_the_same_bits_where_torch_gives_others() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
+def test_gpu_replays_steps(batch_invariant: bool) -> None:
     path = cuda_path("auto", batch_invariant=batch_invariant)
     assert path.name == "CUDA graphs" + (", batch-invariant" if batch_invariant else "")
     gpt = tiny_gpt()
@@ -253,7 +253,7 @@ def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
     assert decoder.batch_invariant is batch_invariant
 
 
-def test_a_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
+def test_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
     path = cuda_path("torch", batch_invariant=False)
     assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
     with pytest.raises(KernelError, match=r"kernels.*torch.*batch"):
@@ -268,14 +268,14 @@ def test_keys_and_values_in_int8_are_for_a_cpu() -> None:
         check_kv_cache_dtype("int8", torch.device("cuda:1"))
 
 
-def test_a_cpu_is_batch_invariant_in_any_case() -> None:
+def test_cpu_is_batch_invariant_in_any_case() -> None:
     gpt = tiny_gpt()
     path = choose_decode_path(gpt, kernels="torch", threads=1, batch_invariant=True)
     assert (path.make_decoder, path.name) == (PlainDecoder, "torch")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_a_gpu_gets() -> None:
+def test_gpu_gets_recorded_steps() -> None:
     gpt = tiny_gpt(COVERED).to("cuda")
     assert choose_decode_path(gpt, threads=1).name == "CUDA graphs"
     assert choose_decode_path(gpt, threads=1, kernels="torch").name == "torch"
@@ -335,7 +335,7 @@ def test_prompts_are_native_where_many_rows_are_fast(
     assert prefills_natively(dtype, quantize=quantize, features=features) is expected
 
 
-def test_the_chosen_decoder_prefills_as_the_kernels_can(
+def test_chosen_decoder_prefills_as_the_kernels_can(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpt = tiny_gpt(COVERED)

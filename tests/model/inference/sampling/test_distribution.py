@@ -52,7 +52,7 @@ def test_largest_of_a_large_row_with_many_equals(dtype: type) -> None:
 
 
 @given(ROW, st.integers(1, 40))
-def test_the_likeliest(row: list[float], top_k: int) -> None:
+def test_likeliest(row: list[float], top_k: int) -> None:
     values = np.array(row, dtype=np.float32)
     summary = summarise(values, top_k=top_k)
     probs = softmax(row)

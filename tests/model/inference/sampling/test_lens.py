@@ -67,7 +67,7 @@ def test_rows_are_what_the_definitions_say(data: st.DataObject) -> None:
     check(logits, own, data.draw(st.integers(1, width)), named)
 
 
-def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """In groups of three rows, the last of one alone."""
     monkeypatch.setattr(under_test, "GROUP_ELEMENTS", 3 * 50_257)
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     check(logits, own, 7, (3, 50_256, 3))
 
 
-def test_a_small_divergence_is_not_lost_in_the_sum() -> None:
+def test_small_divergence_is_not_lost_in_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(1, 50_257, generator=generator)
     logits = own + 1e-4 * torch.randn(1, 50_257, generator=generator)
@@ -86,14 +86,14 @@ def test_a_small_divergence_is_not_lost_in_the_sum() -> None:
     assert read.divergence == pytest.approx(exact, rel=1e-4)
 
 
-def test_an_answer_does_not_diverge_from_itself() -> None:
+def test_answer_does_not_diverge_from_itself() -> None:
     own = 5 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     assert [read.divergence for read in lens_of(own, own, 1)] == [0, 0, 0]
     again = [read.divergence for read in lens_of(own.clone(), own, 1)]
     assert all(0 <= value < 1e-13 for value in again)
 
 
-def test_a_row_has_the_same_bits_alone_as_among_others() -> None:
+def test_row_has_the_same_bits_alone_as_among_others() -> None:
     torch.set_num_threads(2)  # between which a sum can be split
     generator = torch.Generator().manual_seed(1)
     logits, own = (5 * torch.randn(5, 50_257, generator=generator) for _ in range(2))
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_alone_as_among_others() -> None:
         assert torch.equal(alone.numbers(logits[row : row + 1])[0], numbers[row])
 
 
-def test_what_follows_has_the_bits_of_a_score_at_the_last_layer() -> None:
+def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
     """Rows whose logprob is so near the middle between two of float32 that the order of a sum in
     float64 decides to which it is rounded."""
     generator = torch.Generator().manual_seed(2)
@@ -131,7 +131,7 @@ def test_what_follows_has_the_bits_of_a_score_at_the_last_layer() -> None:
     assert np.array_equal(other.numbers(logits)[:, 2].numpy(), by_sums)
 
 
-def test_what_is_not_finite_is_not_a_number() -> None:
+def test_lens_of_rows_that_are_not_finite_is_nan() -> None:
     logits = torch.zeros(3, 10)
     logits[0, 3], logits[2] = torch.inf, torch.nan
     first, second, third = lens_of(logits, torch.zeros(3, 10), 2, (1,))

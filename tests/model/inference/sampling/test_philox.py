@@ -39,7 +39,7 @@ def test_known_answers(
     assert philox(counter, key) == answer
 
 
-def test_a_draw_is_53_bits_of_the_first_two_words() -> None:
+def test_draw_is_53_bits_of_the_first_two_words() -> None:
     """Key = seed, counter = (position, index); 27 bits of one word, then 26 of the next."""
     position, index, seed = 0x243F6A88, 0x85A308D3, 0x299F31D0A4093822
     first, second, *_ = philox((position, index, 0, 0), (0xA4093822, 0x299F31D0))

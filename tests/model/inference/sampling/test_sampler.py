@@ -347,9 +347,7 @@ def test_processed_logprobs_are_those_that_are_sampled_from() -> None:
 
 
 @given(logit_rows, rows())
-def test_the_chosen_token_ranks_as_it_does_among_the_top(
-    logits: list[float], one: RowContext
-) -> None:
+def test_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: RowContext) -> None:
     everything = dataclasses.replace(one.params, logprobs=VOCAB)
     result = sample_one(logits, dataclasses.replace(one, params=everything))
     assert result.chosen in result.top
@@ -364,7 +362,7 @@ def test_the_chosen_token_ranks_as_it_does_among_the_top(
 
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(logit_rows, rows()), min_size=1, max_size=7), st.booleans())
-def test_a_batch_is_each_row_alone(
+def test_batch_is_each_row_alone(
     batch: list[tuple[list[float], RowContext]], in_bfloat16: bool
 ) -> None:
     """Bit for bit, whatever the others ask for."""
@@ -440,7 +438,7 @@ def test_wide_batches_of_wide_rows_are_each_row_alone(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> None:
+def test_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> None:
     good = [
         row(params(seed=seed, temperature=seed % 2, top_p=0.9, logprobs=3)) for seed in range(3)
     ]
@@ -455,7 +453,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) ->
     assert failed.chosen is None
 
 
-def test_the_logits_are_left_as_they_are() -> None:
+def test_logits_are_left_as_they_are() -> None:
     logits = torch.tensor([LOGITS, LOGITS])
     wild = params(
         temperature=0.5,
@@ -468,7 +466,7 @@ def test_the_logits_are_left_as_they_are() -> None:
     assert logits.tolist() == [LOGITS, LOGITS]
 
 
-def test_a_slot_is_sampled_as_its_present_sequence_asks() -> None:
+def test_slot_is_sampled_as_its_present_sequence_asks() -> None:
     """Slots are taken again and again, and a step's rows are in no order."""
     state = SamplingState(3)
     for slot in range(3):

@@ -42,7 +42,7 @@ def native(library: ctypes.CDLL, name: str, x: Tensor, values: Tensor | None = N
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_they_are_those_of_float64(library: ctypes.CDLL, name: str) -> None:
+def test_activations_are_those_of_float64(library: ctypes.CDLL, name: str) -> None:
     """Off by a few units in the last place of what goes in; where that would be large, the result
     is next to nothing."""
     generator = torch.Generator().manual_seed(0)
@@ -60,9 +60,7 @@ def test_they_are_those_of_float64(library: ctypes.CDLL, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_what_is_not_a_number_stays_so_and_the_largest_are_themselves(
-    library: ctypes.CDLL, name: str
-) -> None:
+def test_activations_keep_nan_and_the_largest_numbers(library: ctypes.CDLL, name: str) -> None:
     """ReLU takes what is not a number for 0; the residual stream beside it does not."""
     x = torch.tensor([math.nan, math.inf, 3e38, 0.0, -0.0, -1e6, 1e4, -20.0] * 2)
     values = torch.ones_like(x) if name == "swiglu" else None

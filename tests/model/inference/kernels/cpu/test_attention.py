@@ -65,7 +65,7 @@ def decoded(decoder: NativeDecoder, slot: int, ids: list[int]) -> Tensor:
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
-def test_a_prompt_in_any_chunks_is_the_bits_of_its_steps(
+def test_prompt_in_any_chunks_is_the_bits_of_its_steps(
     library: ctypes.CDLL,
     width: int,
     group: int,
@@ -88,7 +88,7 @@ def test_a_prompt_in_any_chunks_is_the_bits_of_its_steps(
 
 @pytest.mark.parametrize("heads", sorted(HEADS))
 @pytest.mark.parametrize("length", [1, 31, 33, 129])
-def test_what_is_looked_at_is_what_the_twin_looks_at(
+def test_attention_weights_are_the_twins(
     library: ctypes.CDLL, heads: tuple[int, int, int], length: int
 ) -> None:
     """As near to float32 with the same weights as the twin in bfloat16; and the weights that are
@@ -116,7 +116,7 @@ def test_what_is_looked_at_is_what_the_twin_looks_at(
 
 @pytest.mark.parametrize("width", [32, 48, 64, 128])
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_a_token_that_is_no_number_is_not_seen_by_those_before_it(
+def test_token_that_is_no_number_is_not_seen_by_those_before_it(
     library: ctypes.CDLL, width: int, lost: float
 ) -> None:
     """A weight of zero times what is not finite is not zero: of a prompt with one such token those

@@ -85,14 +85,14 @@ def test_weights_of_a_normal_distribution_take_three_quarters(library: ctypes.CD
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
-def test_a_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
+def test_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
     """Weights of any size: too many are escapes, in all or in one block."""
     assert compressed(library, odd_ones(normal(128, 512, 0), share, 1)) is None
     assert compressed(library, odd_ones(normal(128, 512, 0), 0.01, 1, largest=254)) is None
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 3e38])
-def test_a_matrix_of_one_number(library: ctypes.CDLL, value: float) -> None:
+def test_matrix_of_one_number(library: ctypes.CDLL, value: float) -> None:
     weights = torch.full((64, 96), value).bfloat16()
     matrix = compressed(library, weights)
     assert matrix is not None

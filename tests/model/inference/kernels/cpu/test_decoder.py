@@ -140,7 +140,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_twin(library: ctypes.CDLL, family
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
-def test_a_row_is_the_same_bits_alone_and_among_others(
+def test_row_is_the_same_bits_alone_and_among_others(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
     """1 to 32 rows: streams, tiles, and what is left over of both."""
@@ -205,7 +205,7 @@ def test_rows_that_follow_one_another_are_those_of_calls_one_by_one(
 
 
 @pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
-def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
+def test_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
     """One key head and more threads than cores: whoever divided the rows of a slot among them would
     read keys of the text before."""
     gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
@@ -267,7 +267,7 @@ def test_keys_and_values_in_int8_are_what_the_twin_makes_of_them(
 
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 40, 127])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_is_what_the_twin_makes_of_it(
+def test_prompt_is_what_the_twin_makes_of_it(
     library: ctypes.CDLL, family: str, length: int
 ) -> None:
     gpt, ids = tiny_gpt(native_config(family)), random_ids(length).tolist()
@@ -295,7 +295,7 @@ def test_a_prompt_is_what_the_twin_makes_of_it(
     "kind", ["float32", "float32 cells", "bfloat16", "bfloat16 cells", "int8", "int4"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_is_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
+def test_prompt_is_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
     """Whatever the chunks; more rows than tiles, and than a sequence's rows attend together. Odd
     vector counts in a head, the last of them half filled in the narrow dtypes."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
@@ -315,7 +315,7 @@ def test_a_prompt_is_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, 
 
 @pytest.mark.parametrize("kind", ["float32", "float32 cells", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixed_pass_has_the_bits_of_prompts_and_steps(
+def test_mixed_pass_has_the_bits_of_prompts_and_steps(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
     """A prompt that goes on, one that ends and one that does not, beside a row of one sequence and
@@ -352,7 +352,7 @@ def test_a_mixed_pass_has_the_bits_of_prompts_and_steps(
 
 
 @pytest.mark.parametrize("prefill_chunk", [64, 512])
-def test_an_engine_computes_prompts_together_with_the_steps_of_others(
+def test_engine_computes_prompts_together_with_the_steps_of_others(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bits of any other way, also where a chunk leaves no room for rows of a step."""
@@ -414,7 +414,7 @@ def test_prompts_together_are_the_bits_of_each_alone(
     native.close()
 
 
-def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(library: ctypes.CDLL) -> None:
+def test_prompt_longer_than_the_buffers_goes_through_in_pieces(library: ctypes.CDLL) -> None:
     length = PREFILL_ROWS + 70
     gpt = tiny_gpt(native_config("gpt2", context_length=length))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
@@ -432,7 +432,7 @@ def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(library: ctypes
 
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_an_earlier_text_left_behind_is_not_seen(
+def test_slot_hides_what_an_earlier_text_left(
     library: ctypes.CDLL, dtype: torch.dtype, kept: KVCacheDType
 ) -> None:
     """Not even where it is not a number: keys are read a few at a time and in whole parts."""
@@ -452,9 +452,7 @@ def test_what_an_earlier_text_left_behind_is_not_seen(
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
-def test_a_key_that_is_no_number_is_not_lost_in_eight_bits(
-    library: ctypes.CDLL, lost: float
-) -> None:
+def test_key_that_is_no_number_is_not_lost_in_eight_bits(library: ctypes.CDLL, lost: float) -> None:
     """The sequence ends with an error, as it does without them. A largest number that is looked for
     by comparisons passes over what is not one."""
     gpt = tiny_gpt(native_config("gpt2"))
@@ -469,9 +467,7 @@ def test_a_key_that_is_no_number_is_not_lost_in_eight_bits(
 
 
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
-def test_where_torch_prefills_it_is_the_twins_prompt(
-    library: ctypes.CDLL, quantize: Quantization
-) -> None:
+def test_prompt_by_torch_is_the_twins(library: ctypes.CDLL, quantize: Quantization) -> None:
     """What processors do that multiply many rows slowly; of int8 with the rounded weights."""
     gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
     native = NativeDecoder(
@@ -492,7 +488,7 @@ def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> N
     native.close()
 
 
-def test_a_head_of_many_rows_has_the_bits_of_one_thread(
+def test_head_of_many_rows_has_the_bits_of_one_thread(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where torch computes prompts: by as many threads as it has, if that keeps the bits."""
@@ -525,7 +521,7 @@ def test_a_head_of_many_rows_has_the_bits_of_one_thread(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_head_is_the_models(library: ctypes.CDLL, family: str, dtype: torch.dtype) -> None:
+def test_native_head_is_the_models(library: ctypes.CDLL, family: str, dtype: torch.dtype) -> None:
     """For any number of rows, and a row alone as among others."""
     gpt = tiny_gpt(native_config(family)).to(dtype)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
@@ -567,7 +563,7 @@ def test_stages_are_timed_while_that_is_wanted(library: ctypes.CDLL) -> None:
     native.close()
 
 
-def test_the_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
+def test_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
     gpt, ids = tiny_gpt(native_config("llama")), random_ids(4, 20)
     results = []
     for threads in (1, 2, 3, 5):
@@ -607,7 +603,7 @@ def test_any_shape_at_any_positions(
 @pytest.mark.parametrize(
     ("quantize", "least", "most_besides"), [("int8", 0.001, 2), ("int4", 0.01, 0.5)]
 )
-def test_it_computes_with_the_quantized_weights_that_it_says(
+def test_quantized_decoder_computes_with_its_rounded_weights(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"], least: float, most_besides: float
 ) -> None:
     """Against the twin with the dequantized weights, those that the model has then; what is left is
@@ -665,7 +661,9 @@ def test_quantized_weights_are_one_stream(
         (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
     ],
 )
-def test_what_it_does_not_cover_it_says(library: ctypes.CDLL, gpt: GPT, why: str) -> None:
+def test_native_decoder_refuses_what_it_does_not_cover(
+    library: ctypes.CDLL, gpt: GPT, why: str
+) -> None:
     assert why in (unsupported(gpt) or "")
     with pytest.raises(ValueError, match=why):
         NativeDecoder(library, gpt, new_cache(gpt), threads=1)

@@ -58,7 +58,7 @@ def compiler() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_it_is_built_once(cache: Path, sources: Path) -> None:
+def test_library_is_built_once(cache: Path, sources: Path) -> None:
     lines: list[str] = []
     first = load_library(lines.append)
     assert (first.functions.answer(), first.description) == (42, "this processor, compiled now")
@@ -75,7 +75,7 @@ def test_it_is_built_once(cache: Path, sources: Path) -> None:
 
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
-def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_caller_waits_for_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     building, build, lines = threading.Event(), library._build, list[str]()
 
     def slowly(*given: Any) -> None:
@@ -93,14 +93,14 @@ def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("compiler", "cache")
-def test_what_does_not_compile_is_told(sources: Path) -> None:
+def test_compile_error_is_reported(sources: Path) -> None:
     (sources / "decoder.cpp").write_text("this is not C++\n")
     with pytest.raises(KernelsUnavailable, match="error"):
         load_library()
 
 
 @pytest.mark.usefixtures("cache", "sources")
-def test_a_compiler_that_does_not_end_is_told_in_a_few_words(
+def test_compiler_that_does_not_end_is_told_in_a_few_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "c++"
@@ -113,14 +113,14 @@ def test_a_compiler_that_does_not_end_is_told_in_a_few_words(
 
 
 @pytest.mark.usefixtures("cache", "sources")
-def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelsUnavailable, match="compiler"):
         load_library()
 
 
 @pytest.mark.usefixtures("cache", "sources")
-def test_without_a_compiler_it_takes_the_one_that_is_a_package(
+def test_missing_compiler_is_replaced_by_the_packaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ziglang", reason="`make setup` installs it where no compiler is")
@@ -131,7 +131,7 @@ def test_without_a_compiler_it_takes_the_one_that_is_a_package(
 
 
 @pytest.mark.usefixtures("compiler", "sources")
-def test_a_folder_of_somebody_else_is_not_trusted(
+def test_folder_of_somebody_else_is_not_trusted(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library is code: a file that others could have written there is not loaded."""
@@ -143,7 +143,7 @@ def test_a_folder_of_somebody_else_is_not_trusted(
 
 
 @pytest.mark.usefixtures("compiler", "sources")
-def test_the_folder_is_ours_alone(cache: Path) -> None:
+def test_folder_is_ours_alone(cache: Path) -> None:
     load_library()
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
@@ -165,7 +165,7 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
 @pytest.mark.skipif(not HERE, reason="this processor is of no target")
-def test_a_target_is_built_beside_the_processor_at_hand() -> None:
+def test_target_is_built_beside_the_processor_at_hand() -> None:
     lines: list[str] = []
     load_library(lines.append)
     for target in HERE:
@@ -179,14 +179,14 @@ def test_a_target_is_built_beside_the_processor_at_hand() -> None:
 @pytest.mark.parametrize(
     "target", [one for one in TARGETS if one not in HERE], ids=lambda one: one.name
 )
-def test_a_target_that_the_processor_cannot_run_is_refused(target: Target) -> None:
+def test_target_that_the_processor_cannot_run_is_refused(target: Target) -> None:
     with pytest.raises(TargetRefused, match=f"kernel_target.*{target.name}"):
         load_library(target=target.name)
 
 
 @pytest.mark.usefixtures("compiler", "sources")
 @pytest.mark.skipif(not HERE, reason="this processor is of no target")
-def test_what_is_prebuilt_needs_no_compiler_and_no_cache(
+def test_prebuilt_library_needs_no_compiler_and_no_cache(
     cache: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch, sources: Path
 ) -> None:
     prebuild.main()
@@ -203,7 +203,7 @@ def test_what_is_prebuilt_needs_no_compiler_and_no_cache(
 
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
-def test_a_lesser_prebuilt_target_is_taken_where_the_greatest_is_missing(prebuilt: Path) -> None:
+def test_lesser_prebuilt_target_is_taken_where_the_greatest_is_missing(prebuilt: Path) -> None:
     if len(HERE) < 2:
         pytest.skip("this processor is of one target at most")
     prebuilt.mkdir()
@@ -259,7 +259,7 @@ def arm_compiler() -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
+def test_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
     """As fast as that goes: nobody runs it here."""
     built = tmp_path / "kernels.so"
     source = library.SOURCES / library.MAIN_SOURCE

@@ -88,7 +88,7 @@ def test_samples_what_its_twin_samples(
 
 @pytest.mark.parametrize("spread", [0.0, 1e-7, 0.1, 1.0, 30.0, 1e20])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.999), (50, 0.9), (3000, 0.9)])
-def test_the_edge_of_a_nucleus_is_found_wherever_it_lies(
+def test_edge_of_a_nucleus_is_found_wherever_it_lies(
     decoders: dict[int, NativeDecoder], spread: float, top_k: int, top_p: float
 ) -> None:
     """In rows that are flat, where it is among equals, and in steep ones, where it is right below
@@ -141,7 +141,7 @@ def test_rows_that_are_not_finite_have_no_token(
         assert third is not None
 
 
-def test_a_row_whose_every_id_is_forbidden_ends_in_bounds(
+def test_row_whose_every_id_is_forbidden_ends_in_bounds(
     decoders: dict[int, NativeDecoder],
 ) -> None:
     logits, computed = torch.full((2, 65), -math.inf), torch.zeros(2, 65)

@@ -45,7 +45,7 @@ def is_gone(matrix: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
-def test_they_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Quantization) -> None:
+def test_matrices_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Quantization) -> None:
     kept, gpt = bfloat16_gpt(), bfloat16_gpt()
     make = partial(NativeDecoder, library, threads=1, quantize=quantize)
     twin = make(kept, new_cache(kept))
@@ -72,7 +72,7 @@ def test_they_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Quantiz
         one.close()
 
 
-def test_an_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
+def test_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
     """Its rows are looked up, whatever the head's products read."""
     gpt = tiny_gpt(native_config("gpt2", d_model=128, d_ff=256)).bfloat16()
     NativeDecoder(
@@ -84,7 +84,7 @@ def test_an_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
     assert is_gone(block.qkv.weight)
 
 
-def test_they_stay_where_torch_computes_prompts(library: ctypes.CDLL) -> None:
+def test_matrices_stay_where_torch_computes_prompts(library: ctypes.CDLL) -> None:
     gpt = bfloat16_gpt()
     NativeDecoder(
         library,
@@ -123,7 +123,7 @@ def given(outcomes: Mapping[tuple[str, int], Any]) -> Any:
 
 
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
-def test_an_engine_that_owns_its_weights_gives_the_same_bits(
+def test_engine_that_owns_its_weights_gives_the_same_bits(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
     """Also what torch computes of them, for which they come back."""

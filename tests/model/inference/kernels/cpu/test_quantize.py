@@ -111,7 +111,7 @@ def test_no_sum_leaves_32_bits(width: int) -> None:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_native_code_rounds_to_the_bits_of_plain_torch(
+def test_native_code_rounds_to_the_bits_of_plain_torch(
     library: ctypes.CDLL,
     rows: int,
     width: int,

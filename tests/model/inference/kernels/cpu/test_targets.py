@@ -27,13 +27,13 @@ features = st.frozensets(st.sampled_from(WORDS))
 
 
 @given(machines, features)
-def test_what_runs_is_what_is_not_refused(machine: str, has: frozenset[str]) -> None:
+def test_targets_run_where_they_are_not_refused(machine: str, has: frozenset[str]) -> None:
     for target in TARGETS:
         assert (target in runnable(machine, has)) == (refusal(target, machine, has) is None)
 
 
 @given(machines, features, features)
-def test_a_processor_with_more_features_runs_what_one_with_fewer_does(
+def test_processor_with_more_features_runs_what_one_with_fewer_does(
     machine: str, some: frozenset[str], more: frozenset[str]
 ) -> None:
     fewer = runnable(machine, some)
@@ -41,7 +41,7 @@ def test_a_processor_with_more_features_runs_what_one_with_fewer_does(
 
 
 @given(machines, features, st.sets(st.sampled_from(TARGETS)))
-def test_the_last_is_the_greatest_of_those_that_are_there(
+def test_last_is_the_greatest_of_those_that_are_there(
     machine: str, has: frozenset[str], among: set[object]
 ) -> None:
     there = tuple(target for target in TARGETS if target in among)
@@ -69,13 +69,13 @@ def test_the_last_is_the_greatest_of_those_that_are_there(
         ("riscv64", frozenset(), None),
     ],
 )
-def test_the_best_for_processors_that_there_are(
+def test_best_for_processors_that_there_are(
     machine: Literal["x86_64"], has: frozenset[str], best: str | None
 ) -> None:
     assert [target.name for target in runnable(machine, has)][-1:] == ([best] if best else [])
 
 
-def test_a_refusal_names_what_is_missing_and_what_can_be_taken() -> None:
+def test_refusal_names_what_is_missing_and_what_can_be_taken() -> None:
     told = refusal(target_named("x86-64-v4-bf16"), "x86_64", CASCADE_LAKE) or ""
     for part in ("kernel_target", "x86-64-v4-bf16", "avx512_bf16", "x86-64-v4-vnni"):
         assert part in told

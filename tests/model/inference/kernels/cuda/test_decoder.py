@@ -185,7 +185,7 @@ def test_any_play_gives_what_the_plain_decoder_gives(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_that_is_left_in_a_slot_is_seen(device: str) -> None:
+def test_slot_shows_nothing_of_its_last_sequence(device: str) -> None:
     """A weight of 0 times what is not finite is not 0: so it must be gone, not only masked."""
     pair = Pair(tiny_gpt().to(device), 3)
     pair.prefill(1, list(range(100)))

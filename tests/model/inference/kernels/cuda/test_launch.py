@@ -167,7 +167,7 @@ def test_launching_waits_for_nothing_and_collecting_for_one_step() -> None:
 
 
 @pytest.mark.parametrize(("device", "make"), MAKERS)
-def test_a_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
+def test_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
     """What is not finite gives no token, and the step behind is under way with that row: it must
     have some id to go on with. The row beside it gets what it gets alone, and a sequence that has
     the slot afterwards sees nothing of it."""
@@ -192,7 +192,7 @@ def test_a_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
         assert torch.allclose(logits, plain.decode([9], [1], [1]), atol=2e-3)
 
 
-def test_the_step_behind_is_recorded_once_for_each_number_of_rows() -> None:
+def test_step_behind_is_recorded_once_for_each_number_of_rows() -> None:
     counting = Counting()
     prompts = {slot: [slot, 1, 2] for slot in range(4)}
     decoder = begun(partial(GraphDecoder, capture=counting), prompts)
@@ -207,7 +207,7 @@ def test_the_step_behind_is_recorded_once_for_each_number_of_rows() -> None:
     assert counting.runs == 2 + 3 * 6
 
 
-def test_nothing_runs_in_what_is_let_go_of() -> None:
+def test_close_waits_for_launched_steps() -> None:
     decoder = begun(late, {0: [1, 2, 3]})
     assert isinstance(decoder, LateDecoder)
     decoder.launch([3], [0], [2], sampling_of([GREEDY], [3]))
@@ -218,7 +218,7 @@ def test_nothing_runs_in_what_is_let_go_of() -> None:
     assert decoder.recorded == 0
 
 
-def test_a_decoder_offers_to_launch_unless_told_otherwise() -> None:
+def test_decoder_offers_to_launch_unless_told_otherwise() -> None:
     gpt = tiny_gpt(CONFIG)
     decoder = GraphDecoder(gpt, new_cache(gpt, 1))
     assert decoder.launcher is decoder

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_upload_arrives(device: str) -> None:
+def test_upload_arrives(device: str) -> None:
     upload = PinnedUpload(8, 2, torch.device(device))
     for first in range(100):  # each may still be on its way when the next is written
         upload.upload(np.array([[first, 1], [2, 3]]), 4)
@@ -21,7 +21,7 @@ def test_an_upload_arrives(device: str) -> None:
     assert not upload.device[4:].any()
 
 
-def test_an_upload_is_what_was_given_however_late_the_copy() -> None:
+def test_upload_is_what_was_given_however_late_the_copy() -> None:
     """Two on their way keep nobody waiting; the third waits until a buffer is free."""
     late = LateDevice()
     with late_buffers(late):
@@ -36,7 +36,7 @@ def test_an_upload_is_what_was_given_however_late_the_copy() -> None:
     assert arrived == list(range(1, 8))
 
 
-def test_a_download_is_what_was_there_and_nothing_later_is_waited_for() -> None:
+def test_download_is_what_was_there_and_nothing_later_is_waited_for() -> None:
     late = LateDevice()
     with late_buffers(late):
         download = PinnedDownload(3, CPU)
@@ -64,7 +64,7 @@ def test_a_download_is_what_was_there_and_nothing_later_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_buffer_that_went_to_a_later_step_is_not_read(device: str) -> None:
+def test_buffer_that_went_to_a_later_step_is_not_read(device: str) -> None:
     download = PinnedDownload(2, torch.device(device))
     first, second, _ = (download.begin(1) for _ in range(3))
     assert second.values() == [0]

@@ -106,7 +106,7 @@ def test_prompts_ask_for_no_number(make: DecoderMaker, family: str) -> None:
         assert decoder.head(hidden[-1:]).dtype == torch.float32
 
 
-def test_whoever_asks_is_found_out() -> None:
+def test_meta_device_raises_when_read() -> None:
     """The tests above rest on this."""
     tensor = torch.zeros(3, device=META)
     asks = (

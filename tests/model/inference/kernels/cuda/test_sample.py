@@ -88,7 +88,7 @@ def test_company_and_a_wider_kind_change_no_token(
             assert sample_rows(own, computed[: len(several)], packed, kind).tolist() == alone
 
 
-def test_the_kind_is_the_least_that_serves() -> None:
+def test_kind_is_the_least_that_serves() -> None:
     assert kind_of(sampling_rows([GREEDY, GREEDY])) is SamplingKind.GREEDY
     filtered_but_greedy = dataclasses.replace(GREEDY, top_k=3, top_p=0.5)
     assert kind_of(sampling_rows([filtered_but_greedy])) is SamplingKind.GREEDY
@@ -111,13 +111,13 @@ def test_rows_that_are_not_finite_have_no_token(bad: float) -> None:
     assert third is not None
 
 
-def test_a_row_whose_every_id_is_forbidden_ends_in_bounds() -> None:
+def test_row_whose_every_id_is_forbidden_ends_in_bounds() -> None:
     logits, computed = torch.full((3, 65), -math.inf), torch.zeros(3, 65)
     several = [GREEDY, PLAIN, dataclasses.replace(PLAIN, top_k=3, top_p=0.5)]
     assert sampled(logits, computed, several) == [0, 0, 0]
 
 
-def test_what_is_dropped_is_not_sampled_at_the_edges_of_the_interval(
+def test_dropped_ids_are_not_sampled_at_the_edges_of_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Uniform draws of 0 and next to 1 find the first and the last id of any weight."""
@@ -139,7 +139,7 @@ def test_sums_that_fall_by_a_rounding_take_no_dropped_id() -> None:
         assert pick(probs, cumulated, torch.tensor([number])).tolist() == [expected]
 
 
-def test_a_top_p_of_1_drops_nothing_that_rounding_has_left_no_room_for() -> None:
+def test_top_p_of_1_drops_nothing_that_rounding_has_left_no_room_for() -> None:
     logits = torch.tensor([[0.0, -40.0, -45.0, -50.0]])  # the first one's share rounds to 1
     top_k, top_p = torch.tensor([3]), torch.tensor([1.0], dtype=torch.float64)
     left = filtered_rows(logits, top_k, top_p, torch.tensor([-math.inf]))

@@ -60,7 +60,7 @@ def threads_of(
         return torch.get_num_threads()
 
 
-def test_who_is_late_computes_alone_for_a_while_and_tries_again() -> None:
+def test_late_thread_computes_alone_for_a_while() -> None:
     machine = Machine()
     monitor = watching(machine)
     assert threads_of(monitor, machine, lost=0.1) == 2
@@ -72,7 +72,7 @@ def test_who_is_late_computes_alone_for_a_while_and_tries_again() -> None:
     assert threads_of(monitor, machine, lost=0.1) == 2, "it helped"
 
 
-def test_it_waits_longer_each_time_that_it_did_not_help() -> None:
+def test_contention_doubles_the_pause_while_it_lasts() -> None:
     machine = Machine()
     monitor = watching(machine)
     waits = []
@@ -89,7 +89,7 @@ def test_it_waits_longer_each_time_that_it_did_not_help() -> None:
     assert monitor._alone_until - machine.now == pytest.approx(SHORTEST), "it begins anew"
 
 
-def test_what_the_decoder_found_is_believed() -> None:
+def test_contention_believes_the_decoder() -> None:
     machine = Machine()
     assert threads_of(watching(machine), machine, lost=0.0, contended=True) == 1
 
@@ -102,7 +102,7 @@ def test_short_interruptions_are_nobodys_fault() -> None:
     assert threads_of(monitor, machine, lost=0.0) == 2
 
 
-def test_where_threads_change_bits_they_are_left_as_they_are(
+def test_contention_keeps_threads_that_change_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def divides_differently(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> object:
@@ -176,7 +176,7 @@ def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float
     return found / 1000
 
 
-def test_an_event_loop_at_work_is_no_neighbour(library: ctypes.CDLL) -> None:
+def test_event_loop_at_work_is_no_neighbour(library: ctypes.CDLL) -> None:
     """A server of 32 streams hands over the tokens of each step, a millisecond or two of a core.
     For that its decoder computed alone, and gave three quarters of its rate."""
     assert alone_until(library, [(1000 + 12 * step, 1.5) for step in range(100)]) == 0
@@ -184,12 +184,12 @@ def test_an_event_loop_at_work_is_no_neighbour(library: ctypes.CDLL) -> None:
     assert alone_until(library, [(1000 + step, 0.4) for step in range(100)]) == 0
 
 
-def test_a_neighbour_is_known_by_a_slice_or_by_two_short_ones(library: ctypes.CDLL) -> None:
+def test_neighbour_is_known_by_a_slice_or_by_two_short_ones(library: ctypes.CDLL) -> None:
     assert alone_until(library, [(1000, 8)]) == 1028
     assert alone_until(library, [(1000, 1.5), (1004, 1.5)]) == 1025.5
 
 
-def test_a_neighbour_who_stays_is_tried_less_and_less_often(library: ctypes.CDLL) -> None:
+def test_neighbour_who_stays_is_tried_less_and_less_often(library: ctypes.CDLL) -> None:
     waits, ends = [(1000.0, 8.0)], []
     for _ in range(7):
         ends.append(alone_until(library, waits))

@@ -66,7 +66,7 @@ def test_blocks_that_share_a_product_change_no_row(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_any_family_has_groups(family: str) -> None:
+def test_model_of_any_family_has_groups(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     groups = decode_row_groups(gpt)
     assert groups.multiple in (1, *MULTIPLES)
@@ -99,7 +99,7 @@ class Stepwise:
     ],
     ids=["one class", "AMD", "eight", "Intel", "seventeen", "behind a group", "by place"],
 )
-def test_the_cheapest_is_taken(
+def test_cheapest_is_taken(
     head: Stepwise, expected: RowGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpt = tiny_gpt()
