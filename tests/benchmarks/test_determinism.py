@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from benchmarks import determinism
 from benchmarks.determinism import (
     PRODUCTS,
     NativePrice,
@@ -13,23 +12,9 @@ from benchmarks.determinism import (
     by_vector,
     fastest_products,
     matrices,
-    native_price,
-    padding_price,
-    prefill_price,
-    prompt_length,
 )
 from logitd.model.benchmark.work import size_of
-from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROUNDS", 1), ("PASSES", 2), ("STEPS", 6)):
-        monkeypatch.setattr(determinism, name, value)
-    monkeypatch.setattr("benchmarks.engine_step.STEPS", 6)
-    monkeypatch.setattr("logitd.model.benchmark.machine.ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(determinism, "read_bandwidth", lambda device: 1e9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,20 +48,3 @@ def test_shares_are_of_the_whole_step() -> None:
     assert price().whole == pytest.approx(0.1)
     assert price().bound == pytest.approx(0.3)
     assert price(reading=9.0).bound == 0
-
-
-def test_tiny_model_is_measured() -> None:
-    gpt = tiny_gpt(tiny_config(n_head=2, context_length=256))
-    assert padding_price(gpt, 2) > 0
-    assert prompt_length(gpt) == 128
-    found = prefill_price(gpt)
-    assert found.seconds > 0
-    assert found.attention < 1
-    try:
-        load_library()
-    except KernelsUnavailable as reason:
-        pytest.skip(str(reason))
-    native = native_price(gpt, threads=1)
-    assert native is not None
-    assert all(seconds > 0 for seconds in (*native.ours.values(), *native.fastest.values()))
-    assert sum(native.ours.values()) + native.sampling < native.step

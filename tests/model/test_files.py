@@ -92,14 +92,6 @@ def test_size_that_is_not_told_is_bounded_too() -> None:
         read_regular(path, 100)
 
 
-def test_sparse_file_takes_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "sparse"
-    path.touch()
-    os.truncate(path, 2**40)
-    with pytest.raises(FileError, match="1,099,511,627,776"):
-        read_regular(path, 2**20)
-
-
 def test_no_descriptor_is_left(tmp_path: Path) -> None:
     paths = odd_files(tmp_path).values()
     before = len(os.listdir("/proc/self/fd"))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.device import DeviceError
-from logitd.model.inference.memory import MAX_SLOTS, SlotBudget, slots_for
+from logitd.model.inference.memory import MAX_SLOTS, SlotBudget
 from logitd.model.inference.options import SERVED_SLOTS, MemoryShare, MemorySize, SlotDefault
 from logitd.model.inference.sharing import Shape, divide_slots
 from logitd.model.memory import Available
@@ -60,32 +60,6 @@ def test_shares_fit_together(
         assert used <= amount.fraction * memory.total
     else:
         assert sum(caches) <= amount.fraction * (memory.free - weights)
-
-
-@given(SHAPES.filter(lambda shapes: len(shapes) == 1), AMOUNTS, MEMORY, st.booleans())
-def test_single_model_gets_all_slots(
-    shapes: list[Shape], amount: MemorySize | None, memory: Available, gpu: bool
-) -> None:
-    (shape,) = shapes
-    budget = SlotBudget(memory=amount)
-    left = Available(memory.name, memory.total, memory.free - shape.weights)
-
-    def alone() -> int | None:
-        if left.free < 0:
-            return None
-        try:
-            return slots_for(
-                budget, shape.config, shape.item_bytes, left, default=SlotDefault(16), gpu=gpu
-            )
-        except DeviceError:
-            return None
-
-    try:
-        (slots,) = divide_slots(shapes, budget, memory, default=SlotDefault(16), gpu=gpu)
-    except DeviceError:
-        assert alone() is None
-    else:
-        assert slots == alone()
 
 
 @given(SHAPES, MEMORY, st.booleans())

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -83,19 +82,3 @@ def test_within_one_piece_the_stop_string_that_begins_first_counts() -> None:
     assert StopFinder(["c", "ab"]).push("xabc") == ("x", "ab")
     assert StopFinder(["abc", "ab"]).push("xabc") == ("x", "ab"), "it was complete first"
     assert StopFinder(["ab", "ab"]).push("ab") == ("", "ab")
-
-
-def test_held_text_is_released_when_it_turns_out_otherwise() -> None:
-    finder = StopFinder(["stop here"])
-    assert finder.push("please stop ") == ("please ", None)
-    assert finder.push("there") == ("stop there", None)
-    assert finder.push(" s") == (" ", None)
-    assert finder.finish() == "s"
-    assert finder.finish() == ""
-
-
-@pytest.mark.parametrize("text", ["", "a", "anything at all"])
-def test_text_passes_at_once_without_stop_strings(text: str) -> None:
-    finder = StopFinder([])
-    assert finder.push(text) == (text, None)
-    assert finder.finish() == ""

@@ -1,13 +1,11 @@
 """Attention: its fused and its recording path, and dropout. Values are tested in `test_gpt.py`."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from logitd.model.transformer.attention import (
     CausalAttend,
-    RecordingAttend,
     attention_probs,
     attention_scores,
 )
@@ -29,18 +27,6 @@ def test_attention_takes_fewer_queries_as_the_last_positions() -> None:
     last_three = attention_probs(attention_scores(q[:, :, -3:], k), causal=True)
     assert last_three.shape == (2, 4, 3, 7)
     assert_close(last_three, whole[:, :, -3:])
-
-
-@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
-def test_fused_and_recording_attention_agree(n_head: int, n_kv_head: int) -> None:
-    q, k, v = heads(n_head, n_kv_head)
-    recording = RecordingAttend()
-    spelled_out = recording(0, q, k, v)
-    assert_close(CausalAttend()(0, q, k, v), spelled_out)
-    # ... and both mix the values of the head they share, by the recorded weights.
-    for head in range(n_head):
-        expected = recording.probs[0][:, head] @ v[:, head * n_kv_head // n_head]
-        assert_close(spelled_out[:, head], expected)
 
 
 def test_dropout_acts_on_the_attention_weights() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from logitd.model.transformer.config import MODERN, ConfigError, GPTConfig, gpt2_shape, padded
+from logitd.model.transformer.config import MODERN, ConfigError, GPTConfig, padded
 from tests.model.factories import tiny_config
 from tests.model.shapes import shapes
 
@@ -56,38 +56,6 @@ def test_given_head_dim_frees_the_width() -> None:
     config = tiny_config(d_model=30, n_head=4, n_kv_head=2, head_dim=6)
     assert config.qkv_width == (4 + 2 + 2) * 6
     assert config.kv_width == 2 * 6
-
-
-def test_gpt2_shape_has_the_values_of_gpt2() -> None:
-    config = gpt2_shape(vocab_size=50257, context_length=1024, n_layer=12, n_head=12, d_model=768)
-    assert config.to_dict() == {
-        "vocab_size": 50257,
-        "padded_vocab_size": 50304,
-        "context_length": 1024,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_kv_head": 12,
-        "head_dim": 64,
-        "d_model": 768,
-        "d_ff": 3072,
-        "norm": "layernorm",
-        "norm_position": "pre",
-        "norm_eps": 1e-5,
-        "final_norm": True,
-        "residual": "sequential",
-        "positions": "learned",
-        "rope_theta": 10_000.0,
-        "rotary_dim": 64,
-        "rope_scaling": None,
-        "activation": "gelu_tanh",
-        "bias": True,
-        "qkv_bias": True,
-        "qk_norm": False,
-        "tied_head": True,
-        "head_bias": False,
-        "value_embeddings": False,
-        "dropout": 0.0,
-    }
 
 
 @given(shape=shapes())

@@ -3,9 +3,6 @@ out, against finite differences of it, and against `transformers`' GPT-2."""
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -277,38 +274,3 @@ def test_threads_that_change_a_bit_are_noticed(
     gpt = tiny_gpt()
     monkeypatch.setattr(TextPasses, "backward", planted)
     assert not threads_keep_bits(gpt, BLOCK)
-
-
-MEMORY = """
-import re, torch
-from pathlib import Path
-from logitd.model.inference.attribution.attribute import attribute
-from logitd.model.inference.attribution.task import AttributionTask, kept_elements
-from tests.model.factories import random_ids, tiny_config, tiny_gpt
-
-torch.set_num_threads(1)
-def peak():
-    return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])
-
-shape = dict(context_length=1024, n_layer=24, d_model=256, n_head=8)
-gpt, ids = tiny_gpt(tiny_config(**shape)), random_ids(1024).tolist()
-methods = ("gradient_times_input", "integrated_gradients", "direct")
-attribute(gpt, ids[:64], AttributionTask(position=63, methods=methods, steps=1))
-before = peak()
-task = AttributionTask(position=1023, methods=methods, steps=2)
-attribute(gpt, ids, task)
-print(peak() - before, 4 * kept_elements(task, gpt.config))
-"""
-
-
-@pytest.mark.slow
-def test_memory_of_1024_tokens_is_what_is_counted() -> None:
-    """With all blocks' activations kept it would be six times as much."""
-    command = [sys.executable, "-c", MEMORY]
-    # What is freed goes back at once: so the peak is what was needed, without what malloc keeps.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    output = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment
-    ).stdout
-    taken, counted = map(int, output.split())
-    assert counted / 3 < taken < counted, (taken, counted)

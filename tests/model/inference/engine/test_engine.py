@@ -17,6 +17,7 @@ from tests.model.inference.engine.harness import (
     outputs_request,
     params,
     random_prompt,
+    small_gpt,
 )
 from tests.model.inference.engine.test_against_reference import check_rows, random_request
 
@@ -125,3 +126,9 @@ def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     driven.engine.grant("rows")
     driven.drain()
     check_rows(gpt, request, driven.outcomes["rows", 0])
+
+
+def test_engine_refuses_a_model_in_training_mode() -> None:
+    """It would apply its dropout to what it serves, and say nothing."""
+    with pytest.raises(ValueError, match="training mode"):
+        Driven(small_gpt(dropout=0.1).train())

@@ -2,7 +2,6 @@
 
 from itertools import chain
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,17 +12,6 @@ A, B = ([token] * BLOCK for token in (1, 2))
 """Blocks of token ids."""
 
 
-def test_all_slots_are_given_out_once() -> None:
-    pool = SlotPool(3)
-    taken = [pool.acquire(step=1) for _ in range(3)]
-    assert taken == [0, 1, 2]
-    assert (pool.used, pool.total, pool.owned()) == (3, 3, {0, 1, 2})
-    assert pool.acquire(step=2) is None
-    pool.release(1, step=3)
-    assert (pool.used, pool.owned()) == (2, {0, 2})
-    assert pool.acquire(step=4) == 1
-
-
 def test_least_recently_used_is_taken_first() -> None:
     pool = SlotPool(3)
     for _ in range(3):
@@ -31,43 +19,6 @@ def test_least_recently_used_is_taken_first() -> None:
     for step, index in enumerate([1, 2, 0], start=2):
         pool.release(index, step)
     assert [pool.acquire(step=5) for _ in range(3)] == [1, 2, 0]
-
-
-def test_preferred_slot_is_taken_if_it_is_free() -> None:
-    pool = SlotPool(3)
-    assert pool.acquire(step=1, preferred=2) == 2
-    assert pool.acquire(step=2, preferred=2) == 0
-    assert pool.acquire(step=3, preferred=0) == 1
-    assert pool.acquire(step=4, preferred=1) is None
-
-
-def test_slot_is_released_once() -> None:
-    pool = SlotPool(1)
-    pool.acquire(step=1)
-    pool.release(0, step=2)
-    with pytest.raises(AssertionError, match="slot 0 was released twice"):
-        pool.release(0, step=3)
-
-
-def test_only_whole_blocks_are_kept() -> None:
-    with pytest.raises(AssertionError):
-        SlotPool(1).set_contents(0, [1] * (BLOCK + 1))
-
-
-def test_contents_outlive_their_owner_until_they_are_forgotten() -> None:
-    pool = SlotPool(2)
-    index = pool.acquire(step=1)
-    assert index is not None
-    pool.set_contents(index, A + B)
-    assert pool.longest_prefix(A + B + [9]) == (index, 64)
-    pool.release(index, step=2)
-    assert pool.longest_prefix(A + B + [9]) == (index, 64)
-    pool.acquire(step=3, preferred=index)  # the next owner has not written yet
-    assert pool.longest_prefix(A + B + [9]) == (index, 64)
-    pool.set_contents(index, A)
-    assert pool.longest_prefix(A + B + [9]) == (index, 32)
-    pool.forget()
-    assert pool.longest_prefix(A + B + [9]) == (0, 0)
 
 
 held_tokens = st.lists(st.sampled_from([A, B]), max_size=4).map(lambda blocks: [*chain(*blocks)])

@@ -35,7 +35,7 @@ PROMPT = [*range(COUNT), 0, 1, 2]
 
 
 def family_gpt(family: str, dtype: torch.dtype = torch.float32) -> GPT:
-    # Wide enough that bfloat16 products have one kernel; see `test_runner.py`.
+    # Wide enough that bfloat16 products have one kernel; see `test_determinism.py`.
     shape = {**FAMILIES[family], "n_layer": 2, "d_model": 48}
     return tiny_gpt(tiny_config(**shape)).to(dtype)
 

@@ -47,14 +47,6 @@ def test_draw_is_53_bits_of_the_first_two_words() -> None:
     assert uniform(seed, position, index) == int(bits, 2) / 2**53
 
 
-def test_every_seed_position_and_index_has_a_draw_of_its_own() -> None:
-    seeds = [0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
-    places = itertools.product(seeds, range(40), range(8))
-    draws = [uniform(*place) for place in places]
-    assert len(set(draws)) == len(draws)
-    assert all(0 <= draw < 1 for draw in draws)
-
-
 @pytest.mark.parametrize("along", ["seed", "position", "index"])
 def test_draws_are_uniform_along_each_argument(along: str) -> None:
     """20,000 draws: mean, spread, the share of each tenth, and no memory from one to the next."""
