@@ -3,14 +3,10 @@ GPT-NeoX (Pythia), with random weights in float64."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -181,71 +177,3 @@ def test_every_stage_is_what_a_hook_there_sees(
         assert_close(ours[name], value, atol=1e-6, rtol=1e-6, msg=partial("{}: {}".format, name))
     missed = {stage.kind.name for stage in stages_of(gpt.config) if stage.name not in expected}
     assert {name.removeprefix("attention.") for name in missed} == without
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "without"),
-    [
-        (gpt2, set()),
-        (llama, set()),
-        (qwen3, set()),
-        (partial(neox, share=0.5), {"q", "k", "middle"}),
-        (partial(neox, use_parallel_residual=False), {"q", "k"}),
-    ],
-    ids=["gpt2", "llama", "qwen3", "pythia", "neox-sequential"],
-)
-def test_every_stage_is_what_transformer_lens_calls_so(
-    make: Callable[[], Case], without: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where that library is installed. `without`: what it has no hook for in that family. It
-    computes each head's part and scores behind the mask in ways of its own, so those are left out
-    everywhere."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    bridge = pytest.importorskip("transformer_lens.model_bridge").TransformerBridge
-    gpt, theirs = make()
-    gpt, theirs = gpt.double(), theirs.double()
-    assert isinstance(theirs, transformers.PreTrainedModel)
-    theirs.save_pretrained(tmp_path)
-    any_tokenizer().save_pretrained(tmp_path)
-    lens = bridge.boot_transformers(
-        str(tmp_path), hf_model=theirs, dtype=torch.float64, device="cpu"
-    )
-    ids = random_ids(1, LENGTH, vocab_size=VOCAB_SIZE)
-    _, cache = lens.run_with_cache(ids)
-    ours = our_stages(gpt, ids)
-    missed = set()
-    for stage in stages_of(gpt.config):
-        kind = stage.kind.name.removeprefix("attention.")
-        if kind in ("scores", "head_out"):
-            continue
-        assert stage.transformer_lens is not None
-        name = stage.transformer_lens
-        if gpt.config.positions != "rotary":
-            name = name.replace("hook_rot_", "hook_")
-        if name not in cache:
-            missed.add(kind)
-            continue
-        value = cache[name][0]
-        if isinstance(theirs, transformers.GPTNeoXForCausalLM) and kind in ("q_raw", "k_raw"):
-            rotated = 2 * len(theirs.gpt_neox.rotary_emb.inv_freq)
-            value = value[..., rotated_over_the_head(rotated)]
-        value = value.transpose(0, 1) if stage.kind.axes[-1] == "T" else value
-        assert_close(ours[stage.name], value, atol=2e-6, rtol=2e-6)
-    assert missed == without
-
-
-def any_tokenizer() -> "transformers.PreTrainedTokenizerFast":
-    """What that library wants to find beside a model, whatever it says."""
-    words = {str(number): number for number in range(VOCAB_SIZE)}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), bos_token="1", eos_token="2"
-    )
-
-
-def rotated_over_the_head(rotated: int, head_dim: int = 8) -> list[int]:
-    """Where each of our dimensions is there: they rotate the first `rotated` of a head, i with
-    i + rotated / 2, and logitd i with i + head_dim / 2."""
-    half, rest = rotated // 2, list(range(rotated, head_dim))
-    still = head_dim // 2 - half
-    return [*range(half), *rest[:still], *range(half, rotated), *rest[still:]]

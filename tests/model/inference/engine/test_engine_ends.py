@@ -44,22 +44,6 @@ def test_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
     assert driven.engine.abort(name) == []  # twice is once
 
 
-def test_abort_of_one_leaves_its_siblings(gpt: GPT) -> None:
-    driven = Driven(gpt, slots=2)
-    driven.add(generation("a", [1] * 40, n=4, max_tokens=6))
-    driven.step()
-    driven.step()
-    for index in (1, 3):
-        driven.abort("a", index)
-    assert driven.engine.abort("a", 1) == []
-    assert driven.engine.abort("a", 9) == []
-    assert driven.engine.abort("b") == []
-    outcomes = driven.drain()
-    reasons = [outcomes["a", index].ended.reason.value for index in range(4)]
-    assert reasons == ["length", "abort", "length", "abort"]
-    assert outcomes["a", 0].token_ids == outcomes["a", 2].token_ids  # greedy
-
-
 def test_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
     clock = FakeClock()
     driven = busy(gpt, clock, deadline=110.0)

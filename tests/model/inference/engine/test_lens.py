@@ -2,6 +2,7 @@
 the definition in float64, for every family."""
 
 import copy
+import ctypes
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,6 @@ from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
-from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.options import Quantization
 from logitd.model.inference.sampling.lens import LensDigest, lens_width
 from logitd.model.transformer.gpt import GPT
@@ -317,13 +317,9 @@ def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_native_code_gives_the_same_lens(
-    family: str, dtype: torch.dtype, quantize: Quantization
+    library: ctypes.CDLL, family: str, dtype: torch.dtype, quantize: Quantization
 ) -> None:
     """Its streams are float32, and the weights of either norm are what they are."""
-    try:
-        library = load_library().functions
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
     native = partial(NativeDecoder, library, threads=2, quantize=quantize)
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
     every = Lens(layers=LAYERS, top_k=257, token_ids=())

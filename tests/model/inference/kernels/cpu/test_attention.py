@@ -10,15 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.testing import assert_close
 
 from logitd.model.inference.kernels.base import AttentionSelection, PrefillInput
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
-from logitd.model.inference.kv_cache import KVCache
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids, tiny_config, tiny_gpt
+from tests.model.inference.kernels.cpu.test_decoder import decoded_at, new_cache, prefilled
 from tests.profiles import examples
 
 LENGTH = 200
@@ -32,25 +31,6 @@ def gpt_of(width: int, heads: int, key_heads: int, **overrides: int) -> GPT:
         **overrides,
     )  # fmt: skip
     return tiny_gpt(config).to(torch.bfloat16)
-
-
-def new_cache(gpt: GPT) -> KVCache:
-    return KVCache(gpt.config, 4, device=torch.device("cpu"), dtype=torch.bfloat16)
-
-
-def prefilled(decoder: NativeDecoder, slot: int, ids: list[int], cuts: list[int]) -> Tensor:
-    """Final hidden states (T, d_model) of a prompt in chunks that end at `cuts`."""
-    parts = [
-        decoder.prefill([PrefillInput(ids[start:end], slot, start)])[0].hidden
-        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)
-    ]
-    return torch.cat(parts)
-
-
-def decoded(decoder: NativeDecoder, slot: int, ids: list[int]) -> Tensor:
-    """Logits (T, V) of tokens that are computed one by one."""
-    rows = [decoder.decode([token], [slot], [at])[0].clone() for at, token in enumerate(ids)]
-    return torch.stack(rows)
 
 
 @settings(
@@ -79,7 +59,7 @@ def test_prompt_in_any_chunks_is_the_bits_of_its_steps(
     gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
     rng, ids = random.Random(seed), random_ids(length).tolist()
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
-    by_step = decoded(native, 3, ids)
+    by_step = decoded_at(native, ids, 3, 0)
     cuts = sorted(rng.sample(range(1, length), min(rng.randint(0, 4), length - 1)))
     for slot, chunks in enumerate(([], cuts)):
         assert torch.equal(native.head(prefilled(native, slot, ids, chunks)), by_step), chunks
@@ -103,8 +83,7 @@ def test_attention_weights_are_the_twins(
         native.close()
         [twins] = PlainDecoder(gpt, new_cache(gpt)).prefill([piece])
         exact = gpt.float()
-        cache = KVCache(exact.config, 4, device=torch.device("cpu"), dtype=torch.float32)
-        [expected] = PlainDecoder(exact, cache).prefill([piece])
+        [expected] = PlainDecoder(exact, new_cache(exact)).prefill([piece])
     assert ours.weights is not None
     assert_close(ours.weights.sum(-1), torch.ones(ours.weights.shape[:-1]), atol=1e-5, rtol=0)
     for name in ("hidden", "states", "weights"):
@@ -151,7 +130,7 @@ def test_numbers_at_the_ends_of_their_range_are_the_same_bits_too(
             elif name.endswith("attention_out.weight"):
                 parameter.mul_(1 / scale)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
-    by_step = decoded(native, 3, ids)
+    by_step = decoded_at(native, ids, 3, 0)
     assert by_step.isfinite().all()
     assert torch.equal(native.head(prefilled(native, 0, ids, [20])), by_step)
     native.close()

@@ -3,7 +3,6 @@ by row."""
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -86,19 +85,6 @@ def test_company_and_a_wider_kind_change_no_token(
     for kind in SamplingKind:
         if kind >= kind_of(sampling_rows(several)):
             assert sample_rows(own, computed[: len(several)], packed, kind).tolist() == alone
-
-
-def test_kind_is_the_least_that_serves() -> None:
-    assert kind_of(sampling_rows([GREEDY, GREEDY])) is SamplingKind.GREEDY
-    filtered_but_greedy = dataclasses.replace(GREEDY, top_k=3, top_p=0.5)
-    assert kind_of(sampling_rows([filtered_but_greedy])) is SamplingKind.GREEDY
-    assert kind_of(sampling_rows([GREEDY, PLAIN])) is SamplingKind.PLAIN
-    changes: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}]
-    for change in changes:
-        assert (
-            kind_of(sampling_rows([PLAIN, dataclasses.replace(PLAIN, **change)]))
-            is SamplingKind.FILTERED
-        )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30, -2e30])
