@@ -76,8 +76,9 @@ format: $(VENV)/.dev  ## let ruff format and fix the sources
 map:  ## print every source file with the sentence it opens with
 	@$(PYTHON) tests/file_map.py
 
-client: $(VENV)/.runtime  ## write service/client/client.py anew from async_client.py
-	$(BIN)/python -m logitd.service.client.generate_sync
+client: $(VENV)/.dev  ## write the parts of the client that follow from the operations
+	$(BIN)/python -m logitd.service.generate_client
+	$(BIN)/ruff format --quiet service/client
 
 SLOW_PART := \# What make test-slow needs besides.
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \

@@ -13,66 +13,40 @@
         llm.probs("def main():")                 # (vocabulary,): the next token
         llm.score("def main", ["():", "body"])   # the logprobs of each continuation
 
-Covers generation, streams, logits, next-token probabilities, hidden states, attention weights,
-scores, the values of any stage of the forward, interventions in it and sweeps of them. Prompts run
-together in the engine that `logitd serve` runs, so on a CPU the results are the same bits. Does not
-cover chat templates, JSON or queue limits, which belong to the service, and compiles no constraint:
-give a compiled one in `SamplingParams`.
+Runs the operations of `model/operations/` in the engine that `logitd serve` runs: the fields of a
+request, their checks and, on a CPU, the bits of the answers are the same. Each method takes the
+fields of its endpoint as keywords. Not here: chat templates, JSON and queue limits.
 """
 
-import itertools
+import dataclasses
 import logging
 import math
-import operator
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError, use_threads
 from logitd.model.dtypes import DTypeName
-from logitd.model.inference.attribution.task import (
-    DEFAULT_STEPS,
-    Attribution,
-    AttributionTask,
-    Method,
-)
+from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.cost import split_activations
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import (
-    AttributionEvent,
-    Event,
-    FinishEvent,
-    FinishReason,
-    OutputsChunk,
-    PromptEvent,
-    PromptToken,
-    TokenEvent,
-)
-from logitd.model.inference.engine.requests import (
-    Activations,
-    AttentionWeights,
-    AttributionRequest,
-    GenerationRequest,
-    HiddenStates,
-    Lens,
-    Logits,
-    Output,
-    OutputsRequest,
-    Request,
-    ScoreRequest,
-    sequence_lengths,
-)
-from logitd.model.inference.errors import InvalidRequest
-from logitd.model.inference.interventions import Intervention, changeable_stages
+from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
+from logitd.model.inference.engine.requests import Lens, Request, sequence_lengths
+from logitd.model.inference.errors import ConstraintError, InvalidRequest
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.load import Slots, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
@@ -86,10 +60,34 @@ from logitd.model.inference.options import (
 from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.lens import LensRow, read_lens
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
-from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
-from logitd.model.inference.sweep import Axis, make_grid
-from logitd.model.text.growing_text import GrowingText
-from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
+from logitd.model.inference.sweep import Axis
+from logitd.model.operations.activations import ACTIVATIONS
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.attention import ATTENTION
+from logitd.model.operations.attributions import ATTRIBUTIONS
+from logitd.model.operations.completion import GrowingReply, Piece
+from logitd.model.operations.computed import Computed, logprobs_of
+from logitd.model.operations.generate import GENERATE
+from logitd.model.operations.hidden_states import HIDDEN_STATES
+from logitd.model.operations.lens import LENS
+from logitd.model.operations.logits import LOGITS
+from logitd.model.operations.operation import (
+    Compile,
+    Completions,
+    Compute,
+    Operation,
+    Outputs,
+    Plan,
+    Record,
+    Series,
+    Subject,
+    new_id,
+)
+from logitd.model.operations.prompts import encode_text
+from logitd.model.operations.score import SCORE
+from logitd.model.operations.sweep import SWEEP
+from logitd.model.operations.validation import parse
+from logitd.model.text.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
@@ -104,7 +102,10 @@ __all__ = [
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 """A text, or the token ids of one."""
+Prompts = Prompt | Sequence[Prompt]
 Floats = npt.NDArray[np.float32]
+Change = Intervention | dict[str, Any]
+"""An intervention, as an object or with the fields of a request."""
 
 logger = logging.getLogger("logitd")
 
@@ -201,7 +202,6 @@ class LLM:
             config,
             make_decoder=loaded.decode_path.make_owner,
         )
-        self._ids = itertools.count()
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     @property
@@ -224,181 +224,98 @@ class LLM:
         self._engine.close()
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        interventions: Sequence[Intervention] = (),
+        self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
-        """The `n` completions of each prompt, prompt by prompt.
-
-        stop           texts that end a completion; none where the model has no vocabulary
-        ignore_eos     whether to go on after the end-of-text token
-        interventions  what is changed inside the forward, here and below
-        """
+        """The `n` completions of each prompt, prompt by prompt. `fields` are those of /generate:
+        n, stop, ignore_eos, interventions, regex and so on; `params` sets several of them."""
         parts: dict[tuple[int, int], list[Completion]] = {}
-        stream = self.stream(
-            prompts, params, n=n, stop=stop, ignore_eos=ignore_eos, interventions=interventions
-        )
-        for part in stream:
+        for part in self.stream(prompts, params, **fields):
             parts.setdefault((part.prompt_index, part.index), []).append(part)
         return [_joined(parts[key]) for key in sorted(parts)]
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        interventions: Sequence[Intervention] = (),
+        self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> Generator[Completion]:
         """The same, token by token: what is new of the completions, as they grow side by side.
 
-        Starts when the first part is asked for. To close the iterator ends the rest.
+        Starts when the first part is asked for. Closing the iterator ends the rest.
         """
-        # 1) A request for each prompt, and the parts of each of its sequences.
-        if stop and not self.tokenizer.has_text:
-            raise InvalidRequest(f"stop is a list of texts, and {NO_VOCABULARY}", "stop")
-        end_of_text = self.tokenizer.end_of_text
-        if end_of_text is not None and not ignore_eos:
-            params = replace(params, stop_token_ids=params.stop_token_ids | {end_of_text})
-        ids = [self.encode(prompt) for prompt in _as_list(prompts)]
-        requests = [
-            GenerationRequest(
-                request_id=self._new_id(),
-                token_ids=token_ids,
-                params=params,
-                n=n,
-                interventions=tuple(interventions),
-            )
-            for token_ids in ids
-        ]
-        sequences = {
-            (request.request_id, index): _Parts(
-                Completion(prompt_index, index, ""),
-                GrowingText(self.tokenizer, stop_token_ids=params.stop_token_ids, stop=stop),
-            )
-            for prompt_index, request in enumerate(requests)
-            for index in range(n)
-        }
-        # 2) Each event is a part of a completion, until a stop string has ended it.
+        given = {} if params is None else _as_dict(params)
+        constraint = given.pop("constraint", None)
+        plan = cast(Completions, self._plan(GENERATE, prompt=prompts, **given, **fields))
+        requests = list(plan.requests)
+        if constraint is not None:
+            requests = [
+                replace(request, params=replace(request.params, constraint=constraint))
+                for request in requests
+            ]
+        growing = GrowingReply(replace(plan, requests=requests), self.tokenizer)
         with closing(self._run(requests)) as events:
             for event in events:
-                if not isinstance(event, (TokenEvent, FinishEvent)):
-                    continue
-                part = sequences[event.request_id, event.index].take(event)
-                if part is None:
-                    continue
-                if part.finish_reason and isinstance(event, TokenEvent):
-                    self._stop(event.request_id, event.index)
-                yield part
+                if growing.push(event):
+                    self._stop(event)
+                for piece in growing.take():
+                    yield _completion(piece, plan.n)
 
-    def logits(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
+    def logits(self, prompt: Prompt, **fields: Any) -> Floats:
         """Logits (T, V): row i predicts the token after token i."""
-        return self._rows(self.encode(prompt), Logits(), interventions)
+        return self._arrays(LOGITS, prompt=prompt, **fields)["logits"]
 
-    def probs(
-        self, prompt: Prompt, interventions: Sequence[Intervention] = ()
-    ) -> npt.NDArray[np.float64]:
+    def probs(self, prompt: Prompt, **fields: Any) -> npt.NDArray[np.float64]:
         """Probabilities (V,) of the token that follows."""
-        row = self._rows(self.encode(prompt), Logits(), interventions, only_last=True)[0]
+        row = self._arrays(LOGITS, prompt=prompt, positions="last", **fields)["logits"][0]
         return np.exp(log_softmax(row))
 
+    def hidden_states(self, prompt: Prompt, **fields: Any) -> Floats:
+        """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""
+        return self._arrays(HIDDEN_STATES, prompt=prompt, **fields)["hidden_states"]
+
+    def attention(self, prompt: Prompt, **fields: Any) -> Floats:
+        """Attention weights (n_layer, n_head, T, T); each row sums to 1."""
+        return self._arrays(ATTENTION, prompt=prompt, **fields)["attention"]
+
     def activations(
-        self,
-        prompt: Prompt,
-        stages: str | Sequence[str],
-        *,
-        heads: Sequence[int] | None = None,
-        interventions: Sequence[Intervention] = (),
+        self, prompt: Prompt, stages: str | Sequence[str], **fields: Any
     ) -> dict[str, Floats]:
         """The values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
-        `model/transformer/stages.py` lists them. Of those that have heads, the chosen ones."""
-        config, token_ids = self.checkpoint.config, self.encode(prompt)
-        chosen = resolve_stages([stages] if isinstance(stages, str) else stages, config)
-        output = Activations(
-            stages=tuple(stage.name for stage in chosen),
-            heads=None if heads is None else resolve_heads(heads, chosen, config),
-        )
-        rows = self._rows(token_ids, output, interventions)  # (T, elements)
-        return split_activations(rows, output, config, len(token_ids))
+        `model/transformer/stages.py` lists them. `heads` chooses among those of stages with any."""
+        names = [stages] if isinstance(stages, str) else stages
+        return self._arrays(ACTIVATIONS, prompt=prompt, stages=names, **fields)
 
-    def lens(
-        self,
-        prompt: Prompt,
-        top_k: int = 5,
-        token_ids: Sequence[int] = (),
-        interventions: Sequence[Intervention] = (),
-    ) -> list[list[LensRow]]:
+    def lens(self, prompt: Prompt, **fields: Any) -> list[list[LensRow]]:
         """What the model would say if it stopped after each layer (0: after the embeddings), by
         position and layer: the likeliest ids, rank and logprob of `token_ids`, entropy and the
         divergence of the model's own answer."""
-        layers = tuple(range(self.checkpoint.config.n_layer + 1))
-        output = Lens(layers=layers, top_k=top_k, token_ids=tuple(token_ids))
-        rows = self._rows(self.encode(prompt), output, interventions)  # (T, layers, numbers)
-        named = len(token_ids)
-        return [[read_lens(numbers, top_k, named) for numbers in at] for at in rows]
+        given = {"positions": "all", "prompt": prompt, **fields}
+        (request,) = cast(Outputs, self._plan(LENS, **given)).requests
+        lens = cast(Lens, request.output)
+        rows = self._compute([request]).rows[request.request_id]  # (layers, numbers) each
+        return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
 
     def attributions(
-        self,
-        prompt: Prompt,
-        token: int | None = None,
-        minus: int | None = None,
-        *,
-        position: int = -1,
-        methods: Sequence[Method] = ("gradient_times_input",),
-        steps: int = DEFAULT_STEPS,
-        baseline: int | None = None,
+        self, prompt: Prompt, token: int | None = None, minus: int | None = None, **fields: Any
     ) -> Attribution:
-        """What the logit of `token` (None: the likeliest next one), less that of `minus`, hangs on:
-        by token of the prompt ("gradient_times_input", and "integrated_gradients" in `steps` steps
-        from zero vectors or from a `baseline` token), and by head and MLP ("direct")."""
-        token_ids = self.encode(prompt)
-        length = len(token_ids)
-        place = 0  # an empty prompt is rejected by the engine
-        if length:
-            what = f"the prompt has {length} tokens"
-            (place,) = resolve_indices("position", [position], length, what)
-        task = AttributionTask(
-            position=place,
-            token_id=token,
-            minus_id=minus,
-            methods=tuple(methods),
-            steps=steps,
-            baseline=baseline,
-        )
-        request = AttributionRequest(request_id=self._new_id(), token_ids=token_ids, task=task)
-        (attribution,) = (
-            event.attribution
-            for event in self._run([request])
-            if isinstance(event, AttributionEvent)
-        )
-        return attribution
+        """What the logit of `token` (None: the likeliest next one), less that of `minus`, depends
+        on: by token of the prompt ("gradient_times_input", "integrated_gradients"), and by head and
+        MLP ("direct")."""
+        given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
+        (request,) = cast(Record, self._plan(ATTRIBUTIONS, **given)).requests
+        return self._compute([request]).attributions[request.request_id]
 
     def sweep(
         self,
         prompt: Prompt,
-        vary: Intervention,
+        vary: Change,
         over: Sequence[Axis],
         token: int,
         minus: int | None = None,
-        *,
-        interventions: Sequence[Intervention] = (),
+        **fields: Any,
     ) -> npt.NDArray[np.float64]:
         """The logit of `token` after the prompt, less that of `minus`, with `vary` carried out in
-        one place after another: an axis for each of `over` ("layers", "heads", "positions"). The
-        stage of `vary` may be a pattern; values are those of each of its layers alike."""
-        config, token_ids = self.checkpoint.config, self.encode(prompt)
-        varied = [
-            replace(vary, stage=stage.name, field="vary")
-            for stage in changeable_stages(vary.stage, config)
-        ]
-        return self._swept(token_ids, varied, over, token, minus, tuple(interventions))
+        one place after another: an axis for each of `over` ("layers", "heads", "positions")."""
+        given = {"vary": vary, "over": over, "token_id": token, "minus_id": minus, **fields}
+        plan = cast(Series, self._plan(SWEEP, prompt=prompt, **given))
+        return np.array(plan.members(self._parts(plan))["grid"])
 
     def patch(
         self,
@@ -409,123 +326,110 @@ class LLM:
         *,
         stage: str = "blocks.*.output",
         over: Sequence[Axis] = ("layers", "positions"),
+        **fields: Any,
     ) -> npt.NDArray[np.float64]:
         """The sweep that sets a stage to what `source`, a prompt of as many tokens, has there."""
-        token_ids = self.encode(prompt)
-        values = self.activations(source, stage)
-        varied = [
-            Intervention(
-                stage=name,
-                operation="set",
-                positions=tuple(range(len(token_ids))),
-                values=value,
-                field="stage",
-            )
-            for name, value in values.items()
-        ]
-        return self._swept(token_ids, varied, over, token, minus)
-
-    def _swept(
-        self,
-        token_ids: tuple[int, ...],
-        varied: Sequence[Intervention],
-        over: Sequence[Axis],
-        token: int,
-        minus: int | None,
-        interventions: tuple[Intervention, ...] = (),
-    ) -> npt.NDArray[np.float64]:
-        """The values of a grid, whose cells run side by side."""
-        grid = make_grid(varied, over, len(token_ids), self.checkpoint.config)
-        output = Logits(columns=(token,) if minus is None else (token, minus))
-        requests = [
-            OutputsRequest(
-                request_id=self._new_id(),
-                token_ids=token_ids,
-                positions=(len(token_ids) - 1,),
-                output=output,
-                interventions=(*interventions, *changes),
-            )
-            for _, changes in grid.cells()
-        ]
-        rows = {
-            event.request_id: event.rows[0].astype(np.float64)  # (1 or 2,)
-            for event in self._run(requests)
-            if isinstance(event, OutputsChunk)
-        }
-        logits = np.stack([rows[request.request_id] for request in requests])  # (cells, 1 or 2)
-        values = logits[:, 0] if minus is None else logits[:, 0] - logits[:, 1]
-        return values.reshape([len(places) for places in grid.axes.values()])
-
-    def hidden_states(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
-        """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""
-        layers = range(self.checkpoint.config.n_layer + 1)
-        output = HiddenStates(layers=tuple(layers))
-        return self._rows(self.encode(prompt), output, interventions).swapaxes(0, 1)
-
-    def attention(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
-        """Attention weights (n_layer, n_head, T, T); each row sums to 1."""
-        config = self.checkpoint.config
-        output = AttentionWeights(
-            layers=tuple(range(config.n_layer)), heads=tuple(range(config.n_head))
-        )
-        rows = self._rows(self.encode(prompt), output, interventions)
-        return rows.transpose(1, 2, 0, 3)
+        vary = {"stage": stage, "operation": "set", "from": {"prompt": source}}
+        return self.sweep(prompt, vary, over, token, minus, **fields)
 
     def score(
-        self,
-        prompt: Prompt,
-        continuations: Sequence[Prompt] = (),
-        interventions: Sequence[Intervention] = (),
+        self, prompt: Prompt, continuations: Sequence[Prompt] = (), **fields: Any
     ) -> list[Score]:
-        """How likely each continuation is after the prompt; where there are none, the prompt."""
-        request = ScoreRequest(
-            request_id=self._new_id(),
-            token_ids=self.encode(prompt),
-            continuations=tuple(map(self.encode, continuations)),
-            interventions=tuple(interventions),
-        )
-        tokens: list[list[PromptToken]] = [[] for _ in sequence_lengths(request)]
-        for event in self._run([request]):
-            if isinstance(event, PromptEvent):
-                tokens[event.index] += event.tokens
-        return [_score(scored) for scored in tokens]
+        """How likely each continuation is after the prompt; without any, the prompt itself."""
+        given = {"prompt": prompt, "continuations": continuations or None, **fields}
+        (request,) = cast(Record, self._plan(SCORE, **given)).requests
+        tokens = self._compute([request]).tokens
+        count = len(sequence_lengths(request))
+        return [_score(tokens[request.request_id, index]) for index in range(count)]
+
+    def run(self, operation: str, **fields: Any) -> Any:
+        """Any operation whose answer is a JSON object, by its name: the reply that the server
+        gives, as an object with attributes."""
+        chosen = _operation(operation)
+        plan = self._plan(chosen, **fields)
+        if isinstance(plan, Record):
+            members = plan.reply(self._compute(plan.requests))
+        elif isinstance(plan, Series):
+            members = {**plan.head, **plan.members(self._parts(plan))}
+        else:
+            raise InvalidRequest(f"{operation} gives no JSON object: call LLM.{operation}")
+        training = self.checkpoint.training
+        checkpoint = {
+            "name": self.checkpoint.name,
+            "step": training.step,
+            "val_loss": training.val_loss,
+            "weights_sha256": self.checkpoint.weights_sha256,
+        }
+        head = {
+            "id": new_id(chosen.reply_id),
+            "created": int(time.time()),
+            "model": self.checkpoint.name,
+            "checkpoint": checkpoint,
+        }
+        return TypeAdapter(chosen.reply).validate_python({**head, **members})
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Operations without a method above: `llm.tokenize(prompt="def")`."""
+        if name not in {operation.name for operation in OPERATIONS}:
+            raise AttributeError(f"LLM has no attribute {name!r}")
+        return partial(self.run, name)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt. Special tokens in a text are plain text; where the model has
-        no vocabulary, a text is rejected."""
+        """The token ids of a prompt. Special tokens in a text are plain text; if the model has no
+        vocabulary, a text is refused."""
         if not isinstance(prompt, str):
-            return tuple(map(operator.index, prompt))
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise InvalidRequest("the prompt is not UTF-8 text", "prompt")
+            return tuple(int(token_id) for token_id in prompt)
+        return tuple(encode_text(prompt, self.tokenizer))
+
+    # How operations run
+
+    def _plan(self, operation: Operation, **fields: Any) -> Plan:
+        """The plan of a request, with what it needs computed first."""
+        body = parse(operation.body, fields)
+        planning = operation.plan(body, Subject(self.checkpoint))
+        answer: Any = None
+        while True:
+            try:
+                step = planning.send(answer)
+            except StopIteration as stop:
+                plan: Plan = stop.value
+                return plan
+            try:
+                answer = self._answer(step)
+            except InvalidRequest as error:
+                planning.throw(error)  # it names the field that asked
+
+    def _answer(self, step: Compute | Compile) -> Any:
+        if isinstance(step, Compute):
+            return self._compute(step.requests)
         try:
-            return tuple(self.tokenizer.encode(prompt))
-        except NoVocabularyError as error:
-            raise InvalidRequest(f"the prompt is a text, and {error}", "prompt") from error
-        except ValueError as error:  # a byte that the vocabulary lacks, or a pathological text
-            raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from error
+            return Compiler(self.tokenizer).compile(step.source)
+        except (ConstraintError, ConstraintsUnavailable) as error:
+            kind = step.source.kind
+            raise InvalidRequest(f"{kind}: {error}", kind) from error
 
-    def _new_id(self) -> str:
-        return f"llm-{next(self._ids)}"
+    def _compute(self, requests: Sequence[Request]) -> Computed:
+        """Everything that requests compute."""
+        computed = Computed()
+        for event in self._run(requests):
+            computed.add(event)
+        return computed
 
-    def _rows(
-        self,
-        token_ids: tuple[int, ...],
-        output: Output,
-        interventions: Sequence[Intervention] = (),
-        *,
-        only_last: bool = False,
-    ) -> Floats:
-        """Rows of a prompt's positions, the first axis, in the order of the engine."""
-        positions = tuple(range(len(token_ids)))
-        request = OutputsRequest(
-            request_id=self._new_id(),
-            token_ids=token_ids,
-            positions=positions[-1:] if only_last else positions,
-            output=output,
-            interventions=tuple(interventions),
-        )
-        pieces = [event.rows for event in self._run([request]) if isinstance(event, OutputsChunk)]
-        return np.concatenate(pieces)
+    def _parts(self, plan: Series) -> list[dict[str, Any]]:
+        """The parts of a series, whose jobs run side by side."""
+        jobs = list(plan.jobs)
+        rows = self._compute(jobs).rows
+        return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]
+
+    def _arrays(self, operation: Operation, **fields: Any) -> dict[str, Floats]:
+        """The arrays of one prompt, at all positions unless `fields` choose some."""
+        plan = cast(Outputs, self._plan(operation, **{"positions": "all", **fields}))
+        (request,) = plan.requests
+        rows = np.stack(self._compute([request]).rows[request.request_id])
+        return {
+            array.name: np.moveaxis(part, 0, array.position_axis)
+            for array, part in zip(plan.arrays, plan.parts(0, rows), strict=True)
+        }
 
     def _run(self, requests: Sequence[Request]) -> Generator[Event]:
         """The events of requests until all have ended; whatever ends the loop early aborts them.
@@ -554,53 +458,38 @@ class LLM:
                 self._engine.abort(request.request_id)
                 self._mailboxes.pop(request.request_id, None)
 
-    def _stop(self, request_id: str, index: int) -> None:
+    def _stop(self, event: Any) -> None:
         """End a sequence whose text has ended."""
-        ended = self._engine.abort(request_id, index, FinishReason.STOP)
-        self._mailboxes[request_id].extend(ended)
+        ended = self._engine.abort(event.request_id, event.index, FinishReason.STOP)
+        self._mailboxes[event.request_id].extend(ended)
 
 
-class _Parts:
-    """Turns the events of one sequence into parts of its completion."""
-
-    def __init__(self, empty: Completion, text: GrowingText) -> None:
-        self._empty = empty
-        self._text = text
-        self._ended = False
-
-    def take(self, event: TokenEvent | FinishEvent) -> Completion | None:
-        """What an event adds; None after a stop string."""
-        if self._ended:
-            return None
-        part = self._token(event) if isinstance(event, TokenEvent) else self._finish(event)
-        if (stop := self._text.stopped_by) is not None:
-            part = replace(part, finish_reason="stop", stop_reason=stop)
-        self._ended = part.finish_reason is not None
-        return part
-
-    def _token(self, event: TokenEvent) -> Completion:
-        text = self._text.push(event.token_id)
-        part = replace(self._empty, text=text, token_ids=(event.token_id,))
-        if event.chosen is None:
-            return part
-        return replace(part, logprobs=np.array([event.chosen.logprob]), top_logprobs=(event.top,))
-
-    def _finish(self, event: FinishEvent) -> Completion:
-        return replace(
-            self._empty,
-            text=self._text.finish(),
-            finish_reason=event.reason.value,
-            stop_reason=event.stop_token_id,
-        )
+def _as_dict(params: SamplingParams) -> dict[str, Any]:
+    """The fields of a body; not `dataclasses.asdict`, which would copy a compiled constraint."""
+    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts of a call: a text is one, and so are token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if all(isinstance(prompt, (int, np.integer)) for prompt in prompts):
-        return [cast("Sequence[int]", prompts)]
-    return cast("Sequence[Prompt]", prompts)
+def _operation(name: str) -> Operation:
+    found = next((each for each in OPERATIONS if each.name == name), None)
+    if found is None:
+        names = ", ".join(each.name for each in OPERATIONS)
+        raise InvalidRequest(f"there is no operation {name!r}; there are {names}", "operation")
+    return found
+
+
+def _completion(piece: Piece, n: int) -> Completion:
+    """A piece as this module gives it."""
+    logprobs = [token.chosen.logprob for token in piece.tokens if token.chosen is not None]
+    return Completion(
+        prompt_index=piece.prompt_index,
+        index=piece.index % n,
+        text=piece.text,
+        token_ids=tuple(piece.token_ids),
+        finish_reason=piece.finish_reason,
+        stop_reason=piece.stop_reason,
+        logprobs=np.array(logprobs) if piece.tokens else None,
+        top_logprobs=tuple(token.top for token in piece.tokens),
+    )
 
 
 def _joined(parts: Sequence[Completion]) -> Completion:
@@ -609,13 +498,13 @@ def _joined(parts: Sequence[Completion]) -> Completion:
     return replace(
         parts[-1],
         text="".join(part.text for part in parts),
-        token_ids=tuple(itertools.chain.from_iterable(part.token_ids for part in parts)),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=np.concatenate(logprobs) if logprobs else None,
-        top_logprobs=tuple(itertools.chain.from_iterable(part.top_logprobs for part in parts)),
+        top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in parts)),
     )
 
 
-def _score(tokens: Sequence[PromptToken]) -> Score:
-    logprobs = [token.chosen.logprob for token in tokens if token.chosen is not None]
+def _score(tokens: Sequence[Any]) -> Score:
+    logprobs = logprobs_of(tokens)
     token_ids = tuple(token.token_id for token in tokens)
     return Score(token_ids, np.array(logprobs, dtype=np.float64), math.fsum(logprobs))

@@ -18,25 +18,8 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from logitd.model.version import VERSION
-from logitd.service.api.routes import (
-    activations,
-    admin,
-    attention,
-    attributions,
-    chat,
-    completions,
-    generate,
-    hidden_states,
-    lens,
-    logits,
-    models,
-    operations,
-    probs,
-    score,
-    stages,
-    sweep,
-    tokenize,
-)
+from logitd.service.api import endpoint
+from logitd.service.api.routes import admin, chat, completions, facts, models, status
 from logitd.service.app import docs as openapi
 from logitd.service.app.lifespan import live
 from logitd.service.app.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
@@ -88,14 +71,12 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.state.service = state
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
-    for routes in (
-        generate, logits, probs, score, hidden_states, attention, activations, stages, sweep, lens,
-        attributions, tokenize,
-        completions, chat, models, operations, admin,
-    ):  # fmt: skip
-        # As they are: what include_router makes of them is made when the first request looks for
-        # its route, which then waits, as everybody else does.
-        app.router.routes.extend(routes.router.routes)
+    routers = [endpoint.router()]
+    routers += [r.router for r in (facts, completions, chat, models, status, admin)]
+    for router in routers:
+        # Not by include_router: what that makes of them is made by the first request, which then
+        # waits, as everybody else does.
+        app.router.routes.extend(router.routes)
     _serve_docs(app)
     _serve_playground(app)
     _add_middleware(app, state, None if traces is None else traces.record)

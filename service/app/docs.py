@@ -12,35 +12,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from logitd.service.schemas.activations import ActivationsRequest
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import RequestBody
 from logitd.service.schemas.admin import ReloadRequest
-from logitd.service.schemas.attributions import AttributionsRequest
-from logitd.service.schemas.generate import GenerateRequest
-from logitd.service.schemas.lens import LensRequest
 from logitd.service.schemas.openai import ChatRequest, CompletionRequest
-from logitd.service.schemas.sweep import SweepRequest
-from logitd.service.schemas.tensors import (
-    AttentionRequest,
-    HiddenStatesRequest,
-    LogitsRequest,
-    ProbsRequest,
-    ScoreRequest,
-)
-from logitd.service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 
-REQUEST_BODIES = (
-    GenerateRequest,
-    LogitsRequest,
-    ProbsRequest,
-    ScoreRequest,
-    HiddenStatesRequest,
-    AttentionRequest,
-    ActivationsRequest,
-    SweepRequest,
-    LensRequest,
-    AttributionsRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
+REQUEST_BODIES: tuple[type[RequestBody], ...] = (
+    *(operation.body for operation in OPERATIONS),
     CompletionRequest,
     ChatRequest,
     ReloadRequest,

@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import logging
 
-from logitd.service.core.models import Served
+from logitd.service.core.models import LoadedModel
 from logitd.service.core.reloader import ReloadError
 
 logger = logging.getLogger("logitd")
 
 
-async def follow(served: Served) -> None:
+async def follow(served: LoadedModel) -> None:
     """Serve what the run of a model saves, until cancelled."""
     reloader, settings = served.reloader, served.settings
     seen = reloader.checkpoint.path

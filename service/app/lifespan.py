@@ -14,7 +14,7 @@ from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
 from logitd.model.inference.constraints.sandbox import Checker
 from logitd.service.app.follow import follow
 from logitd.service.core.constraints import Constraints
-from logitd.service.core.models import NotLoaded, Served
+from logitd.service.core.models import LoadedModel, NotLoaded
 from logitd.service.core.reloader import Reloader
 from logitd.service.core.state import ServiceState
 from logitd.service.engine.admission import AdmissionController, QueueLimits
@@ -27,7 +27,6 @@ from logitd.service.engine.build import (
     divide_memory,
 )
 from logitd.service.engine.driver import EngineDriver, StepThread
-from logitd.service.engine.session import EngineSession
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -78,7 +77,7 @@ def _cannot_serve(state: ServiceState, reason: str) -> None:
 
 async def _load_share(
     state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
-) -> Served | NotLoaded:
+) -> LoadedModel | NotLoaded:
     """One of several, with the slots that are its share."""
     assert source.name is not None
     if (reason := shares.refused.get(source.name)) is not None:
@@ -91,7 +90,7 @@ async def _load_share(
 
 async def _load_model(
     state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
-) -> Served | NotLoaded:
+) -> LoadedModel | NotLoaded:
     """The model of settings that are of one."""
     source = settings.source
     name = source.name or name_of(source.path)
@@ -113,7 +112,7 @@ def _served(
     built: BuiltEngine,
     checker: Checker,
     steps: StepThread | None,
-) -> Served:
+) -> LoadedModel:
     driver = EngineDriver(built.engine, built.load_weights, steps)
     metrics = state.metrics_of(settings.source)
     limits = QueueLimits(
@@ -130,11 +129,10 @@ def _served(
         stall_timeout=settings.stall_timeout,
         on_step=partial(state.on_step, metrics),
     )
-    return Served(
+    return LoadedModel(
         checkpoints=checkpoints,
         computation=built.computation,
         engine=engine,
-        session=EngineSession(engine),
         reloader=Reloader(settings, engine, checkpoints, metrics, state.reload_lock),
         constraints=Constraints(
             built.compiler, checker, timeout=settings.constraint_timeout, metrics=metrics

@@ -17,13 +17,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from logitd.service.api.responses.text import CHECKPOINT_HEADERS
+from logitd.model.operations.prompts import clip
+from logitd.service.api.envelope import CHECKPOINT_HEADERS
 from logitd.service.connections.limits import MAX_HEADER_BYTES, head_size
 from logitd.service.connections.refusals import headers_too_large
 from logitd.service.core.auth import CALLER
-from logitd.service.core.errors import LIMIT, clip, internal_error
+from logitd.service.core.choice import MODEL, USAGE
+from logitd.service.core.errors import LIMIT, internal_error
 from logitd.service.core.metrics import Metrics, endpoint_label
-from logitd.service.core.models import MODEL, USAGE
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.usage import Usage
 from logitd.service.log import FIELDS

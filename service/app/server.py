@@ -27,7 +27,7 @@ from logitd.service.connections.limits import ConnectionLimitError, connection_l
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.connections.protocol import Connection
 from logitd.service.core.auth import ApiKeyError
-from logitd.service.core.models import Models, Served
+from logitd.service.core.models import LoadedModel, Models
 from logitd.service.core.reloader import ReloadError
 from logitd.service.core.state import ServiceState
 from logitd.service.log import configure_logging
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
             for served in self._state.models.served:
                 self._start(self._reload(served))
 
-    async def _reload(self, served: Served) -> None:
+    async def _reload(self, served: LoadedModel) -> None:
         reloader = served.reloader
         try:
             reloaded = await reloader.reload(reloader.wanted())
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
         logger.error("%s failed: exiting with 1", told)
         self.should_exit = True
 
-    async def _first_failed(self, models: Models) -> Served:
+    async def _first_failed(self, models: Models) -> LoadedModel:
         """The model whose engine fails for good, once one does."""
         waiting = [asyncio.ensure_future(served.engine.failed.wait()) for served in models.served]
         try:

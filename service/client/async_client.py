@@ -1,3 +1,4 @@
+# ruff: noqa: F403, F405
 """AsyncClient: the service from Python, for asyncio. `Client` is its twin, one call at a time.
 
     async with AsyncClient() as client:
@@ -15,53 +16,21 @@ A client may be shared by the tasks of one event loop. To cancel a task ends its
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, overload
+from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
 from logitd.service.client import calls, transport
-from logitd.service.client.fields import (
-    ActivationsFields,
-    AttentionFields,
-    AttributionsFields,
-    DetokenizeFields,
-    GenerateFields,
-    HiddenStatesFields,
-    Intervention,
-    LensFields,
-    LogitsFields,
-    ManyPrompts,
-    OneOrManyIds,
-    OnePrompt,
-    ProbsFields,
-    Prompt,
-    ScoreFields,
-    SweepFields,
-    TokenIds,
-    TokenizeFields,
-)
-from logitd.service.client.results import (
+from logitd.service.client.arrays import (
     Activations,
     Attention,
-    Attributions,
     Chunk,
-    Detokenized,
-    Generation,
-    Health,
     HiddenStates,
-    Info,
-    LensReadings,
     Logits,
-    Probs,
-    Scores,
-    Stages,
-    Sweep,
-    Timings,
-    Tokenized,
-    TokenizerInfo,
     TopLogits,
-    Usage,
 )
+from logitd.service.client.fields import *
+from logitd.service.client.results import *
 from logitd.service.client.streaming import StreamState
 from logitd.service.client.transport import Exchange
 
@@ -69,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class AsyncClient:
-    """Asks one server.
+    """Asks one server. Methods that are generated take the fields of their endpoint.
 
     base_url     where it is; else LOGITD_BASE_URL, else http://127.0.0.1:8000
     api_key      sent as a bearer token, and never shown; else LOGITD_API_KEY
@@ -150,34 +119,6 @@ class AsyncClient:
         return await self._run(calls.logits(prompt, top_k, self._named(fields)))
 
     @overload
-    async def hidden_states(  # type: ignore[overload-overlap]
-        self, prompt: OnePrompt, **fields: Unpack[HiddenStatesFields]
-    ) -> HiddenStates: ...
-    @overload
-    async def hidden_states(
-        self, prompt: ManyPrompts, **fields: Unpack[HiddenStatesFields]
-    ) -> list[HiddenStates]: ...
-    async def hidden_states(
-        self, prompt: Prompt, **fields: Unpack[HiddenStatesFields]
-    ) -> HiddenStates | list[HiddenStates]:
-        """The residual stream, layer by layer; of a list of prompts, a list of results."""
-        return await self._run(calls.hidden_states(prompt, self._named(fields)))
-
-    @overload
-    async def attention(  # type: ignore[overload-overlap]
-        self, prompt: OnePrompt, **fields: Unpack[AttentionFields]
-    ) -> Attention: ...
-    @overload
-    async def attention(
-        self, prompt: ManyPrompts, **fields: Unpack[AttentionFields]
-    ) -> list[Attention]: ...
-    async def attention(
-        self, prompt: Prompt, **fields: Unpack[AttentionFields]
-    ) -> Attention | list[Attention]:
-        """Attention weights by layer and head; of a list of prompts, a list of results."""
-        return await self._run(calls.attention(prompt, self._named(fields)))
-
-    @overload
     async def activations(  # type: ignore[overload-overlap]
         self,
         prompt: OnePrompt,
@@ -198,17 +139,6 @@ class AsyncClient:
         list of prompts, a list of results."""
         return await self._run(calls.activations(prompt, stages, self._named(fields)))
 
-    async def sweep(
-        self,
-        prompt: OnePrompt,
-        vary: Intervention,
-        over: Sequence[str],
-        **fields: Unpack[SweepFields],
-    ) -> Sweep:
-        """A token's logit with `vary` carried out in one place after another, along axes: "layers",
-        "heads", "positions"."""
-        return await self._run(calls.sweep(prompt, vary, over, self._named(fields)))
-
     async def patch(
         self,
         prompt: OnePrompt,
@@ -224,26 +154,6 @@ class AsyncClient:
     async def stages(self, *, model: str | None = None) -> Stages:
         """The names, shapes and meanings of the stages."""
         return await self._run(calls.stages(model or self._model))
-
-    async def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
-        """What the model would say if it stopped after each layer."""
-        return await self._run(calls.lens(prompt, self._named(fields)))
-
-    async def attributions(
-        self,
-        prompt: Prompt,
-        **fields: Unpack[AttributionsFields],
-    ) -> Attributions:
-        """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
-        return await self._run(calls.attributions(prompt, self._named(fields)))
-
-    async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
-        """The distribution of the next token after each prompt."""
-        return await self._run(calls.probs(prompt, self._named(fields)))
-
-    async def score(self, prompt: Prompt, **fields: Unpack[ScoreFields]) -> Scores:
-        """How likely given texts are: each prompt, or continuations of it."""
-        return await self._run(calls.score(prompt, self._named(fields)))
 
     @overload
     async def tokenize(  # type: ignore[overload-overlap]
@@ -291,8 +201,99 @@ class AsyncClient:
         """The version of the server."""
         return await self._run(calls.version())
 
+    # operations: generated by `make client`
+
+    async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
+        """The likeliest next tokens after each prompt, or named ones, with probability, logprob
+        and rank; and the entropy of the whole distribution."""
+        return await self._run(
+            calls.record("/probs", Probs, {"prompt": prompt, **self._named(fields)})
+        )
+
+    async def score(self, prompt: Prompt, **fields: Unpack[ScoreFields]) -> Scores:
+        """The logprob of each prompt, or of continuations of it: as a sum, by token if asked
+        for, as perplexity and as bits per byte. A prompt with several continuations is computed
+        once."""
+        return await self._run(
+            calls.record("/score", Scores, {"prompt": prompt, **self._named(fields)})
+        )
+
+    @overload
+    async def hidden_states(  # type: ignore[overload-overlap]
+        self, prompt: OnePrompt, **fields: Unpack[HiddenStatesFields]
+    ) -> HiddenStates: ...
+    @overload
+    async def hidden_states(
+        self, prompt: ManyPrompts, **fields: Unpack[HiddenStatesFields]
+    ) -> list[HiddenStates]: ...
+    async def hidden_states(
+        self, prompt: Prompt, **fields: Unpack[HiddenStatesFields]
+    ) -> HiddenStates | list[HiddenStates]:
+        """The residual stream (layers, positions, d_model): 0 is after the embeddings, i after
+        block i, before the final norm."""
+        return await self._run(
+            calls.arrays("/hidden_states", HiddenStates, {"prompt": prompt, **self._named(fields)})
+        )
+
+    @overload
+    async def attention(  # type: ignore[overload-overlap]
+        self, prompt: OnePrompt, **fields: Unpack[AttentionFields]
+    ) -> Attention: ...
+    @overload
+    async def attention(
+        self, prompt: ManyPrompts, **fields: Unpack[AttentionFields]
+    ) -> list[Attention]: ...
+    async def attention(
+        self, prompt: Prompt, **fields: Unpack[AttentionFields]
+    ) -> Attention | list[Attention]:
+        """Causal attention weights (layers, heads, positions, tokens); each row sums to 1, and
+        what a position does not see is 0."""
+        return await self._run(
+            calls.arrays("/attention", Attention, {"prompt": prompt, **self._named(fields)})
+        )
+
+    async def sweep(
+        self,
+        prompt: OnePrompt,
+        vary: Intervention,
+        over: Sequence[Literal["layers", "heads", "positions"]],
+        **fields: Unpack[SweepFields],
+    ) -> Sweep:
+        """Carry an intervention out in one layer, head or position after another, and give a
+        token's logit each time, or the difference of two: ablate each head in turn, patch each
+        layer and position in turn. With `stream`, an event with what is known before, `{"cell":
+        ...}` for each cell as it is computed, then `[DONE]`."""
+        return await self._run(
+            calls.record(
+                "/sweep",
+                Sweep,
+                {"prompt": prompt, "vary": vary, "over": over, **self._named(fields)},
+            )
+        )
+
+    async def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
+        """The final norm and the head on the residual stream after each layer: the likeliest
+        next tokens, probability and rank of named ones, the entropy, and the divergence of the
+        model's own answer, which is the last layer's."""
+        return await self._run(
+            calls.record("/lens", LensReadings, {"prompt": prompt, **self._named(fields)})
+        )
+
+    async def attributions(
+        self, prompt: Prompt, **fields: Unpack[AttributionsFields]
+    ) -> Attributions:
+        """The gradient of a token's logit, or of the difference of two, with respect to the
+        vector of each token of the prompt, times that vector, at the prompt or along a path from
+        a baseline; and what each head, bias and MLP adds to it by itself. Other requests go on
+        meanwhile: a step computes one block of one prompt."""
+        return await self._run(
+            calls.record("/attributions", Attributions, {"prompt": prompt, **self._named(fields)})
+        )
+
+    # end of what is generated
+
     def _named(self, fields: Mapping[str, object]) -> Mapping[str, object]:
-        """The fields of a call, with the client's model where they name none."""
+        """The fields of a call; with the client's model, unless they name one."""
         return fields if self._model is None else {"model": self._model, **fields}
 
     async def _run(self, call: calls.Call[Result]) -> Result:

@@ -1,7 +1,7 @@
-"""Calls: for each endpoint what is sent and how its answer is read. Nothing is sent from here.
+"""Calls: what is sent to an endpoint and how its answer is read. Nothing is sent from here.
 
-What both clients share: they take a `Call`, get an `Answer` in their own way and give `call.result`
-of it. Prompts and fields may hold NumPy arrays and numbers, such as those of earlier results.
+Both clients take a `Call`, get an `Answer` in their own way and return `call.result` of it. Prompts
+and fields may hold NumPy arrays and numbers, such as those of earlier results.
 """
 
 import json
@@ -14,27 +14,19 @@ from urllib.parse import urlencode
 import numpy as np
 
 from logitd.service.client import errors
+from logitd.service.client.arrays import Activations, Logits, TopLogits
 from logitd.service.client.errors import MalformedReplyError
 from logitd.service.client.fields import Intervention, OneOrManyIds, OnePrompt, Prompt
 from logitd.service.client.reading import WrongShape, read
 from logitd.service.client.results import (
-    Activations,
-    Attention,
-    Attributions,
     Detokenized,
     Generation,
     Health,
-    HiddenStates,
     Info,
-    LensReadings,
-    Logits,
-    Probs,
-    Scores,
     Stages,
     Sweep,
     Tokenized,
     TokenizerInfo,
-    TopLogits,
 )
 from logitd.service.client.tensors import TensorFile
 
@@ -99,6 +91,24 @@ class _Prompts:
     prompts: tuple[dict[str, Any], ...]
 
 
+def record(path: str, form: type[Result], body: Mapping[str, object]) -> Call[Result]:
+    """An operation that answers with a JSON object."""
+    if "stream" in body:
+        raise TypeError(f"{path} gives one reply here and takes no `stream`")
+    return Call(post(path, body), partial(_object, form))
+
+
+def arrays(path: str, form: Any, body: Mapping[str, Any]) -> Call[Any]:
+    """An operation that answers with one array of each prompt, which has the operation's name: a
+    `form`, or a list of them for a list of prompts."""
+    name = path.removeprefix("/")
+
+    def read_prompt(file: TensorFile, suffix: str, request_id: str) -> Any:
+        return form(file.array(name + suffix), **_facts(file, suffix, request_id))
+
+    return _files(path, body, read_prompt)
+
+
 def generate(prompt: Prompt, fields: Mapping[str, object]) -> Call[Generation]:
     if "stream" in fields:
         raise TypeError("generate gives one reply and takes no `stream`; call stream instead")
@@ -115,17 +125,7 @@ def logits(prompt: Prompt, top_k: int | None, fields: Mapping[str, object]) -> C
     """Logits, or TopLogits with `top_k`; of many prompts, a list of them."""
     read_prompt = _logits if top_k is None else _top_logits
     chosen = {} if top_k is None else {"top_k": top_k}
-    return _arrays("/logits", prompt, {**fields, **chosen}, read_prompt)
-
-
-def hidden_states(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
-    """HiddenStates; of many prompts, a list of them."""
-    return _arrays("/hidden_states", prompt, fields, _hidden_states)
-
-
-def attention(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
-    """Attention; of many prompts, a list of them."""
-    return _arrays("/attention", prompt, fields, _attention)
+    return _files("/logits", {"prompt": prompt, **fields, **chosen}, read_prompt)
 
 
 def activations(
@@ -133,20 +133,11 @@ def activations(
 ) -> Call[Any]:
     """Activations; of many prompts, a list of them."""
     names = [stages] if isinstance(stages, str) else list(stages)
-    return _arrays("/activations", prompt, {"stages": names, **fields}, _activations)
+    return _files("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 
 
 def stages(model: str | None = None) -> Call[Stages]:
     return Call(get("/stages", model), partial(_object, Stages))
-
-
-def sweep(
-    prompt: OnePrompt, vary: Intervention, over: Sequence[str], fields: Mapping[str, object]
-) -> Call[Sweep]:
-    if "stream" in fields:
-        raise TypeError("sweep gives one reply and takes no `stream`")
-    body = {"prompt": prompt, "vary": vary, "over": over, **fields}
-    return Call(post("/sweep", body), partial(_object, Sweep))
 
 
 def patch(
@@ -157,23 +148,7 @@ def patch(
     fields: Mapping[str, object],
 ) -> Call[Sweep]:
     vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
-    return sweep(prompt, vary, over, fields)
-
-
-def lens(prompt: Prompt, fields: Mapping[str, object]) -> Call[LensReadings]:
-    return Call(post("/lens", {"prompt": prompt, **fields}), partial(_object, LensReadings))
-
-
-def attributions(prompt: Prompt, fields: Mapping[str, object]) -> Call[Attributions]:
-    return Call(post("/attributions", {"prompt": prompt, **fields}), partial(_object, Attributions))
-
-
-def probs(prompt: Prompt, fields: Mapping[str, object]) -> Call[Probs]:
-    return Call(post("/probs", {"prompt": prompt, **fields}), partial(_object, Probs))
-
-
-def score(prompt: Prompt, fields: Mapping[str, object]) -> Call[Scores]:
-    return Call(post("/score", {"prompt": prompt, **fields}), partial(_object, Scores))
+    return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
 
 def tokenize(text: str | Sequence[str], fields: Mapping[str, object]) -> Call[Any]:
@@ -283,14 +258,12 @@ def _health(answer: Answer) -> Health:
         raise errors.from_reply(answer.status, {}, answer.body, answer.request_id) from None
 
 
-def _arrays(
-    path: str,
-    prompt: Prompt,
-    fields: Mapping[str, object],
-    read_prompt: Callable[[TensorFile, str, str], Any],
+def _files(
+    path: str, body: Mapping[str, Any], read_prompt: Callable[[TensorFile, str, str], Any]
 ) -> Call[Any]:
     """A call with a safetensors answer. `read_prompt` gives one prompt's result, from the file, the
     suffix of its tensors' names and the request's id."""
+    prompt = body["prompt"]
     many = is_many(prompt)
     count = len(prompt) if many else 1
     suffixes = [""] if count == 1 else [f".{i}" for i in range(count)]
@@ -300,59 +273,30 @@ def _arrays(
         values = [read_prompt(file, suffix, answer.request_id) for suffix in suffixes]
         return values if many else values[0]
 
-    return Call(post(path, {"prompt": prompt, **fields}, SAFETENSORS), results)
+    return Call(post(path, body, SAFETENSORS), results)
+
+
+def _facts(file: TensorFile, suffix: str, request_id: str) -> dict[str, Any]:
+    """Members that all results of arrays have."""
+    return {
+        "positions": file.array(f"positions{suffix}"),
+        "token_ids": file.array(f"token_ids{suffix}"),
+        "checkpoint": file.checkpoint,
+        "request_id": request_id,
+    }
 
 
 def _logits(file: TensorFile, suffix: str, request_id: str) -> Logits:
-    return Logits(
-        logits=file.array(f"logits{suffix}"),
-        positions=file.array(f"positions{suffix}"),
-        token_ids=file.array(f"token_ids{suffix}"),
-        stage=file.stage,
-        checkpoint=file.checkpoint,
-        request_id=request_id,
-    )
+    rows = file.array(f"logits{suffix}")
+    return Logits(rows, stage=file.stage, **_facts(file, suffix, request_id))
 
 
 def _top_logits(file: TensorFile, suffix: str, request_id: str) -> TopLogits:
-    return TopLogits(
-        top_ids=file.array(f"top_ids{suffix}"),
-        top_logits=file.array(f"top_logits{suffix}"),
-        positions=file.array(f"positions{suffix}"),
-        token_ids=file.array(f"token_ids{suffix}"),
-        stage=file.stage,
-        checkpoint=file.checkpoint,
-        request_id=request_id,
-    )
-
-
-def _hidden_states(file: TensorFile, suffix: str, request_id: str) -> HiddenStates:
-    return HiddenStates(
-        hidden_states=file.array(f"hidden_states{suffix}"),
-        positions=file.array(f"positions{suffix}"),
-        token_ids=file.array(f"token_ids{suffix}"),
-        checkpoint=file.checkpoint,
-        request_id=request_id,
-    )
-
-
-def _attention(file: TensorFile, suffix: str, request_id: str) -> Attention:
-    return Attention(
-        attention=file.array(f"attention{suffix}"),
-        positions=file.array(f"positions{suffix}"),
-        token_ids=file.array(f"token_ids{suffix}"),
-        checkpoint=file.checkpoint,
-        request_id=request_id,
-    )
+    ids, values = file.array(f"top_ids{suffix}"), file.array(f"top_logits{suffix}")
+    return TopLogits(ids, values, stage=file.stage, **_facts(file, suffix, request_id))
 
 
 def _activations(file: TensorFile, suffix: str, request_id: str) -> Activations:
-    alone = {"token_ids", "positions"}
     names = [name.removesuffix(suffix) for name in file.names if name.endswith(suffix)]
-    return Activations(
-        stages={name: file.array(name + suffix) for name in names if name not in alone},
-        positions=file.array(f"positions{suffix}"),
-        token_ids=file.array(f"token_ids{suffix}"),
-        checkpoint=file.checkpoint,
-        request_id=request_id,
-    )
+    stages = {n: file.array(n + suffix) for n in names if n not in ("token_ids", "positions")}
+    return Activations(stages, **_facts(file, suffix, request_id))

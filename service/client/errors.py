@@ -12,6 +12,26 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+__all__ = [
+    "LogitdError",
+    "APIStatusError",
+    "BadRequestError",
+    "AuthenticationError",
+    "PermissionDeniedError",
+    "NotFoundError",
+    "ConflictError",
+    "RequestTooLargeError",
+    "UnsupportedMediaTypeError",
+    "QueueFullError",
+    "ServerError",
+    "UnavailableError",
+    "DeadlineExceededError",
+    "APIConnectionError",
+    "APITimeoutError",
+    "StreamError",
+    "MalformedReplyError",
+]
+
 MAX_QUOTED = 200
 """Characters that are repeated of a reply that is not the server's own."""
 

@@ -11,18 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from logitd.service.client import errors
+from logitd.service.client.arrays import Chunk
 from logitd.service.client.calls import with_request_id
 from logitd.service.client.errors import LogitdError, MalformedReplyError, StreamError
 from logitd.service.client.reading import WrongShape, read
-from logitd.service.client.results import (
-    Choice,
-    Chunk,
-    Generation,
-    ScoredPrompt,
-    Timings,
-    Token,
-    Usage,
-)
+from logitd.service.client.results import Choice, Generation, ScoredPrompt, Timings, Token, Usage
 
 END = b"[DONE]"
 

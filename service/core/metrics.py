@@ -18,6 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from logitd.model.operations.all import OPERATIONS
 from logitd.model.version import VERSION
 from logitd.service.core.model_metrics import ModelFamilies, ModelMetrics
 from logitd.service.engine.admission import Limit
@@ -25,19 +26,8 @@ from logitd.service.engine.admission import Limit
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENDPOINTS = (
     "/",
-    "/generate",
-    "/logits",
-    "/probs",
-    "/score",
-    "/hidden_states",
-    "/attention",
-    "/activations",
+    *(operation.path for operation in OPERATIONS),
     "/stages",
-    "/sweep",
-    "/lens",
-    "/attributions",
-    "/tokenize",
-    "/detokenize",
     "/tokenizer_info",
     "/v1/completions",
     "/v1/chat/completions",

@@ -14,11 +14,13 @@ from fastapi import Depends, Query, Request
 from logitd.model.checkpoint.run_folder import name_of
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.service.core.auth import NO_KEY, ApiKeys, KeyRing, read_api_keys
+from logitd.service.core.choice import ModelChoice
+from logitd.service.core.context import RequestContext
 from logitd.service.core.errors import unavailable
 from logitd.service.core.key_limits import KeyLimit
 from logitd.service.core.metrics import Metrics
 from logitd.service.core.model_metrics import ModelMetrics
-from logitd.service.core.models import ModelChoice, Models, NotLoaded, Served
+from logitd.service.core.models import LoadedModel, Models, NotLoaded
 from logitd.service.core.reply_budget import ReplyBudget
 from logitd.service.engine.driver import StepReport, StepThread
 from logitd.service.settings.model_source import ModelSource
@@ -53,17 +55,19 @@ class ServiceState:
         """The series of a model, under the name that it has at the start."""
         return self.metrics.of(source.name or name_of(source.path))
 
-    def serve(self, models: Sequence[Served | NotLoaded], steps: StepThread | None = None) -> None:
+    def serve(
+        self, models: Sequence[LoadedModel | NotLoaded], steps: StepThread | None = None
+    ) -> None:
         """Loading ended, well for one of them at least; `steps` is where they compute in turn."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
-            if isinstance(model, Served):
+            if isinstance(model, LoadedModel):
                 self._observe(source, model)
         self.metrics.ready.set(1)
         self.settled.set()
 
-    def _observe(self, source: ModelSource, served: Served) -> None:
+    def _observe(self, source: ModelSource, served: LoadedModel) -> None:
         self.metrics_of(source).serving(
             served.checkpoint,
             served.slots,
@@ -165,9 +169,9 @@ AskedModel = Annotated[
 ]
 
 
-async def chosen(models: Ready, model: AskedModel = None) -> Served:
+async def chosen(models: Ready, model: AskedModel = None) -> RequestContext:
     """The model that the address of a GET names, the first if it names none."""
     return models.of(model)
 
 
-Chosen = Annotated[Served, Depends(chosen)]
+Chosen = Annotated[RequestContext, Depends(chosen)]

@@ -4,8 +4,13 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from logitd.service.schemas.base import Examples, ModelName, ReplyBody, RequestBody
-from logitd.service.schemas.generate import CheckpointName
+from logitd.model.operations.body import (
+    CheckpointName,
+    Examples,
+    ModelName,
+    ReplyBody,
+    RequestBody,
+)
 
 
 class ReloadRequest(RequestBody):

@@ -9,9 +9,19 @@ shape that the official clients read.
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
-from logitd.service.schemas.base import (
+from logitd.model.inference.sampling.params import SamplingFields
+from logitd.model.operations.body import (
+    CheckpointName,
     ChosenIds,
     Examples,
     ModelName,
@@ -22,7 +32,7 @@ from logitd.service.schemas.base import (
     Timeout,
     TokenId,
 )
-from logitd.service.schemas.generate import CheckpointName, GenerateRequest, Pattern
+from logitd.model.operations.generate import GenerateRequest, Pattern
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -140,12 +150,20 @@ class StructuredOutputs(RequestBody):
     whitespace_pattern: Annotated[Any, only()] = unsupported()
 
 
-class SamplingBody(RequestBody):
+def _optional(name: str, field: FieldInfo) -> Any:
+    """A field's type and default, with null for the native default."""
+    return field.annotation | None, native(name)  # type: ignore[operator]
+
+
+_FIELDS: Any = {name: _optional(name, f) for name, f in SamplingFields.model_fields.items()}
+Sampling = create_model("Sampling", **_FIELDS)
+"""The fields of `SamplingFields`."""
+
+
+class SamplingBody(Sampling, RequestBody):
     """The fields that both endpoints have: OpenAI's, then ours."""
 
     model: ModelName = None
-    temperature: float | None = native("temperature")
-    top_p: float | None = native("top_p")
     stream: bool | None = native("stream")
     stream_options: StreamOptions | None = Field(
         None, description="What a stream says; without `stream` it changes nothing."
@@ -153,8 +171,6 @@ class SamplingBody(RequestBody):
     logit_bias: dict[str, float] | None = native("logit_bias")
     stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = native("stop")
     seed: Seed = None
-    presence_penalty: float | None = native("presence_penalty")
-    frequency_penalty: float | None = native("frequency_penalty")
     response_format: ResponseFormat | None = Field(
         None, description="Text, any JSON object, or JSON that fits a schema."
     )
@@ -178,9 +194,6 @@ class SamplingBody(RequestBody):
     guided_decoding_backend: Annotated[Any, only("auto", "guidance")] = unsupported()
     guided_whitespace_pattern: Annotated[Any, only()] = unsupported()
 
-    top_k: int | None = native("top_k")
-    min_p: float | None = native("min_p")
-    repetition_penalty: float | None = native("repetition_penalty")
     allowed_token_ids: ChosenIds | None = native("allowed_token_ids")
     stop_token_ids: list[TokenId] | None = native("stop_token_ids")
     ignore_eos: bool | None = native("ignore_eos")

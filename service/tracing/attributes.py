@@ -10,11 +10,11 @@ from starlette.types import Scope
 
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest
-from logitd.service.api.requests.body import BODY
+from logitd.model.operations.prompts import clip
+from logitd.service.api.body import BODY
 from logitd.service.core.auth import CALLER
-from logitd.service.core.errors import clip
+from logitd.service.core.choice import CONTEXT, USAGE
 from logitd.service.core.metrics import endpoint_label
-from logitd.service.core.models import SERVED, USAGE
 from logitd.service.engine.usage import Usage
 
 Value = str | int | float | bool | tuple[str, ...]
@@ -79,7 +79,7 @@ def attributes(ended: Ended) -> dict[str, Value]:
 def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
     """The model, the sampling parameters with their defaults, and the tokens."""
     state, request = ended.scope["state"], usage.first
-    body, checkpoint = state.get(BODY), state[SERVED].checkpoint
+    body, checkpoint = state.get(BODY), state[CONTEXT].checkpoint
     found: dict[str, Value | None] = {
         "gen_ai.provider.name": "logitd",
         "gen_ai.request.model": clip(getattr(body, "model", None) or checkpoint.name, 200),

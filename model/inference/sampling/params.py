@@ -1,13 +1,15 @@
-"""How one request samples, and what is told of a token. Plain data of the standard library.
+"""Parameters of sampling: as the engine takes them, and as fields of a request body.
 
-Each parameter's own bounds are checked here; what depends on the model is checked by
+Bounds that hold for every model are checked here; what depends on the model is checked by
 `model/inference/engine/validation.py`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
 
 from logitd.model.inference.constraints.protocol import TokenConstraint
 from logitd.model.inference.errors import InvalidRequest
@@ -84,6 +86,36 @@ class SamplingParams:
             )
         if self.constraint is not None:
             _check_alone(self.constraint, self)
+
+
+class SamplingFields(BaseModel):
+    """Fields that bodies share with `SamplingParams`, under the same names. A field that is added
+    here reaches every body, OpenAI's endpoints and the client."""
+
+    temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(1.0, description="0 is greedy.")
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Sample from the k likeliest. 0: all."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Sample from the likeliest that make up p."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Sample from those at least p times as likely as the likeliest."
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
+        1.0, description="Divides the logits of tokens seen so far. 1: off."
+    )
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] = Field(
+        0.0, description="Taken once from tokens generated so far."
+    )
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] = Field(
+        0.0, description="Taken from generated tokens as often as they occurred."
+    )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of this class, as keywords of `SamplingParams`."""
+        return {name: getattr(self, name) for name in SamplingFields.model_fields}
 
 
 @dataclass(frozen=True, slots=True)

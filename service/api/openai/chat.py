@@ -3,24 +3,30 @@
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.operations.operation import Subject
+from logitd.model.operations.prompts import encode_within, no_vocabulary
 from logitd.model.text.chat_template import ChatTemplateError, Message
 from logitd.service.api.openai.envelope import head, usage, usage_member
 from logitd.service.api.openai.logprobs import ShownTokens, chat_logprobs
 from logitd.service.api.openai.tools import GrowingCall, NewOfCall, text_of_calls
-from logitd.service.api.requests.encode import encode_within, no_vocabulary
 from logitd.service.core.errors import bad_request
-from logitd.service.core.models import Served
 from logitd.service.schemas import openai as schemas
 from logitd.service.schemas.openai import ChatRequest
 
 
-async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
-    """The token ids of a conversation as the checkpoint's template writes it, or ApiError."""
-    checkpoint = served.checkpoint
+async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
+    """The token ids of a conversation that the assistant is to continue, as the checkpoint's
+    template writes it; or ApiError."""
+    # In a thread: how long it takes is up to the template.
+    return await asyncio.to_thread(_render, [_message(m) for m in body.messages], subject)
+
+
+def _render(messages: Sequence[Message], subject: Subject) -> tuple[int, ...]:
+    checkpoint = subject.checkpoint
     if not checkpoint.tokenizer.has_text:
         raise no_vocabulary("messages")
     if checkpoint.chat_template is None:
@@ -33,12 +39,7 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
             "no_chat_template",
         )
     try:
-        # In a thread: how long it takes is up to the template.
-        pieces = await asyncio.to_thread(
-            checkpoint.chat_template.render,
-            [_message(message) for message in body.messages],
-            checkpoint.tokenizer,
-        )
+        pieces = checkpoint.chat_template.render(messages, checkpoint.tokenizer)
     except ChatTemplateError as error:
         raise bad_request(str(error), "messages", "chat_template_failed") from error
     ids: list[int] = []
@@ -46,9 +47,7 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
         if isinstance(piece, int):
             ids.append(piece)
         else:
-            ids += await encode_within(
-                piece, "messages", checkpoint.tokenizer, served.context_length
-            )
+            ids += encode_within(piece, "messages", subject)
     if not ids:
         raise bad_request("the chat template gives an empty prompt for these messages", "messages")
     return tuple(ids)

@@ -3,14 +3,13 @@
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.service.api.responses.text import envelope
-from logitd.service.core.ids import new_id
+from logitd.service.api.envelope import envelope
 from logitd.service.schemas.openai import StreamOptions
 
 
 def head(kind: str, form: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
     """The beginning of a reply: `kind` begins its id, `form` is its `object`."""
-    own = envelope(new_id(kind), checkpoint)
+    own = envelope(kind, checkpoint)
     return {
         "id": own["id"],
         "object": form,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from logitd.service.core.ids import new_id
+from logitd.model.operations.operation import new_id
 from logitd.service.schemas.openai import FunctionDefinition, ToolCall
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}

@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.operations.generate import GenerateRequest
+from logitd.model.operations.validation import describe_errors
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.api.openai.tools import call_schema
-from logitd.service.core.errors import ApiError, bad_request, from_validation
-from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.core.errors import ApiError, bad_request
 from logitd.service.schemas.openai import (
     COMPLETION_TOKENS,
     ChatRequest,
@@ -168,7 +169,7 @@ def _native(body: CompletionRequest | ChatRequest, fields: dict[str, Any]) -> Ge
     try:
         return GenerateRequest.model_validate({**values, **fields})
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise describe_errors(error) from error
 
 
 def _one_limit(body: ChatRequest) -> int | None:

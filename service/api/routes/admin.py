@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from logitd.service.api.requests.body import body_of, described_by
-from logitd.service.api.responses.text import checkpoint_name
+from logitd.service.api.body import body_of, described_by
+from logitd.service.api.envelope import checkpoint_name
 from logitd.service.core.auth import bearer_token
 from logitd.service.core.errors import ERRORS, ApiError
 from logitd.service.core.reloader import ReloadError
@@ -55,14 +55,10 @@ async def reload(body: ReloadBody, models: Ready) -> ReloadReply:
     was asked before is answered by the weights before. Without a name it is what the server was
     started to serve, as of now: of a run its best. The reply comes when the swap is done; 409 says
     why the checkpoint before answers on. Of several models it is the one that `model` names."""
-    served = models.of(body.model)
+    reloader = models.of(body.model).model.reloader
     try:
-        path = (
-            served.reloader.wanted()
-            if body.checkpoint is None
-            else served.reloader.named(body.checkpoint)
-        )
-        reloaded = await served.reloader.reload(path)
+        path = reloader.wanted() if body.checkpoint is None else reloader.named(body.checkpoint)
+        reloaded = await reloader.reload(path)
     except (OSError, ReloadError) as error:
         raise ApiError(409, "conflict_error", str(error), "checkpoint", "not_reloaded") from error
     return ReloadReply.model_validate(

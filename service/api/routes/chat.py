@@ -1,16 +1,17 @@
 """POST /v1/chat/completions: a conversation in OpenAI's shape."""
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from logitd.model.operations import generate
+from logitd.model.operations.operation import Completions
+from logitd.service.api import completions, sse
+from logitd.service.api.body import body_of, described_by
+from logitd.service.api.endpoint import make_plan
 from logitd.service.api.openai.chat import ChatFormat, chat_prompt
 from logitd.service.api.openai.translate import constraint_names, native_chat, param_names
-from logitd.service.api.requests.body import body_of, described_by
-from logitd.service.api.requests.resolve import resolve_generation
-from logitd.service.api.responses import sse
-from logitd.service.api.responses.generation import Generation, respond
 from logitd.service.core.auth import note_user
 from logitd.service.core.state import Ready
 from logitd.service.schemas.openai import ChatReply, ChatRequest
@@ -36,16 +37,15 @@ async def chat_completions(body: ChatBody, models: Ready, request: Request) -> R
     With `stream`, server-sent events: the role, the text or the arguments as they grow, the reason
     of the end, then `[DONE]`."""
     note_user(request, body.user)
-    served = models.of(body.model)
-    arrived = served.engine.now()
+    context = models.of(body.model, body.timeout)
     names = {"prompt": "messages", "logprobs": "top_logprobs", **constraint_names(body)}
     with param_names(**names):
         # A full queue is reported before anything is rendered.
-        with served.admission.hold(body.n or 1, "n", served.caller):
-            prompt = await chat_prompt(body, served)
-        native = native_chat(body, prompt, served.checkpoint.tokenizer)
-        requests = await resolve_generation(native, served, request, arrived, fit=True)
-        submission = served.session.submit(requests)
-    response_format = ChatFormat(body, served.checkpoint)
-    generation = Generation(native, requests, submission, served, response_format)
-    return await respond(request, generation, stream=native.stream)
+        with context.model.admission.hold(body.n or 1, "n", context.caller):
+            prompt = await chat_prompt(body, context.subject)
+        native = native_chat(body, prompt, context.checkpoint.tokenizer)
+        planning = generate.plan(native, context.subject, clamp_max_tokens=True)
+        plan = cast(Completions, await make_plan(planning, native, context))
+        response_format = ChatFormat(body, context.checkpoint)
+        generation = completions.Generation(plan, context, response_format)
+    return await completions.respond(generation, context, stream=native.stream)

@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from logitd.service.api.responses.text import checkpoint_name
+from logitd.service.api.envelope import checkpoint_name
 from logitd.service.core.errors import ERRORS
-from logitd.service.core.models import Served
+from logitd.service.core.models import LoadedModel
 from logitd.service.core.state import Ready
 from logitd.service.schemas.openai import Model, ModelList
 
@@ -34,14 +34,14 @@ async def one_model(model: str, choice: Ready) -> Model:
     return _model(choice.all.find(model))
 
 
-def _model(served: Served) -> Model:
+def _model(served: LoadedModel) -> Model:
     checkpoint = served.checkpoint
     described: dict[str, Any] = {
         "id": checkpoint.name,
         "object": "model",
         "created": _timestamp(checkpoint.training.created),
         "owned_by": "logitd",
-        "max_model_len": served.context_length,
+        "max_model_len": checkpoint.config.context_length,
         "checkpoint": checkpoint_name(checkpoint),
     }
     return Model.model_validate(described)

@@ -21,7 +21,7 @@ from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
 from logitd.service.app.server import serve
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
-from logitd.service.core.models import Models, NotLoaded, Served
+from logitd.service.core.models import LoadedModel, Models, NotLoaded
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -98,7 +98,7 @@ def print_banner(models: Models, port: int) -> None:
     )
 
 
-def _of_one(served: Served) -> Iterator[tuple[str, str]]:
+def _of_one(served: LoadedModel) -> Iterator[tuple[str, str]]:
     """The lines of one model."""
     computed = served.computation
     yield "checkpoint", _checkpoint(served)
@@ -143,7 +143,7 @@ def _device(name: str, how: str) -> Iterator[tuple[str, str]]:
         yield "unproven", warning
 
 
-def _checkpoint(served: Served) -> str:
+def _checkpoint(served: LoadedModel) -> str:
     checkpoint, settings = served.checkpoint, served.settings
     training = checkpoint.training
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
@@ -155,14 +155,14 @@ def _checkpoint(served: Served) -> str:
     return f"{checkpoint.name}, step {training.step:,}, validation loss {loss}{follows}"
 
 
-def _decoding(served: Served) -> str:
+def _decoding(served: LoadedModel) -> str:
     computed, settings = served.computation, served.settings
     drafts = "" if settings.speculate == "none" else f", with drafts by {settings.speculate}"
     note = "" if computed.decoding_note is None else f" ({computed.decoding_note})"
     return computed.decoding + drafts + note
 
 
-def _slots(served: Served) -> str:
+def _slots(served: LoadedModel) -> str:
     computed = served.computation
     each = computed.kv_cache_bytes // served.slots
     why = "" if computed.slots_why is None else f" ({computed.slots_why})"

@@ -1,0 +1,119 @@
+"""Activations: the values of any stage of the forward, by its name."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from logitd.model.inference.engine.cost import activation_shapes
+from logitd.model.inference.engine.requests import Activations
+from logitd.model.inference.selection import resolve_heads, resolve_stages
+from logitd.model.operations.body import (
+    DType,
+    Examples,
+    HalfOrFull,
+    ModelName,
+    Places,
+    PositionChoice,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Timeout,
+)
+from logitd.model.operations.interventions import Interventions, StageName
+from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
+from logitd.model.operations.outputs import outputs_requests
+
+MAX_PATTERNS = 1024
+
+
+class ActivationsRequest(PromptBody):
+    """Values of named stages at chosen positions."""
+
+    examples: ClassVar[Examples] = {
+        "The queries of every layer at the last position": {
+            "prompt": "def main():",
+            "stages": ["blocks.*.attention.q"],
+        },
+        "Where one head looks, with the stream before and after its block": {
+            "prompt": "for i in range(10): print(",
+            "stages": ["embedding", "blocks.0.attention.probs", "blocks.0.output"],
+            "heads": [0],
+            "positions": "all",
+        },
+        "The logits without the first block's MLP": {
+            "prompt": "def main():",
+            "stages": ["logits"],
+            "interventions": [{"stage": "blocks.0.mlp.out", "operation": "zero"}],
+        },
+    }
+
+    stages: Annotated[list[StageName], Field(min_length=1, max_length=MAX_PATTERNS)] = Field(
+        description="Names of GET /stages; * is any layer: blocks.*.attention.q."
+    )
+    positions: PositionChoice = "last"
+    heads: Places | None = Field(
+        None, description="Of the stages that have heads, from 0. Absent: all."
+    )
+    interventions: Interventions = Field(default_factory=list)
+    dtype: DType = "float32"
+    timeout: Timeout = None
+    model: ModelName = None
+
+
+class PromptActivations(ReplyBody):
+    index: int
+    token_ids: list[int]
+    positions: list[int]
+    stages: dict[str, list[Any]] = Field(
+        description="Nested lists by stage, positions first; null: not finite, as the scores of "
+        "keys that a position does not see."
+    )
+
+
+class ActivationsReply(Reply):
+    dtype: HalfOrFull
+    prompts: list[PromptActivations]
+
+
+def plan(body: ActivationsRequest, subject: Subject) -> Planning:
+    """(positions, ...) of each stage and prompt."""
+    config = subject.config
+    stages = resolve_stages(body.stages, config)
+    heads = None if body.heads is None else resolve_heads(body.heads, stages, config)
+    output = Activations(stages=tuple(stage.name for stage in stages), heads=heads)
+    requests = yield from outputs_requests(body, output, subject)
+    shapes = [
+        [
+            (len(request.positions), *shape)
+            for shape in activation_shapes(output, config, len(request.token_ids))
+        ]
+        for request in requests
+    ]
+    arrays = [
+        NamedArray(name, [of_prompt[index] for of_prompt in shapes])
+        for index, name in enumerate(output.stages)
+    ]
+    not_npy = None
+    if len(arrays) > 1:
+        not_npy = (
+            f"npy holds one array, and these stages are {len(arrays)}. Take "
+            "application/vnd.safetensors or JSON",
+            "stages",
+        )
+    return Outputs(requests, arrays, body.dtype, wrapped_in="stages", not_npy=not_npy)
+
+
+ACTIVATIONS = Operation(
+    name="activations",
+    body=ActivationsRequest,
+    reply=ActivationsReply,
+    plan=plan,
+    form="outputs",
+    reply_id="activations",
+    summary="Values of any stage of the forward",
+    description="The stages of GET /stages, each an array whose first axis is the positions: "
+    "queries (positions, n_head, head_dim), attention weights (positions, n_head, tokens), units "
+    "of the MLP (positions, d_ff), streams (positions, d_model).\n\n"
+    "`Accept: application/vnd.safetensors` gives the arrays of all prompts, "
+    "`application/x-npy` that of one stage of one prompt; otherwise JSON.",
+)

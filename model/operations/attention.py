@@ -1,0 +1,93 @@
+"""Attention weights: how much each position looks at each before it, by layer and head."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from logitd.model.inference.engine.requests import AttentionWeights
+from logitd.model.inference.selection import resolve_indices
+from logitd.model.operations.body import (
+    DType,
+    Examples,
+    HalfOrFull,
+    ModelName,
+    Places,
+    PositionChoice,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Timeout,
+)
+from logitd.model.operations.interventions import Interventions
+from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
+from logitd.model.operations.outputs import outputs_requests
+
+
+class AttentionRequest(PromptBody):
+    """Attention weights: how much each position looks at each before it, by layer and head."""
+
+    examples: ClassVar[Examples] = {
+        "All heads of the first block": {
+            "prompt": "def main():",
+            "layers": [0],
+            "positions": "all",
+        },
+        "Where one head looks from the last token": {
+            "prompt": "for i in range(10): print(",
+            "layers": [2],
+            "heads": [0],
+        },
+    }
+
+    layers: Places | None = Field(None, description="Blocks, from 0. Absent: all.")
+    heads: Places | None = Field(None, description="From 0. Absent: all.")
+    positions: PositionChoice = "last"
+    dtype: DType = "float32"
+    interventions: Interventions = Field(default_factory=list)
+    timeout: Timeout = None
+    model: ModelName = None
+
+
+class PromptAttention(ReplyBody):
+    index: int
+    token_ids: list[int]
+    positions: list[int]
+    layers: list[int]
+    heads: list[int]
+    attention: list[list[list[list[float]]]] = Field(
+        description="(layers, heads, positions, tokens); each row sums to 1"
+    )
+
+
+class AttentionReply(Reply):
+    dtype: HalfOrFull
+    prompts: list[PromptAttention]
+
+
+def plan(body: AttentionRequest, subject: Subject) -> Planning:
+    """(layers, heads, positions, tokens) of each prompt."""
+    config = subject.config
+    layers = resolve_indices(
+        "layers", body.layers, config.n_layer, f"there are {config.n_layer} layers"
+    )
+    heads = resolve_indices("heads", body.heads, config.n_head, f"there are {config.n_head} heads")
+    weights = AttentionWeights(layers=layers, heads=heads)
+    requests = yield from outputs_requests(body, weights, subject)
+    shapes = [(len(layers), len(heads), len(r.positions), len(r.token_ids)) for r in requests]
+    facts = {"layers": list(layers), "heads": list(heads)}
+    return Outputs(requests, [NamedArray("attention", shapes, 2)], body.dtype, facts=facts)
+
+
+ATTENTION = Operation(
+    name="attention",
+    body=AttentionRequest,
+    reply=AttentionReply,
+    plan=plan,
+    form="outputs",
+    reply_id="attention",
+    summary="Attention weights",
+    description="Causal attention weights (layers, heads, positions, tokens); each row sums to 1, "
+    "and what a position does not see is 0.\n\n"
+    "`Accept: application/x-npy` gives one prompt's array, `application/vnd.safetensors` those of "
+    "all prompts; otherwise JSON.",
+)

@@ -1,0 +1,145 @@
+"""Bodies: fields and base classes that requests and replies of several operations share.
+
+Requests are validated strictly: no unknown field, no NaN, no number in quotes. Reply models
+document the replies, and tests validate every reply against them; the replies themselves are
+plain dicts, which is several times faster.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_IDS = 2**17
+"""Ids in one list. Parsing a body of this size blocks the event loop for about 20 ms."""
+MAX_PROMPTS = 4096
+
+# Lists stop at their first wrong item: a description of each would take the event loop seconds.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=2**22)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
+ChosenIds = Annotated[TokenIds, Field(min_length=1)]
+Prompts = Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+Prompt = Annotated[
+    Text | TokenIds | Prompts,
+    Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
+]
+Examples = Mapping[str, Mapping[str, Any]]
+"""Valid bodies by what each one shows; /docs offers them."""
+
+Timeout = Annotated[
+    float | None,
+    Field(gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."),
+]
+ModelName = Annotated[
+    str | None,
+    Field(max_length=256, description="If given, a name that is served here; else the first."),
+]
+
+Place = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Places = Annotated[list[Place], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+
+
+class RequestBody(BaseModel):
+    examples: ClassVar[Examples]
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, hide_input_in_errors=True
+    )
+
+    @property
+    def queued(self) -> tuple[int, str]:
+        """Sequences that the body will queue, and the field that decides how many."""
+        return 1, "prompt"
+
+    @property
+    def characters(self) -> int:
+        """Characters to encode: long texts are encoded off the event loop."""
+        return 0
+
+
+class PromptBody(RequestBody):
+    """A request for one or many prompts."""
+
+    prompt: Prompt
+
+    @property
+    def queued(self) -> tuple[int, str]:
+        return len(self.prompts), "prompt"
+
+    @property
+    def characters(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """The prompts, as a list even if the body gives a single one."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            prompt = [prompt]
+        prompts: Sequence[str | Sequence[int]] = prompt
+        return prompts
+
+
+class ReplyBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CheckpointName(ReplyBody):
+    name: str
+    step: int
+    val_loss: float | None = Field(description="Nats per token on the validation text.")
+    weights_sha256: str
+
+
+class Reply(ReplyBody):
+    """Members that every reply begins with: which model answered, with which weights."""
+
+    id: str
+    created: int
+    model: str
+    checkpoint: CheckpointName
+
+
+# Logits before and after processing
+
+Stage = Literal["raw", "processed"]
+HalfOrFull = Literal["float32", "float16"]
+DType = Annotated[
+    Literal["float32", "float16", "bfloat16"],
+    Field(
+        description="The dtype of the reply (bfloat16: safetensors only); the server computes in "
+        "its own."
+    ),
+]
+LogitBias = Annotated[
+    dict[str, float],
+    Field(max_length=4096, description="Added to the logits: {token id: bias}."),
+]
+
+
+# Positions of a prompt
+
+
+class PositionRange(RequestBody):
+    """Positions from one to before another, like a Python slice."""
+
+    model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
+
+    start: Place | None = Field(None, alias="from", description="The first; absent: 0.")
+    to: Place | None = Field(None, description="The first that is left out; absent: to the end.")
+
+    @model_validator(mode="after")
+    def _some_end(self) -> "PositionRange":
+        if self.start is None and self.to is None:
+            raise ValueError("positions is an empty object; give from, to or both, or 'all'")
+        return self
+
+
+PositionChoice = Annotated[
+    Literal["last", "all"] | Places | PositionRange,
+    Field(
+        description="Rows: the last position, all, a list, or {'from': first, 'to': first left "
+        "out}; negative ones count from the end."
+    ),
+]

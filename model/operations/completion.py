@@ -1,0 +1,208 @@
+"""Completions: from the engine's tokens to growing texts, whole or piece by piece.
+
+One `Completion` is a choice of a reply. `GrowingReply` has all choices of a request, ends those
+that reach a stop string, and gives what is new since it was last asked. Written once: the LLM and
+the HTTP service read the same pieces. Does not know how pieces travel.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from logitd.model.inference.engine.events import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    PromptEvent,
+    PromptToken,
+    TokenEvent,
+)
+from logitd.model.operations.operation import Completions
+from logitd.model.operations.tokens import first_likeliest, scored_json
+from logitd.model.text.growing_text import GrowingText
+from logitd.model.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of a choice.
+
+    tokens         with logprobs, if those were asked for
+    finish_reason  "stop" or "length" in the last piece
+    stop_reason    the stop string, or the id of the stop token, that ended the text
+    """
+
+    index: int
+    prompt_index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    tokens: list[PromptToken | TokenEvent] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def to_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The Choice, or what is new of it."""
+        choice: dict[str, Any] = {
+            "index": self.index,
+            "prompt_index": self.prompt_index,
+            "text": self.text,
+            "token_ids": self.token_ids,
+        }
+        if self.tokens:
+            choice["tokens"] = [scored_json(tokenizer, token) for token in self.tokens]
+        choice["finish_reason"] = self.finish_reason
+        choice["stop_reason"] = self.stop_reason
+        return choice
+
+
+class Completion:
+    """One choice on its way from tokens to text.
+
+    A stop token is among `token_ids` and not in the text. A stop text is not in the text; the token
+    that completes it is the last of `token_ids`. With `echo` all three begin with the prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        index: int,
+        prompt_index: int,
+        stop: Sequence[str],
+        stop_token_ids: frozenset[int],
+        echo: Sequence[int] = (),
+    ) -> None:
+        self.generated = 0
+        self.finished = False
+        self._growing = GrowingText(tokenizer, stop_token_ids=stop_token_ids, stop=stop)
+        self._new = Piece(index, prompt_index, tokenizer.decode(echo), list(echo))
+
+    def push(self, event: TokenEvent) -> bool:
+        """Take in a token. True if it completed a stop text: the sequence need not go on."""
+        if self.finished:
+            return False
+        new = self._new
+        self.generated += 1
+        new.token_ids.append(event.token_id)
+        if event.chosen is not None:
+            new.tokens.append(event)
+        new.text += self._growing.push(event.token_id)
+        return self._stopped()
+
+    def push_prompt(self, tokens: Iterable[PromptToken]) -> None:
+        """Take in logprobs of the prompt that is echoed."""
+        self._new.tokens += tokens
+
+    def finish(self, event: FinishEvent) -> None:
+        """The engine ended the sequence, with an answer."""
+        if self.finished:
+            return
+        self._new.text += self._growing.finish()
+        if not self._stopped():
+            reason = "stop" if event.reason is FinishReason.STOP else "length"
+            self._end(reason, event.stop_token_id)
+
+    def take(self) -> Piece | None:
+        """What is new since the last call; None if nothing is."""
+        new = self._new
+        if not (new.text or new.token_ids or new.finish_reason):
+            return None
+        self._new = Piece(new.index, new.prompt_index, stop_reason=new.stop_reason)
+        return new
+
+    def _stopped(self) -> bool:
+        """Whether a stop text has just ended the completion."""
+        if self._growing.stopped_by is None:
+            return False
+        self._end("stop", self._growing.stopped_by)
+        return True
+
+    def _end(self, reason: str, stop_reason: str | int | None) -> None:
+        self.finished = True
+        self._new.finish_reason, self._new.stop_reason = reason, stop_reason
+
+
+class GrowingReply:
+    """The choices of one request, and the logprobs of its prompts."""
+
+    def __init__(self, plan: Completions, tokenizer: Tokenizer) -> None:
+        self.finishes: list[FinishEvent] = []
+        self.prompt_tokens = sum(len(request.token_ids) for request in plan.requests)
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._completions = {
+            (request.request_id, index): Completion(
+                tokenizer,
+                index=prompt_index * plan.n + index,
+                prompt_index=prompt_index,
+                stop=plan.stop,
+                stop_token_ids=request.params.stop_token_ids,
+                echo=request.token_ids if plan.echo else (),
+            )
+            for prompt_index, request in enumerate(plan.requests)
+            for index in range(plan.n)
+        }
+        self._prompts = {request.request_id: index for index, request in enumerate(plan.requests)}
+        self._scores: dict[int, list[dict[str, Any]]] = {}  # new ones, by prompt
+
+    @property
+    def seed(self) -> int:
+        return self._plan.requests[0].params.seed
+
+    @property
+    def generated(self) -> int:
+        """Tokens so far."""
+        return sum(completion.generated for completion in self._completions.values())
+
+    def push(self, event: Event) -> bool:
+        """Take in an event. True if its sequence has reached a stop text and should be ended. A
+        FinishEvent that is no answer is the caller's to look at, if `is_finished` is not yet."""
+        if isinstance(event, TokenEvent):
+            return self._completions[event.request_id, event.index].push(event)
+        if isinstance(event, PromptEvent):
+            self._score(event)
+        elif isinstance(event, FinishEvent):
+            self.finishes.append(event)
+            self._completions[event.request_id, event.index].finish(event)
+        return False
+
+    def is_finished(self, event: FinishEvent) -> bool:
+        """Whether the choice of an event had all of its text before."""
+        return self._completions[event.request_id, event.index].finished
+
+    def take(self) -> list[Piece]:
+        """What is new of the choices that have grown."""
+        pieces = (completion.take() for completion in self._completions.values())
+        return [piece for piece in pieces if piece is not None]
+
+    def take_json(self) -> dict[str, Any]:
+        """The members `choices` and, with prompt logprobs, `prompts`, of what is new."""
+        choices = [piece.to_json(self._tokenizer) for piece in self.take()]
+        scores, self._scores = self._scores, {}
+        if not scores:
+            return {"choices": choices}
+        prompts = [{"index": index, "tokens": scores[index]} for index in sorted(scores)]
+        return {"choices": choices, "prompts": prompts}
+
+    def usage(self) -> dict[str, int]:
+        """Token counts at the end: each prompt once, whatever its n."""
+        first = [event for event in self.finishes if event.index == 0]
+        prompt_tokens = sum(event.prompt_tokens for event in first)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.generated,
+            "total_tokens": prompt_tokens + self.generated,
+            "cached_tokens": sum(event.cached_tokens for event in first),
+        }
+
+    def _score(self, event: PromptEvent) -> None:
+        """Logprobs of a prompt's tokens: for the reply's `prompts`, for its echoes, or both."""
+        plan, prompt_index = self._plan, self._prompts[event.request_id]
+        if plan.prompt_logprobs is not None:
+            tokens = [first_likeliest(token, plan.prompt_logprobs) for token in event.tokens]
+            new = [scored_json(self._tokenizer, token) for token in tokens]
+            self._scores.setdefault(prompt_index, []).extend(new)
+        if plan.echo and plan.logprobs is not None:
+            tokens = [first_likeliest(token, plan.logprobs) for token in event.tokens]
+            for index in range(plan.n):
+                self._completions[event.request_id, index].push_prompt(tokens)

@@ -1,0 +1,59 @@
+"""Computed: everything that some engine requests gave, gathered from their events.
+
+For replies small enough to be held in memory.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.engine.events import (
+    AttributionEvent,
+    Event,
+    FinishEvent,
+    OutputsChunk,
+    PromptEvent,
+    PromptToken,
+)
+
+MOST_NATS = 700.0
+"""exp of more leaves float64."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """Rows and attributions by request; scored tokens by request and sequence; the end of each
+    sequence."""
+
+    rows: dict[str, list[Any]] = field(default_factory=dict)
+    tokens: dict[tuple[str, int], list[PromptToken]] = field(default_factory=dict)
+    attributions: dict[str, Attribution] = field(default_factory=dict)
+    finishes: list[FinishEvent] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Take in an event. Its end may be an error: the caller checks that."""
+        match event:
+            case OutputsChunk(request_id=request_id, rows=rows):
+                self.rows.setdefault(request_id, []).extend(rows)
+            case PromptEvent(request_id=request_id, index=index, tokens=tokens):
+                self.tokens.setdefault((request_id, index), []).extend(tokens)
+            case AttributionEvent(request_id=request_id, attribution=attribution):
+                self.attributions[request_id] = attribution
+            case FinishEvent():
+                self.finishes.append(event)
+
+
+def logprobs_of(tokens: Sequence[PromptToken]) -> list[float]:
+    """The logprobs of scored tokens; the first of a prompt has none."""
+    return [token.chosen.logprob for token in tokens if token.chosen is not None]
+
+
+def perplexity(tokens: Sequence[PromptToken]) -> float | None:
+    """exp of the mean negative logprob; None if nothing is scored, or no float is so large."""
+    logprobs = logprobs_of(tokens)
+    if not logprobs:
+        return None
+    nats = -math.fsum(logprobs) / len(logprobs)
+    return math.exp(nats) if nats < MOST_NATS else None

@@ -1,0 +1,390 @@
+"""Generation: sampled text after one or many prompts, token by token."""
+
+import json
+import secrets
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from logitd.model.inference.constraints.compiler import Constraint, Source
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.sampling.params import SamplingFields, SamplingParams
+from logitd.model.operations.body import (
+    ChosenIds,
+    Examples,
+    LogitBias,
+    ModelName,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Text,
+    Timeout,
+    TokenId,
+)
+from logitd.model.operations.interventions import Interventions, resolve_interventions
+from logitd.model.operations.operation import (
+    Compile,
+    Completions,
+    Operation,
+    Planning,
+    Subject,
+    new_id,
+)
+from logitd.model.operations.processing import bias_by_id
+from logitd.model.operations.prompts import TokenIds, encode_all, no_vocabulary
+from logitd.model.operations.tokens import Token
+from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer
+
+MAX_STOP_TEXTS = 64
+MAX_CHOICES = 1024
+MAX_CONSTRAINT = 2**15
+"""Characters of a regex, of a grammar, of a schema as JSON, and of all choices together."""
+
+Pattern = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
+
+
+class GenerateRequest(SamplingFields, PromptBody):
+    """Generate text after one or many prompts."""
+
+    examples: ClassVar[Examples] = {
+        "The same text each time": {
+            "prompt": "def main():",
+            "max_tokens": 40,
+            "temperature": 0.8,
+            "seed": 1,
+        },
+        "Greedy, with what else was likely": {
+            "prompt": "import os",
+            "max_tokens": 20,
+            "temperature": 0,
+            "logprobs": 3,
+        },
+        "Two streams for each of two prompts": {
+            "prompt": ["The", "class"],
+            "n": 2,
+            "max_tokens": 8,
+            "stream": True,
+        },
+        "Until the line ends": {"prompt": "    return ", "max_tokens": 60, "stop": "\n"},
+        "Text that matches a regular expression": {
+            "prompt": "__version__ = ",
+            "regex": '"[0-9]\\.[0-9]{1,2}\\.[0-9]{1,2}"',
+            "max_tokens": 24,
+        },
+        "JSON by a schema": {
+            "prompt": "# The settings as JSON:\n",
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": "^[a-z_]{1,12}$"},
+                    "debug": {"type": "boolean"},
+                },
+                "required": ["name", "debug"],
+                "additionalProperties": False,
+            },
+            "max_tokens": 60,
+        },
+        "One of several answers": {
+            "prompt": "import os.path as ",
+            "choice": ["path", "osp", "p"],
+            "max_tokens": 8,
+        },
+        "A sentence of a grammar": {
+            "prompt": "total = ",
+            "grammar": 'start: TERM (" + " TERM){0,3}\nTERM: /[a-z]{1,8}/',
+            "max_tokens": 40,
+        },
+    }
+
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        lt=2**31,
+        description="Tokens to generate at most. Absent: what fits.",
+    )
+    logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be sampled.")
+    regex: Pattern | None = Field(
+        None, description="The whole text matches this expression, in the syntax of Rust's regex."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        None, description="The text is one JSON value by this schema, on one line."
+    )
+    choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
+        None, description="The text is one of these."
+    )
+    grammar: Pattern | None = Field(
+        None, description="The text is a sentence of this grammar, in llguidance's dialect of Lark."
+    )
+    stop: Text | Annotated[list[Text], Field(fail_fast=True)] = Field(
+        default_factory=list, description="Texts that end the completion; not part of it."
+    )
+    stop_token_ids: list[TokenId] = Field(
+        default_factory=list,
+        max_length=4096,
+        fail_fast=True,
+        description="Tokens that end the completion.",
+    )
+    ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
+    min_tokens: int = Field(
+        0, ge=0, lt=2**31, description="Before as many tokens, none that ends the text is sampled."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=2**64, description="Same seed, same tokens. Absent: drawn, and returned."
+    )
+    n: int = Field(1, ge=1, le=4096, description="Completions per prompt.")
+    logprobs: int | None = Field(
+        None, ge=0, lt=2**31, description="Logprob of each token, and of the k likeliest."
+    )
+    logprobs_stage: Literal["raw", "processed"] = Field(
+        "raw", description="Logprobs before or after bias, penalties, temperature and filters."
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Raw logprob of each token of the prompt, and of the k likeliest in its place.",
+    )
+    echo: bool = Field(False, description="Begin text, token_ids and tokens with the prompt.")
+    priority: int = Field(
+        0, ge=-100, le=100, description="Lower is admitted earlier; equals as they arrive."
+    )
+    prefix_reuse: bool = Field(
+        True, description="Whether the prompt may copy a prefix that was computed before."
+    )
+    interventions: Interventions = Field(default_factory=list)
+    timeout: Timeout = None
+    model: ModelName = None
+    stream: bool = Field(False, description="Answer with server-sent events.")
+
+    @model_validator(mode="after")
+    def _prompt_is_not_processed(self) -> "GenerateRequest":
+        if self.echo and self.logprobs is not None and self.logprobs_stage == "processed":
+            raise ValueError(
+                "echo gives the prompt's logprobs too, and those are raw: set logprobs_stage to "
+                "'raw', or leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> "GenerateRequest":
+        fields = ("regex", "json_schema", "choice", "grammar")
+        given = [name for name in fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each say what the text is; give one of them")
+        if given and self.ignore_eos:
+            raise ValueError(
+                f"{given[0]} says where the text ends, ignore_eos that it does not end: give one"
+            )
+        return self
+
+    @field_validator("json_schema")
+    @classmethod
+    def _schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and (length := len(json.dumps(schema))) > MAX_CONSTRAINT:
+            raise ValueError(f"json_schema has {length} characters; {MAX_CONSTRAINT} are allowed")
+        return schema
+
+    @field_validator("choice")
+    @classmethod
+    def _choices(cls, choice: list[str] | None) -> list[str] | None:
+        if choice is None:
+            return None
+        if not all(choice) or not choice:
+            raise ValueError("choice must have at least one text, and none that is empty")
+        if len(set(choice)) < len(choice):
+            raise ValueError("choice has a text twice")
+        length = sum(map(len, choice))
+        if len(choice) > MAX_CHOICES or length > MAX_CONSTRAINT:
+            raise ValueError(
+                f"choice has {len(choice)} texts of {length} characters together; {MAX_CHOICES} "
+                f"and {MAX_CONSTRAINT} are allowed"
+            )
+        return choice
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_texts(cls, stop: str | list[str]) -> str | list[str]:
+        texts = [stop] if isinstance(stop, str) else stop
+        if len(texts) > MAX_STOP_TEXTS:
+            raise ValueError(f"stop has {len(texts)} texts; {MAX_STOP_TEXTS} are allowed")
+        if any(not text for text in texts):
+            raise ValueError("stop has an empty text, which would end every completion at once")
+        if any(len(text) > 1024 for text in texts):
+            raise ValueError("stop has a text of more than 1024 characters")
+        return stop
+
+    @property
+    def stop_texts(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def queued(self) -> tuple[int, str]:
+        return len(self.prompts) * self.n, "prompt" if self.n == 1 else "n"
+
+
+class ScoredPrompt(ReplyBody):
+    index: int
+    tokens: list[Token]
+
+
+class Choice(ReplyBody):
+    index: int
+    prompt_index: int
+    text: str
+    token_ids: list[int]
+    tokens: list[Token] | None = Field(None, description="When logprobs were asked for.")
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = Field(description="The stop text or token id that ended it.")
+
+
+class Usage(ReplyBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int = Field(description="Prompt tokens copied instead of computed.")
+
+
+class Timings(ReplyBody):
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    ttft_ms: float = Field(description="Arrival to the first token.")
+    tokens_per_second: float = Field(description="Generated tokens over the decoding time.")
+
+
+class GenerateReply(Reply):
+    choices: list[Choice]
+    prompts: list[ScoredPrompt] | None = Field(None, description="With prompt_logprobs.")
+    usage: Usage
+    seed: int
+    timings: Timings
+
+
+def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = False) -> Planning:
+    """One engine request per prompt. With `clamp_max_tokens` the text ends where the context does
+    instead of being refused."""
+    source = constraint_source(body)
+    if not subject.tokenizer.has_text:
+        _refuse_texts(body, source)
+    prompts = encode_all(body.prompts, "prompt", subject)
+    constraint: Constraint | None = None if source is None else (yield Compile(source))
+    changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
+    seed = secrets.randbits(63) if body.seed is None else body.seed  # JSON's readers take 63 bits
+    requests = [
+        GenerationRequest(
+            request_id=new_id("gen"),
+            token_ids=prompt,
+            params=SamplingParams(
+                max_tokens=_max_tokens(body, prompt, subject, clamp=clamp_max_tokens),
+                seed=seed,
+                constraint=constraint,
+                stop_token_ids=_stop_token_ids(body, subject.tokenizer),
+                logit_bias=bias_by_id(body.logit_bias),
+                allowed_token_ids=_tuple(body.allowed_token_ids),
+                min_tokens=body.min_tokens,
+                logprobs=body.logprobs,
+                logprobs_stage=body.logprobs_stage,
+                **body.sampling,
+            ),
+            n=body.n,
+            prompt_logprobs=_prompt_logprobs(body),
+            priority=body.priority,
+            prefix_reuse=body.prefix_reuse,
+            interventions=interventions,
+        )
+        for prompt, interventions in zip(prompts, changes, strict=True)
+    ]
+    _check_listed(body, requests, subject)
+    return Completions(
+        requests, body.n, body.stop_texts, body.echo, body.logprobs, body.prompt_logprobs
+    )
+
+
+def constraint_source(body: GenerateRequest) -> Source | None:
+    """The constraint of a body, which has one at most."""
+    if body.regex is not None:
+        return Source("regex", body.regex)
+    if body.grammar is not None:
+        return Source("grammar", body.grammar)
+    if body.choice is not None:
+        return Source("choice", json.dumps(body.choice))
+    if body.json_schema is None:
+        return None
+    try:
+        return Source("json_schema", json.dumps(body.json_schema, allow_nan=False))
+    except ValueError as error:
+        message = "json_schema has a number that is too large"
+        raise InvalidRequest(message, "json_schema") from error
+
+
+def _refuse_texts(body: GenerateRequest, source: Source | None) -> None:
+    """Raise InvalidRequest for texts other than the prompt: there is no vocabulary."""
+    if body.stop_texts:
+        raise no_vocabulary("stop")
+    if source is not None:
+        raise InvalidRequest(
+            f"{source.kind} is about text, and {NO_VOCABULARY}; allowed_token_ids limits the ids "
+            "that may come",
+            source.kind,
+            "no_vocabulary",
+        )
+
+
+def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, clamp: bool) -> int:
+    """The tokens after a prompt: those that fit, if the body does not say."""
+    # Validation rejects a prompt that leaves no room for one.
+    room = max(1, subject.context_length - len(prompt))
+    if body.max_tokens is None:
+        return room
+    return min(body.max_tokens, room) if clamp else body.max_tokens
+
+
+def _stop_token_ids(body: GenerateRequest, tokenizer: Tokenizer) -> frozenset[int]:
+    """The stop tokens of a body, and the end of text unless that is ignored."""
+    end = () if body.ignore_eos or tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+    return frozenset((*body.stop_token_ids, *end))
+
+
+def _tuple(ids: list[int] | None) -> TokenIds | None:
+    return None if ids is None else tuple(ids)
+
+
+def _prompt_logprobs(body: GenerateRequest) -> int | None:
+    """The likeliest tokens in the place of each prompt token: for `prompt_logprobs`, or an echo
+    with logprobs."""
+    echoed = body.logprobs if body.echo else None
+    return max((k for k in (body.prompt_logprobs, echoed) if k is not None), default=None)
+
+
+def _check_listed(
+    body: GenerateRequest, requests: list[GenerationRequest], subject: Subject
+) -> None:
+    """Refuse a request whose reply could list more logprobs than one reply may hold."""
+    generated = sum(request.params.max_tokens for request in requests) * body.n
+    prompted = sum(len(request.token_ids) for request in requests)
+    count, param = 0, "logprobs"
+    if body.prompt_logprobs is not None:
+        count, param = prompted * (1 + body.prompt_logprobs), "prompt_logprobs"
+    if body.logprobs is not None:
+        echoed = prompted * body.n if body.echo else 0
+        count, param = count + (generated + echoed) * (1 + body.logprobs), "logprobs"
+    subject.check_listed(count, "logprobs", param)
+
+
+GENERATE = Operation(
+    name="generate",
+    body=GenerateRequest,
+    reply=GenerateReply,
+    plan=plan,
+    form="completions",
+    tag="generation",
+    reply_id="gen",
+    summary="Generate text",
+    description="""\
+Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
+hold what is new, then one with `usage` and `timings`, then `[DONE]`.
+
+The same request with the same seed gives the same tokens, whatever else is in the batch.""",
+)

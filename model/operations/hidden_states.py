@@ -1,0 +1,85 @@
+"""Hidden states: the residual stream, layer by layer."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from logitd.model.inference.engine.requests import HiddenStates
+from logitd.model.inference.selection import resolve_indices
+from logitd.model.operations.body import (
+    DType,
+    Examples,
+    HalfOrFull,
+    ModelName,
+    Places,
+    PositionChoice,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Timeout,
+)
+from logitd.model.operations.interventions import Interventions
+from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
+from logitd.model.operations.outputs import outputs_requests
+
+
+class HiddenStatesRequest(PromptBody):
+    """The residual stream at chosen layers and positions."""
+
+    examples: ClassVar[Examples] = {
+        "The last position after every block": {"prompt": "def main():"},
+        "Every position before the final norm": {
+            "prompt": "def main():",
+            "layers": [-1],
+            "positions": "all",
+        },
+    }
+
+    layers: Places | None = Field(
+        None,
+        description="0 is after the embeddings, i after block i, before the final norm; negative "
+        "ones count from the end. Absent: all.",
+    )
+    positions: PositionChoice = "last"
+    dtype: DType = "float32"
+    interventions: Interventions = Field(default_factory=list)
+    timeout: Timeout = None
+    model: ModelName = None
+
+
+class PromptHiddenStates(ReplyBody):
+    index: int
+    token_ids: list[int]
+    positions: list[int]
+    layers: list[int]
+    hidden_states: list[list[list[float]]] = Field(description="(layers, positions, d_model)")
+
+
+class HiddenStatesReply(Reply):
+    dtype: HalfOrFull
+    prompts: list[PromptHiddenStates]
+
+
+def plan(body: HiddenStatesRequest, subject: Subject) -> Planning:
+    """(layers, positions, d_model) of each prompt."""
+    states, d_model = subject.config.n_layer + 1, subject.config.d_model
+    layers = resolve_indices("layers", body.layers, states, f"there are {states} hidden states")
+    requests = yield from outputs_requests(body, HiddenStates(layers=layers), subject)
+    shapes = [(len(layers), len(request.positions), d_model) for request in requests]
+    array = NamedArray("hidden_states", shapes, 1)
+    return Outputs(requests, [array], body.dtype, facts={"layers": list(layers)})
+
+
+HIDDEN_STATES = Operation(
+    name="hidden_states",
+    body=HiddenStatesRequest,
+    reply=HiddenStatesReply,
+    plan=plan,
+    form="outputs",
+    reply_id="hidden_states",
+    summary="Hidden states",
+    description="The residual stream (layers, positions, d_model): 0 is after the embeddings, i "
+    "after block i, before the final norm.\n\n"
+    "`Accept: application/x-npy` gives one prompt's array, `application/vnd.safetensors` those of "
+    "all prompts; otherwise JSON.",
+)

@@ -1,0 +1,183 @@
+"""Logits of chosen positions: row i predicts the token after position i."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from logitd.model.inference.engine.requests import OutputsRequest
+from logitd.model.inference.engine.validation import check_count
+from logitd.model.inference.sampling.distribution import largest
+from logitd.model.operations.body import (
+    ChosenIds,
+    DType,
+    Examples,
+    HalfOrFull,
+    ModelName,
+    PositionChoice,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Stage,
+    Timeout,
+)
+from logitd.model.operations.interventions import Interventions
+from logitd.model.operations.operation import (
+    Listing,
+    NamedArray,
+    Operation,
+    Outputs,
+    Planning,
+    RowObject,
+    Subject,
+)
+from logitd.model.operations.outputs import outputs_requests
+from logitd.model.operations.processing import PROCESSED_NEEDS_STAGE, Processing, logits_output
+from logitd.model.operations.tokens import token_json
+from logitd.model.text.tokenizer import Tokenizer
+
+
+class LogitsRequest(PromptBody):
+    """Logits of one or many prompts."""
+
+    examples: ClassVar[Examples] = {
+        "The five largest after the last token": {"prompt": "def main():", "top_k": 5},
+        "Every row of a prompt given as token ids": {"prompt": [1, 2, 3], "positions": "all"},
+        "Three columns of the first and the last row": {
+            "prompt": "The answer is",
+            "positions": [0, -1],
+            "token_ids": [10, 11, 12],
+        },
+        "What is left to sample from": {
+            "prompt": "import",
+            "top_k": 8,
+            "stage": "processed",
+            "processing": {"temperature": 0.7, "top_p": 0.9},
+        },
+    }
+
+    positions: PositionChoice = "last"
+    token_ids: ChosenIds | None = Field(None, description="Columns. Absent: the whole vocabulary.")
+    top_k: int | None = Field(
+        None, ge=1, lt=2**31, description="Only the k largest of each row; not with npy."
+    )
+    stage: Stage = Field("raw", description="Before or after `processing`.")
+    processing: Processing | None = Field(
+        None, description="With stage 'processed'; what it drops is -inf, null in JSON."
+    )
+    dtype: DType = "float32"
+    interventions: Interventions = Field(default_factory=list)
+    timeout: Timeout = None
+    model: ModelName = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LogitsRequest":
+        if self.token_ids is not None and self.top_k is not None:
+            raise ValueError("token_ids and top_k both choose columns; give one of them")
+        if self.processing is not None and self.stage == "raw":
+            raise ValueError(PROCESSED_NEEDS_STAGE)
+        return self
+
+
+class TopLogit(ReplyBody):
+    id: int
+    text: str
+    bytes: list[int]
+    logit: float
+
+
+class PromptLogits(ReplyBody):
+    index: int
+    token_ids: list[int]
+    positions: list[int] = Field(description="Row i predicts the token after this position.")
+    columns: list[int] | None = Field(description="Ids of the columns. null: 0, 1, 2, ...")
+    logits: list[list[float | None]] | None = Field(description="null: dropped by processing.")
+    top: list[list[TopLogit]] | None = Field(description="With top_k, instead of logits.")
+
+
+class LogitsReply(Reply):
+    stage: Stage
+    dtype: HalfOrFull
+    prompts: list[PromptLogits]
+
+
+def plan(body: LogitsRequest, subject: Subject) -> Planning:
+    """Rows of logits, or the `top_k` largest of each."""
+    columns = None if body.token_ids is None else tuple(body.token_ids)
+    output = logits_output(body.stage, body.processing, columns)
+    requests = yield from outputs_requests(body, output, subject)
+    check_count("top_k", body.top_k, subject.config.vocab_size)
+    members = {"stage": body.stage}
+    if body.top_k is None:
+        width = subject.tokenizer.vocab_size if columns is None else len(columns)
+        arrays = [NamedArray("logits", _shapes(requests, width))]
+        facts = {"columns": body.token_ids, "top": None}
+        return Outputs(requests, arrays, body.dtype, members=members, facts=facts)
+    rows = sum(len(request.positions) for request in requests)
+    subject.check_listed(body.top_k * rows, "logprobs", "top_k")
+    shapes = _shapes(requests, body.top_k)
+    return Outputs(
+        requests,
+        [NamedArray("top_ids", shapes, dtype="int64"), NamedArray("top_logits", shapes)],
+        body.dtype,
+        split=partial(_top_arrays, count=body.top_k),
+        listing=Listing("top", partial(_top_row, count=body.top_k, tokenizer=subject.tokenizer)),
+        members=members,
+        facts={"columns": body.token_ids, "logits": None},
+        not_npy=(
+            "npy cannot hold top_k; take JSON or application/vnd.safetensors, or choose token_ids",
+            "top_k",
+        ),
+    )
+
+
+def _shapes(requests: Sequence[OutputsRequest], width: int) -> list[tuple[int, ...]]:
+    return [(len(request.positions), width) for request in requests]
+
+
+def _top_row(
+    position: int, row: npt.NDArray[Any], *, count: int, tokenizer: Tokenizer
+) -> RowObject:
+    """The largest logits of a row, with their tokens: a list of TopLogit."""
+    top: Iterator[dict[str, Any]] = (
+        {**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in _kept(row, count)
+    )
+    return RowObject(top)
+
+
+def _top_arrays(
+    rows: npt.NDArray[Any], *, count: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The ids and values of the largest logits of rows; -1 and -inf if fewer are left."""
+    ids = np.full((len(rows), count), -1, dtype=np.int64)
+    values = np.full((len(rows), count), -np.inf, dtype=np.float32)
+    for index, row in enumerate(rows):
+        best = _kept(row, count)
+        ids[index, : len(best)] = best
+        values[index, : len(best)] = row[best]
+    return ids, values
+
+
+def _kept(row: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
+    """The `count` largest of a row, without those that processing dropped."""
+    best = largest(row, count)
+    return best[row[best] > -np.inf]
+
+
+LOGITS = Operation(
+    name="logits",
+    body=LogitsRequest,
+    reply=LogitsReply,
+    plan=plan,
+    form="outputs",
+    reply_id="logits",
+    summary="Logits",
+    description="""\
+Logits of the chosen positions: row i predicts the token after position i.
+
+`Accept: application/x-npy` gives one prompt's rows as an array (positions, columns) for
+`numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON.""",
+)

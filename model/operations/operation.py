@@ -1,0 +1,276 @@
+"""Operation: one thing that can be asked of a model, and the ways in which replies come about.
+
+A plan is a generator: it yields what must be computed before the engine requests are known
+(`Compute`, `Compile`), is sent the answers, and returns one of the four kinds of plan below. So one
+description runs on an event loop and in a plain thread. It performs no input or output.
+"""
+
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.inference.constraints.compiler import Source
+from logitd.model.inference.engine.requests import GenerationRequest, OutputsRequest, Request
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.operations.body import DType, RequestBody
+from logitd.model.operations.computed import Computed
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import GPTConfig
+
+LISTED_ELEMENTS = 64
+"""Elements of an output that one listed token counts as: in memory it is an object with an id, a
+text and bytes."""
+
+
+def new_id(kind: str) -> str:
+    """An unguessable id: it names a request to the engine."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that an operation is planned for, and limits of a reply (None: no limit).
+
+    max_elements    elements of outputs, as float32
+    max_text_bytes  bytes of a text that is made of ids
+    """
+
+    checkpoint: CheckpointInfo
+    max_elements: int | None = None
+    max_text_bytes: int | None = None
+
+    @property
+    def config(self) -> GPTConfig:
+        return self.checkpoint.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.checkpoint.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    def check_array(self, elements: int) -> None:
+        """Raise InvalidRequest for arrays that are larger than a reply may be."""
+        if self.max_elements is not None and elements > self.max_elements:
+            raise InvalidRequest(
+                f"the reply would have {elements} elements; {self.max_elements} are allowed. Ask "
+                "for fewer layers, heads or positions, for float16 (which counts half), or raise "
+                "--max-reply-elements"
+            )
+
+    def check_listed(self, count: int, what: str, param: str) -> None:
+        """Raise InvalidRequest for more listed tokens than a reply may have; `what` names them,
+        `param` is the field that asks for them."""
+        limit = self.max_elements
+        if limit is not None and count * LISTED_ELEMENTS > limit:
+            raise InvalidRequest(
+                f"the reply could list {count} {what}; {limit // LISTED_ELEMENTS} are allowed "
+                f"({LISTED_ELEMENTS} elements each). Ask for fewer, or raise --max-reply-elements",
+                param,
+            )
+
+
+# What a plan yields
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run engine requests; the answer is a `Computed`, or an InvalidRequest is thrown."""
+
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """Compile a constraint; the answer is a `Constraint`."""
+
+    source: Source
+
+
+# What a plan returns
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A JSON object, made of everything that the requests computed.
+
+    reply  members of the reply, after those that all replies begin with
+    slow   whether `reply` takes long enough to be called off the event loop
+    """
+
+    requests: Sequence[Request]
+    reply: Callable[[Computed], dict[str, Any]]
+    slow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArray:
+    """An array of each prompt.
+
+    name           in JSON and in safetensors
+    shapes         its shape for each prompt
+    position_axis  the axis of positions; the other axes are in the engine's order
+    dtype          if it is not the reply's
+    """
+
+    name: str
+    shapes: Sequence[tuple[int, ...]]
+    position_axis: int = 0
+    dtype: Literal["int64"] | None = None
+
+    def row_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the array at one position of a prompt."""
+        shape = self.shapes[index]
+        return shape[: self.position_axis] + shape[self.position_axis + 1 :]
+
+    def row_elements(self, index: int) -> int:
+        """Elements at one position of a prompt."""
+        return prod(self.row_shape(index))
+
+
+@dataclass(frozen=True, slots=True)
+class RowObject:
+    """One row as JSON: the list `items`, or an object that ends with it as its `member`."""
+
+    items: Iterator[dict[str, Any]]
+    head: Mapping[str, Any] | None = None
+    member: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Rows as JSON objects instead of arrays.
+
+    member   of each prompt, which lists the rows
+    row      from a position and its row to JSON
+    """
+
+    member: str
+    row: Callable[[int, Any], RowObject]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Rows at positions of prompts, written while they are computed.
+
+    arrays      one after the other in the engine's rows, or as `split` makes them; none: JSON alone
+    split       from the engine's rows to those of the arrays; None: the arrays are their columns
+    listing     the JSON form, if it is not the arrays
+    members     of the reply, and of a file's metadata
+    facts       members of each prompt's JSON
+    wrapped_in  the member of a prompt that holds the arrays; None: the prompt itself
+    not_npy     why an .npy file cannot hold the reply, and the field to change
+    """
+
+    requests: Sequence[OutputsRequest]
+    arrays: Sequence[NamedArray] = ()
+    dtype: DType = "float32"
+    split: Callable[[Any], Sequence[Any]] | None = None
+    listing: Listing | None = None
+    members: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    wrapped_in: str | None = None
+    not_npy: tuple[str, str] | None = None
+
+    def parts(self, index: int, rows: Any) -> list[Any]:
+        """The rows of each array of a prompt, from the engine's rows: (count, ...), positions
+        first."""
+        if self.split is None:
+            ends = np.cumsum([array.row_elements(index) for array in self.arrays])
+            parts: Sequence[Any] = np.split(rows.reshape(len(rows), -1), ends[:-1], axis=1)
+        else:
+            parts = self.split(rows)
+        return [
+            part.reshape(len(rows), *array.row_shape(index))
+            for part, array in zip(parts, self.arrays, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Sampled text that grows token by token; `completion.py` turns events into choices.
+
+    n, stop, echo              as in the body
+    logprobs, prompt_logprobs  how many of the likeliest tokens are listed; None: no logprobs
+    """
+
+    requests: Sequence[GenerationRequest]
+    n: int
+    stop: Sequence[str]
+    echo: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Many requests, a few of them at a time, and a part of the reply for each.
+
+    head      members of the reply that are known before
+    jobs      requests, made when they are asked for
+    part      from what a request computed to its part; called in the order of `jobs`
+    event     name of a part in a stream
+    members   from all parts to the rest of the reply
+    held      elements of values that the jobs share
+    """
+
+    head: Mapping[str, Any]
+    jobs: Iterator[OutputsRequest]
+    part: Callable[[Computed], dict[str, Any]]
+    event: str
+    members: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    held: int
+
+
+Plan = Record | Outputs | Completions | Series
+Planning = Generator[Compute | Compile, Any, Plan]
+
+Form = Literal["record", "outputs", "listing", "completions", "series", "vocabulary"]
+"""How an endpoint answers. `listing` has JSON alone; `vocabulary` is a record that needs no
+engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation.
+
+    name          of its endpoint, and of its method in Python
+    body, reply   pydantic models; `reply` may be a union
+    plan          from a valid body to a plan. Raises InvalidRequest for what cannot be computed
+    form          how it answers
+    summary       a title
+    description   Markdown for /docs
+    tag           its section there
+    reply_id      prefix of the ids of its replies
+    """
+
+    name: str
+    body: type[RequestBody]
+    reply: Any
+    plan: Callable[[Any, Subject], Planning]
+    form: Form
+    summary: str
+    description: str
+    tag: str = "outputs"
+    reply_id: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"/{self.name}"
+
+
+def finish(planning: Generator[Any, Any, Plan]) -> Plan:
+    """The plan of a generator that yields nothing."""
+    try:
+        next(planning)
+    except StopIteration as stop:
+        plan: Plan = stop.value
+        return plan
+    raise AssertionError("the plan needs something computed first")

@@ -1,0 +1,178 @@
+"""Probabilities of the next token after each prompt. Nothing is sampled."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from logitd.model.inference.engine.requests import OutputsRequest, ScoreRequest
+from logitd.model.inference.engine.validation import check_count, check_token_ids
+from logitd.model.inference.sampling.distribution import Summary, summarise
+from logitd.model.operations.body import (
+    ChosenIds,
+    Examples,
+    ModelName,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Stage,
+    Text,
+    Timeout,
+)
+from logitd.model.operations.computed import Computed, perplexity
+from logitd.model.operations.interventions import Interventions, resolve_interventions
+from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
+from logitd.model.operations.processing import PROCESSED_NEEDS_STAGE, Processing, logits_output
+from logitd.model.operations.prompts import encode_all, resolve_positions, single_token
+from logitd.model.operations.tokens import TokenProb, token_json
+from logitd.model.text.tokenizer import Tokenizer
+
+DEFAULT_LISTED = 10
+"""Tokens that are listed if the body does not say how many."""
+
+
+class ProbsRequest(PromptBody):
+    """The distribution of the token after each prompt. Nothing is sampled."""
+
+    examples: ClassVar[Examples] = {
+        "The three likeliest next tokens": {"prompt": "if __name__ ==", "top_k": 3},
+        "Two tokens, after each of two prompts": {
+            "prompt": ["for i in", "if not"],
+            "tokens": [" ", "("],
+        },
+        "What /generate would sample from": {
+            "prompt": "import",
+            "stage": "processed",
+            "processing": {"temperature": 0.7, "top_p": 0.9},
+        },
+    }
+
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        lt=2**31,
+        description="The k likeliest tokens. Absent, without token_ids or tokens: 10.",
+    )
+    token_ids: ChosenIds | None = Field(None, description="These tokens, whatever their rank.")
+    tokens: list[Text] | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        fail_fast=True,
+        description="These tokens, by text; each must be one token of the vocabulary.",
+    )
+    stage: Stage = Field("raw", description="Before or after `processing`.")
+    processing: Processing | None = Field(None, description="With stage 'processed'.")
+    perplexity: bool = Field(False, description="Also the perplexity of each prompt itself.")
+    interventions: Interventions = Field(default_factory=list)
+    timeout: Timeout = None
+    model: ModelName = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ProbsRequest":
+        named = [
+            name for name in ("top_k", "token_ids", "tokens") if getattr(self, name) is not None
+        ]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} all choose tokens; give one of them")
+        if self.processing is not None and self.stage == "raw":
+            raise ValueError(PROCESSED_NEEDS_STAGE)
+        return self
+
+
+class PromptProbs(ReplyBody):
+    index: int
+    token_ids: list[int]
+    tokens: list[TokenProb]
+    mass: float = Field(description="Probability of the listed tokens together.")
+    entropy: float = Field(description="Of the whole distribution, in nats.")
+    perplexity: float | None = Field(
+        None, description="Of the prompt, its first token left out; null for a single token."
+    )
+
+
+class ProbsReply(Reply):
+    stage: Stage
+    prompts: list[PromptProbs]
+
+
+def plan(body: ProbsRequest, subject: Subject) -> Planning:
+    """The logits of each prompt's last position, and its score for a perplexity."""
+    vocab_size, tokenizer = subject.config.vocab_size, subject.tokenizer
+    check_count("top_k", body.top_k, vocab_size)
+    check_token_ids("token_ids", body.token_ids or (), vocab_size)
+    output = logits_output(body.stage, body.processing)
+    prompts = encode_all(body.prompts, "prompt", subject)
+    changes = yield from resolve_interventions(body.interventions, prompts, subject)
+    token_ids, top_k = body.token_ids, body.top_k or DEFAULT_LISTED
+    if body.tokens is not None:
+        token_ids = [single_token(text, tokenizer, "tokens") for text in body.tokens]
+    listed = top_k if token_ids is None else len(token_ids)
+    param = "top_k" if token_ids is None else "token_ids"
+    subject.check_listed(listed * len(prompts), "logprobs", param)
+    outputs = [
+        OutputsRequest(
+            request_id=new_id("outputs"),
+            token_ids=prompt,
+            positions=resolve_positions("last", len(prompt)),
+            output=output,
+            interventions=interventions,
+        )
+        for prompt, interventions in zip(prompts, changes, strict=True)
+    ]
+    scores = [
+        ScoreRequest(request_id=new_id("score"), token_ids=prompt, interventions=interventions)
+        for prompt, interventions in zip(prompts, changes, strict=True)
+        if body.perplexity
+    ]
+    listing = partial(summarise, top_k=top_k, token_ids=token_ids)
+
+    def reply(computed: Computed) -> dict[str, Any]:
+        summaries = [listing(computed.rows[request.request_id][0]) for request in outputs]
+        listed = _prompts_json(outputs, summaries, tokenizer)
+        for prompt, score in zip(listed, scores, strict=False):
+            prompt["perplexity"] = perplexity(computed.tokens[score.request_id, 0])
+        return {"stage": body.stage, "prompts": listed}
+
+    return Record([*outputs, *scores], reply, slow=True)  # it sorts whole vocabularies
+
+
+def _prompts_json(
+    requests: Sequence[OutputsRequest], summaries: Sequence[Summary], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """The PromptProbs of each prompt, without a perplexity."""
+    return [
+        {"index": index, "token_ids": request.token_ids, **_summary_json(summary, tokenizer)}
+        for index, (request, summary) in enumerate(zip(requests, summaries, strict=True))
+    ]
+
+
+def _summary_json(summary: Summary, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "tokens": [
+            {
+                **token_json(tokenizer, token.token_id),
+                "prob": token.prob,
+                "logprob": token.logprob,  # -inf is written as null
+                "rank": token.rank,
+            }
+            for token in summary.tokens
+        ],
+        "mass": summary.mass,
+        "entropy": summary.entropy,
+    }
+
+
+PROBS = Operation(
+    name="probs",
+    body=ProbsRequest,
+    reply=ProbsReply,
+    plan=plan,
+    form="record",
+    reply_id="probs",
+    summary="Next-token probabilities",
+    description="""\
+The likeliest next tokens after each prompt, or named ones, with probability, logprob and
+rank; and the entropy of the whole distribution.""",
+)

@@ -1,0 +1,109 @@
+"""Prompts: token ids, positions and single tokens, from what a body says of them.
+
+A text that certainly has more tokens than the context holds is refused before it is encoded. All
+other checks of ids belong to `model/inference/engine/validation.py`.
+"""
+
+from collections.abc import Sequence
+
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.selection import resolve_indices
+from logitd.model.operations.body import PositionChoice, PositionRange
+from logitd.model.operations.operation import Subject
+from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
+
+TokenIds = tuple[int, ...]
+
+
+def encode_all(
+    texts: Sequence[str | Sequence[int]], param: str, subject: Subject
+) -> list[TokenIds]:
+    """The token ids of texts, or the ids that stand for them; `param` is their field."""
+    return [
+        encode_within(text, param, subject) if isinstance(text, str) else tuple(text)
+        for text in texts
+    ]
+
+
+def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
+    """The token ids of a text. Raises ContextLengthExceeded if the context cannot hold them."""
+    least = subject.tokenizer.least_tokens(text)
+    if least > subject.context_length:
+        raise ContextLengthExceeded(
+            f"{_subject(param)} has {len(text)} characters, at least {least} tokens; the model's "
+            f"context is {subject.context_length}. Shorten it",
+            param,
+        )
+    return tuple(encode_text(text, subject.tokenizer, param))
+
+
+def encode_text(
+    text: str, tokenizer: Tokenizer, param: str = "prompt", *, special_ids: bool = False
+) -> list[int]:
+    """`Tokenizer.encode`. Raises InvalidRequest if that fails; `param` is the text's field."""
+    try:
+        return tokenizer.encode(text, special_ids=special_ids)
+    except NoVocabularyError as error:
+        raise no_vocabulary(param) from error
+    except ValueError as error:  # the pattern gave up on a pathological text
+        raise InvalidRequest(f"{_subject(param)} cannot be tokenized: {error}", param) from error
+
+
+def no_vocabulary(param: str) -> InvalidRequest:
+    """For a text that is sent to a model of token ids alone; `param` is its field."""
+    return InvalidRequest(f"{param} is a text, and {NO_VOCABULARY}", param, "no_vocabulary")
+
+
+def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
+    """The id of a text that is one token, or the name of a special one; `param` is its field."""
+    if text in tokenizer.special_tokens:
+        return tokenizer.special_tokens[text]
+    ids = encode_text(text, tokenizer, param)
+    if len(ids) != 1:
+        raise InvalidRequest(
+            f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); {param} takes single ones",
+            param,
+        )
+    return ids[0]
+
+
+def named_token(
+    text: str | None, token_id: int | None, tokenizer: Tokenizer, param: str
+) -> int | None:
+    """The id of a token that a body names by text or by id; None: it names none."""
+    return token_id if text is None else single_token(text, tokenizer, param)
+
+
+def resolve_positions(positions: PositionChoice, length: int) -> tuple[int, ...]:
+    """The positions that a body chooses of a prompt of `length` tokens, ascending. Raises
+    InvalidRequest if there are none."""
+    if not length:
+        return ()  # validation rejects an empty prompt
+    match positions:
+        case "last":
+            return (length - 1,)
+        case "all":
+            return tuple(range(length))
+        case PositionRange():
+            within = tuple(range(length)[positions.start : positions.to])
+            if not within:
+                raise InvalidRequest(
+                    f"there are no positions from {positions.start} to {positions.to} in a prompt "
+                    f"of {length} tokens; `to` is the first position left out",
+                    "positions",
+                )
+            return within
+        case _:
+            return resolve_indices(
+                "positions", positions, length, f"the prompt has {length} tokens"
+            )
+
+
+def clip(text: str, limit: int = 80) -> str:
+    """The beginning of something a client sent, to repeat it in a message."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _subject(param: str) -> str:
+    """A text of a body, as a sentence names it."""
+    return "the prompt" if param == "prompt" else f"one of {param}"

@@ -1,0 +1,193 @@
+"""Scores: how likely given texts are. Nothing is sampled."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from logitd.model.inference.engine.events import PromptToken
+from logitd.model.inference.engine.requests import ScoreRequest as EngineScoreRequest
+from logitd.model.operations.body import (
+    Examples,
+    ModelName,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Text,
+    Timeout,
+    TokenIds,
+)
+from logitd.model.operations.computed import Computed, logprobs_of, perplexity
+from logitd.model.operations.interventions import Interventions, resolve_interventions
+from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
+from logitd.model.operations.prompts import encode_all
+from logitd.model.operations.tokens import Token, first_likeliest, scored_json
+from logitd.model.text.tokenizer import Tokenizer
+
+MAX_CONTINUATIONS = 4096
+
+
+class ScoreRequest(PromptBody):
+    """How likely given texts are: each prompt as a whole, or continuations of it."""
+
+    examples: ClassVar[Examples] = {
+        "Which of three endings?": {
+            "prompt": "import os\n\ndef main(",
+            "continuations": ["):", "self):", "os):"],
+        },
+        "A whole text, token by token": {"prompt": "for i in range(10):", "logprobs": 0},
+        "Two texts": {"prompt": ["return None", "return Nobody"]},
+    }
+
+    continuations: (
+        Annotated[
+            list[Text | TokenIds],
+            Field(min_length=1, max_length=MAX_CONTINUATIONS, fail_fast=True),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Scored after each prompt, which is computed once. Each is tokenized by "
+        "itself. Absent: the prompt itself is scored.",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="List each token's logprob, and the k likeliest in its place.",
+    )
+    interventions: Interventions = Field(default_factory=list)
+    timeout: Timeout = None
+    model: ModelName = None
+
+    @property
+    def queued(self) -> tuple[int, str]:
+        per_prompt = max(1, len(self.continuations or ()))
+        param = "prompt" if per_prompt == 1 else "continuations"
+        return len(self.prompts) * per_prompt, param
+
+    @property
+    def characters(self) -> int:
+        texts = [*self.prompts, *(self.continuations or ())]
+        return sum(len(text) for text in texts if isinstance(text, str))
+
+
+class TextScore(ReplyBody):
+    index: int
+    token_ids: list[int]
+    tokens: list[Token] | None = Field(None, description="With `logprobs`.")
+    scored_tokens: int = Field(description="A prompt's first token is predicted by nothing.")
+    logprob: float = Field(description="Sum over the scored tokens, in nats.")
+    is_greedy: bool = Field(description="Whether temperature 0 would have given these tokens.")
+    perplexity: float | None = Field(description="null where no token is scored.")
+    bits_per_byte: float | None = Field(description="Over the bytes of the scored tokens.")
+
+
+class PromptScores(ReplyBody):
+    index: int
+    token_ids: list[int]
+    score: TextScore | None = Field(None, description="Without continuations: the prompt's.")
+    continuations: list[TextScore] | None = None
+
+
+class ScoreUsage(ReplyBody):
+    prompt_tokens: int
+    scored_tokens: int
+    cached_tokens: int
+
+
+class ScoreReply(Reply):
+    prompts: list[PromptScores]
+    usage: ScoreUsage
+
+
+def plan(body: ScoreRequest, subject: Subject) -> Planning:
+    """One engine request per prompt, each with all continuations."""
+    texts = body.continuations or []
+    prompts = encode_all(body.prompts, "prompt", subject)
+    continuations = tuple(encode_all(texts, "continuations", subject))
+    changes = yield from resolve_interventions(
+        body.interventions, prompts, subject, generates=bool(texts)
+    )
+    # At least one, so that it is known whether a token was the likeliest.
+    top = max(1, body.logprobs or 0)
+    scored = [sum(map(len, continuations)) or len(prompt) for prompt in prompts]
+    subject.check_listed(sum(scored) * (1 + top), "logprobs", "logprobs")
+    requests = [
+        EngineScoreRequest(
+            request_id=new_id("score"),
+            token_ids=prompt,
+            continuations=continuations,
+            top=top,
+            interventions=interventions,
+        )
+        for prompt, interventions in zip(prompts, changes, strict=True)
+    ]
+
+    def reply(computed: Computed) -> dict[str, Any]:
+        return _reply(requests, computed, body.logprobs, subject.tokenizer)
+
+    return Record(requests, reply)
+
+
+def _reply(
+    requests: Sequence[EngineScoreRequest],
+    computed: Computed,
+    listed: int | None,
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    prompts = []
+    for index, request in enumerate(requests):
+        scores = [
+            _text_score(i, computed.tokens[request.request_id, i], listed, tokenizer)
+            for i in range(max(1, len(request.continuations)))
+        ]
+        scored = {"continuations": scores} if request.continuations else {"score": scores[0]}
+        prompts.append({"index": index, "token_ids": request.token_ids, **scored})
+    usage = {
+        "prompt_tokens": sum(len(request.token_ids) for request in requests),
+        "scored_tokens": sum(len(logprobs_of(tokens)) for tokens in computed.tokens.values()),
+        "cached_tokens": sum(event.cached_tokens for event in computed.finishes),
+    }
+    return {"prompts": prompts, "usage": usage}
+
+
+def _text_score(
+    index: int, tokens: Sequence[PromptToken], listed: int | None, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The TextScore of a text, with `listed` likeliest tokens in the place of each."""
+    scored = [token for token in tokens if token.chosen is not None]
+    total = math.fsum(logprobs_of(scored))
+    size = len(tokenizer.decode_bytes([token.token_id for token in scored]))
+    score = {
+        "index": index,
+        "token_ids": [token.token_id for token in tokens],
+        "scored_tokens": len(scored),
+        "logprob": total,
+        "is_greedy": all(_is_likeliest(token) for token in scored),
+        "perplexity": perplexity(scored),
+        "bits_per_byte": -total / math.log(2) / size if size else None,
+    }
+    if listed is not None:
+        score["tokens"] = [scored_json(tokenizer, first_likeliest(t, listed)) for t in tokens]
+    return score
+
+
+def _is_likeliest(token: PromptToken) -> bool:
+    """Whether temperature 0 would have given it: of equals, only the one of the lowest id."""
+    return [likeliest.token_id for likeliest in token.top[:1]] == [token.token_id]
+
+
+SCORE = Operation(
+    name="score",
+    body=ScoreRequest,
+    reply=ScoreReply,
+    plan=plan,
+    form="record",
+    reply_id="score",
+    summary="How likely given texts are",
+    description="""\
+The logprob of each prompt, or of continuations of it: as a sum, by token if asked for, as
+perplexity and as bits per byte. A prompt with several continuations is computed once.""",
+)

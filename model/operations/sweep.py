@@ -1,0 +1,247 @@
+"""Sweeps: one intervention carried out in one place after another.
+
+Values that `from` reads are computed once, for all layers and positions; each cell takes its part.
+The places of the grid are those of `model/inference/sweep.py`.
+"""
+
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from logitd.model.inference.engine.requests import Logits, OutputsRequest
+from logitd.model.inference.engine.validation import check_token_ids
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.sampling.distribution import largest
+from logitd.model.inference.sweep import Axis, Cell, Grid, make_grid
+from logitd.model.operations.body import (
+    Examples,
+    ModelName,
+    Place,
+    Reply,
+    ReplyBody,
+    RequestBody,
+    Text,
+    Timeout,
+    TokenId,
+    TokenIds,
+)
+from logitd.model.operations.computed import Computed
+from logitd.model.operations.interventions import (
+    Intervention,
+    Interventions,
+    resolve_interventions,
+    resolve_varied,
+)
+from logitd.model.operations.operation import (
+    Compute,
+    Operation,
+    Planning,
+    Series,
+    Subject,
+    new_id,
+)
+from logitd.model.operations.prompts import encode_all, named_token, resolve_positions
+from logitd.model.operations.tokens import token_json
+
+
+class SweepRequest(RequestBody):
+    """A grid of a token's logit, or of the difference of two, under an intervention that is carried
+    out in one layer, head or position after another."""
+
+    examples: ClassVar[Examples] = {
+        "Without each head in turn": {
+            "prompt": "for i in range(10",
+            "token": ")",
+            "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"},
+            "over": ["layers", "heads"],
+        },
+        "What another prompt has, layer by layer and position by position": {
+            "prompt": "import sys",
+            "vary": {
+                "stage": "blocks.*.output",
+                "operation": "set",
+                "from": {"prompt": "import os"},
+                "positions": [-1],
+            },
+            "over": ["layers", "positions"],
+            "stream": True,
+        },
+    }
+
+    prompt: Text | TokenIds = Field(description="One text, or the ids of one.")
+    token: Text | None = Field(None, description="Whose logit is looked at, by text.")
+    token_id: TokenId | None = Field(
+        None, description="The same by id. Without either: the likeliest after the prompt."
+    )
+    minus: Text | None = Field(None, description="Whose logit is subtracted, by text.")
+    minus_id: TokenId | None = Field(None, description="The same by id.")
+    position: Place = Field(-1, description="Of the prompt, whose logits these are.")
+    vary: Intervention = Field(
+        description="What is carried out in each place; its heads and positions limit the places."
+    )
+    over: Annotated[list[Axis], Field(min_length=1, max_length=3)] = Field(
+        description="The axes of the grid: layers (of the stage's *), heads, positions."
+    )
+    interventions: Interventions = Field(
+        default_factory=list, description="Changes that stand everywhere, carried out before."
+    )
+    stream: bool = Field(False, description="Send each cell as it is computed.")
+    timeout: Timeout = None
+    model: ModelName = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SweepRequest":
+        if len(set(self.over)) < len(self.over):
+            raise ValueError(f"over names an axis twice: {self.over}")
+        if self.token is not None and self.token_id is not None:
+            raise ValueError("token and token_id both name the token; give one of them")
+        if self.minus is not None and self.minus_id is not None:
+            raise ValueError("minus and minus_id both name the other token; give one of them")
+        if self.vary.positions == "generated":
+            raise ValueError("vary.positions are 'generated', and nothing is generated here")
+        return self
+
+
+class SweptToken(ReplyBody):
+    id: int
+    text: str
+    bytes: list[int]
+
+
+class SweepAxis(ReplyBody):
+    name: Axis
+    values: list[int]
+
+
+class SweepCell(ReplyBody):
+    """`value` is the token's logit, less that of the other where there is one."""
+
+    layer: int | None = Field(description="null: the axis is not swept.")
+    head: int | None
+    position: int | None
+    logit: float
+    minus_logit: float | None
+    value: float
+
+
+class SweepReply(Reply):
+    token_ids: list[int] = Field(description="Of the prompt.")
+    token: SweptToken
+    minus: SweptToken | None
+    axes: list[SweepAxis]
+    unchanged: SweepCell = Field(description="Without what varies.")
+    cells: list[SweepCell] = Field(description="In the order of the axes, the last one fastest.")
+    grid: list[Any] = Field(description="Their values, nested by the axes.")
+
+
+def plan(body: SweepRequest, subject: Subject) -> Planning:
+    """The grid, and the row without what varies, which is computed before any cell."""
+    (prompt,) = encode_all([body.prompt], "prompt", subject)
+    (constant,) = yield from resolve_interventions(body.interventions, [prompt], subject)
+    (varied,) = yield from resolve_varied(body.vary, prompt, subject)
+    row = OutputsRequest(
+        request_id=new_id("outputs"),
+        token_ids=prompt,
+        positions=resolve_positions([body.position], len(prompt)),
+        output=Logits(),
+        interventions=constant,
+    )
+    grid = make_grid(varied, body.over, len(prompt), subject.config)
+    columns = yield from _columns(body, row, subject)
+    unchanged = replace(row, output=Logits(columns=columns))
+    held = sum(change.values.size for change in varied if change.values is not None)
+    subject.check_array(held)
+    computed: Computed = yield Compute([unchanged])
+    cells = (cell for cell, _ in grid.cells())
+    tokens = [token_json(subject.tokenizer, token_id) for token_id in columns]
+
+    def part(computed: Computed) -> dict[str, Any]:
+        return _cell_json(next(cells), _row(computed))
+
+    return Series(
+        head={
+            "token_ids": list(prompt),
+            "token": tokens[0],
+            "minus": tokens[1] if len(tokens) > 1 else None,
+            "axes": [{"name": name, "values": list(at)} for name, at in grid.axes.items()],
+            "unchanged": _cell_json(Cell(None, None, None), _row(computed)),
+        },
+        jobs=_jobs(grid, unchanged),
+        part=part,
+        event="cell",
+        members=lambda parts: {"cells": parts, "grid": _nested(parts, grid)},
+        held=held,
+    )
+
+
+def _columns(
+    body: SweepRequest, row: OutputsRequest, subject: Subject
+) -> Generator[Compute, Computed, tuple[int, ...]]:
+    """The ids whose logits are compared: the token, and what is subtracted if anything is."""
+    token = named_token(body.token, body.token_id, subject.tokenizer, "token")
+    minus = named_token(body.minus, body.minus_id, subject.tokenizer, "minus")
+    if token is None:
+        token = int(largest(_row((yield Compute([row]))), 1)[0])
+    check_token_ids("token_id", [token], subject.config.vocab_size)
+    if minus is None:
+        return (token,)
+    check_token_ids("minus_id", [minus], subject.config.vocab_size)
+    if minus == token:
+        raise InvalidRequest(f"token and minus are both {token}: their difference is 0", "minus")
+    return token, minus
+
+
+def _jobs(grid: Grid, unchanged: OutputsRequest) -> Iterator[OutputsRequest]:
+    """A request for each cell."""
+    for _, changes in grid.cells():
+        yield replace(
+            unchanged,
+            request_id=new_id("cell"),
+            interventions=(*unchanged.interventions, *changes),
+        )
+
+
+def _row(computed: Computed) -> Any:
+    """The logits of the only request that was computed."""
+    ((row,),) = computed.rows.values()
+    return row
+
+
+def _cell_json(cell: Cell, logits: Any) -> dict[str, Any]:
+    """The SweepCell of a row of one or two logits."""
+    logit, minus = float(logits[0]), float(logits[1]) if len(logits) > 1 else None
+    return {
+        "layer": cell.layer,
+        "head": cell.head,
+        "position": cell.position,
+        "logit": logit,
+        "minus_logit": minus,
+        "value": logit if minus is None else logit - minus,
+    }
+
+
+def _nested(cells: list[dict[str, Any]], grid: Grid) -> list[Any]:
+    """The values of all cells, nested by the axes."""
+    shape = [len(places) for places in grid.axes.values()]
+    values = np.array([cell["value"] for cell in cells], dtype=np.float64)
+    nested: list[Any] = values.reshape(shape).tolist()
+    return nested
+
+
+SWEEP = Operation(
+    name="sweep",
+    body=SweepRequest,
+    reply=SweepReply,
+    plan=plan,
+    form="series",
+    reply_id="sweep",
+    summary="An intervention in one place after another",
+    description="""\
+Carry an intervention out in one layer, head or position after another, and give a token's
+logit each time, or the difference of two: ablate each head in turn, patch each layer and
+position in turn. With `stream`, an event with what is known before, `{"cell": ...}` for each
+cell as it is computed, then `[DONE]`.""",
+)

@@ -1,0 +1,269 @@
+"""Tokenizing: texts to ids and ids to text, with the vocabulary alone.
+
+Nothing is computed or queued. Evaluation programs with a "remote tokenizer" read these replies.
+Texts may be longer than the model's context; the limits are those of a body and of a reply.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.operations.body import (
+    MAX_PROMPTS,
+    Examples,
+    ModelName,
+    Reply,
+    ReplyBody,
+    RequestBody,
+    TokenIds,
+)
+from logitd.model.operations.computed import Computed
+from logitd.model.operations.operation import Operation, Planning, Record, Subject
+from logitd.model.operations.prompts import encode_text
+from logitd.model.operations.tokens import token_json
+from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
+
+MAX_PIECES = 2**14
+"""Tokens that one reply describes one by one: about a megabyte and a half of JSON."""
+
+
+class TokenizeRequest(RequestBody):
+    """Turn texts into token ids. No token is added."""
+
+    examples: ClassVar[Examples] = {
+        "Each token with the characters that it touches": {"prompt": "naïve 😀"},
+        "The ids of two texts and nothing more": {
+            "prompt": ["def main():", "<|endoftext|>"],
+            "pieces": False,
+        },
+        "As it stands in a prompt of /generate": {
+            "prompt": "<|endoftext|>",
+            "special_tokens": "text",
+        },
+    }
+
+    prompt: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] = Field(
+        description="A text, or a list of texts.",
+    )
+    special_tokens: Literal["ids", "text"] = Field(
+        "ids",
+        description="What the name of a special token becomes: its id, or, as in the prompts of "
+        "every other endpoint, plain text.",
+    )
+    pieces: bool | None = Field(
+        None,
+        description="Whether each token is described. Absent: when there are at most "
+        f"{MAX_PIECES} together, and `pieces` of the reply is null when there are more.",
+    )
+    add_special_tokens: bool = Field(False, description="Only false: no token is added to a text.")
+    model: ModelName = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only_texts(cls, prompt: Any) -> Any:
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"this endpoint takes a text or a list of 1 to {MAX_PROMPTS} texts; token ids are "
+                "what /detokenize takes"
+            )
+        return prompt
+
+    @field_validator("add_special_tokens")
+    @classmethod
+    def _nothing_added(cls, add_special_tokens: bool) -> bool:
+        if add_special_tokens:
+            raise ValueError(
+                "add_special_tokens is true, but this vocabulary adds no token to a text; write "
+                "the name of a special token into the text where it belongs"
+            )
+        return add_special_tokens
+
+    @property
+    def texts(self) -> Sequence[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, self.texts))
+
+
+class Piece(ReplyBody):
+    id: int
+    text: str = Field(description="For people; bytes that are not UTF-8 show as U+FFFD.")
+    bytes: list[int]
+    start: int = Field(description="The first character that the token touches.")
+    end: int = Field(description="The one after the last: a token may hold half a character.")
+    special: bool
+
+
+class TokenizeReply(Reply):
+    tokens: list[int]
+    count: int
+    pieces: list[Piece] | None
+
+
+class PromptTokens(ReplyBody):
+    index: int
+    tokens: list[int]
+    count: int
+    pieces: list[Piece] | None
+
+
+class TokenizeListReply(Reply):
+    prompts: list[PromptTokens]
+
+
+class DetokenizeRequest(RequestBody):
+    """Turn token ids into text."""
+
+    examples: ClassVar[Examples] = {
+        "The text of four ids": {"tokens": [72, 101, 108, 112]},
+        "Two lists of ids": {"tokens": [[72, 105], [104, 111]]},
+    }
+
+    tokens: TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)] = (
+        Field(description="A list of token ids, or a list of such lists.")
+    )
+    model: ModelName = None
+
+    @property
+    def many(self) -> bool:
+        """Whether this is a list of lists. An empty list is one of no ids."""
+        return bool(self.tokens) and isinstance(self.tokens[0], list)
+
+    @property
+    def lists(self) -> Sequence[Sequence[int]]:
+        lists: Any = self.tokens if self.many else [self.tokens]
+        return lists
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, self.lists))
+
+
+class DetokenizeReply(Reply):
+    prompt: str = Field(description="The text; bytes that are not UTF-8 show as U+FFFD.")
+    bytes: list[int]
+
+
+class PromptText(ReplyBody):
+    index: int
+    prompt: str
+    bytes: list[int]
+
+
+class DetokenizeListReply(Reply):
+    prompts: list[PromptText]
+
+
+def plan_tokenize(body: TokenizeRequest, subject: Subject) -> Planning:
+    """The ids of each text, and its pieces if they are to be described."""
+    yield from ()
+
+    def reply(_: Computed) -> dict[str, Any]:
+        return _one_or_many(
+            _tokenized(body, subject.tokenizer), many=not isinstance(body.prompt, str)
+        )
+
+    return Record((), reply, slow=True)
+
+
+def plan_detokenize(body: DetokenizeRequest, subject: Subject) -> Planning:
+    """The text of each list of ids."""
+    yield from ()
+
+    def reply(_: Computed) -> dict[str, Any]:
+        return _one_or_many(_detokenized(body.lists, subject), many=body.many)
+
+    return Record((), reply, slow=True)
+
+
+def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The members of a TokenizeReply for each text."""
+    special_ids = body.special_tokens == "ids"
+    encoded = [encode_text(text, tokenizer, special_ids=special_ids) for text in body.texts]
+    count = sum(map(len, encoded))
+    if body.pieces and count > MAX_PIECES:
+        raise InvalidRequest(
+            f"the text has {count} tokens; at most {MAX_PIECES} are described one by one in a "
+            "reply. Leave pieces out, or send less text",
+            "pieces",
+        )
+    described = count <= MAX_PIECES if body.pieces is None else body.pieces
+    return [
+        {
+            "tokens": ids,
+            "count": len(ids),
+            "pieces": _pieces(ids, text, tokenizer) if described else None,
+        }
+        for ids, text in zip(encoded, body.texts, strict=True)
+    ]
+
+
+def _pieces(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    return [
+        {
+            **token_json(tokenizer, token_id),
+            "start": span.start,
+            "end": span.end,
+            "special": tokenizer.is_special(token_id),
+        }
+        for token_id, span in zip(ids, tokenizer.spans(ids, text), strict=True)
+    ]
+
+
+def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[str, Any]]:
+    """The members of a DetokenizeReply for each list."""
+    tokenizer, limit = subject.tokenizer, subject.max_text_bytes
+    if not tokenizer.has_text:
+        raise InvalidRequest(f"the ids have no text: {NO_VOCABULARY}", "tokens", "no_vocabulary")
+    try:
+        size = sum(len(tokenizer.token_bytes(token_id)) for ids in lists for token_id in ids)
+    except TokenizerError as error:
+        raise InvalidRequest(str(error), "tokens") from error
+    if limit is not None and size > limit:
+        raise InvalidRequest(
+            f"the text of these ids has {size} bytes; {limit} are allowed. Send fewer ids, or "
+            "raise --max-body-bytes",
+            "tokens",
+        )
+    raw = [tokenizer.decode_bytes(ids) for ids in lists]
+    return [{"prompt": text.decode("utf-8", errors="replace"), "bytes": list(text)} for text in raw]
+
+
+def _one_or_many(results: Sequence[Mapping[str, Any]], *, many: bool) -> dict[str, Any]:
+    """One result as it is, or several as `prompts`."""
+    if not many:
+        return dict(results[0])
+    return {"prompts": [{"index": index, **result} for index, result in enumerate(results)]}
+
+
+TOKENIZE = Operation(
+    name="tokenize",
+    body=TokenizeRequest,
+    reply=TokenizeReply | TokenizeListReply,
+    plan=plan_tokenize,
+    form="vocabulary",
+    tag="vocabulary",
+    reply_id="tokens",
+    summary="Texts to token ids",
+    description="""\
+The ids of a text; and `pieces`, each token with its bytes and the characters [start, end) of
+the text that it touches. Of a list of texts the same, one by one, in `prompts`.""",
+)
+DETOKENIZE = Operation(
+    name="detokenize",
+    body=DetokenizeRequest,
+    reply=DetokenizeReply | DetokenizeListReply,
+    plan=plan_detokenize,
+    form="vocabulary",
+    tag="vocabulary",
+    reply_id="tokens",
+    summary="Token ids to text",
+    description="""\
+The text of ids and its bytes, which are the truth where they are not UTF-8. Of a list of
+lists the same, one by one, in `prompts`.""",
+)

@@ -1,0 +1,95 @@
+"""Arrays: .npy, safetensors and nested JSON lists, written part by part.
+
+.npy is format version 1.0; safetensors is a header of names, types and offsets, then the bytes.
+Shapes are known before the elements, so headers come first and nothing is held back.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from logitd.model.operations.body import DType
+
+Array = npt.NDArray[Any]
+
+SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+
+PART_BYTES = 2**18
+"""Bytes given to the socket at once; the event loop and the engine run in between."""
+JSON_ELEMENTS = 2**14
+"""Elements turned into JSON at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of a safetensors file; `dtype` is a key of SAFETENSORS_NAMES."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def npy_header(shape: tuple[int, ...], dtype: DType) -> bytes:
+    """The header of an .npy file whose elements follow in C order, little-endian."""
+    descr = np.dtype(dtype).newbyteorder("<").str
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
+    padding = -(10 + len(text) + 1) % 64
+    header = text + " " * padding + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin-1")
+
+
+def safetensors_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file whose tensors follow in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (offset, offset + tensor.nbytes),
+        }
+        offset += tensor.nbytes
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def encoded(values: Array, dtype: DType) -> Array:
+    """float32 elements as `dtype`, contiguous; bfloat16 as the uint16 of its bits."""
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
+    bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+    # To the nearest, ties to even; a NaN must not be rounded into an infinity.
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2")
+
+
+def byte_parts(values: Array) -> Iterator[bytes]:
+    """The bytes of a contiguous array, a part at a time."""
+    view = values.reshape(-1).view(np.uint8).data  # of a contiguous array: no copy
+    for start in range(0, len(view), PART_BYTES):
+        yield bytes(view[start : start + PART_BYTES])
+
+
+def json_parts(values: Array) -> Iterator[bytes]:
+    """An array as nested JSON lists, a part at a time; values that are not finite become null."""
+    if values.ndim == 1 or values.size <= JSON_ELEMENTS:
+        yield orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
+        return
+    separator = b"["
+    for inner in values:
+        parts = json_parts(inner)
+        yield separator + next(parts)
+        yield from parts
+        separator = b","
+    yield b"]"

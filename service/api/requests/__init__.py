@@ -1,1 +1,0 @@
-"""The way in: a body is parsed, resolved to engine requests, and submitted."""

@@ -1,1 +1,0 @@
-"""The way out: engine events become JSON, server-sent events or arrays."""

@@ -1,1 +1,0 @@
-"""Replies that are arrays: /logits, /probs, /score, /hidden_states, /attention."""
