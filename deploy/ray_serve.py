@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import CliApp, SettingsError
+import click
+from pydantic import Field, ValidationInfo, field_validator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitd.model.device import available_processors
@@ -34,6 +34,7 @@ from logitd.model.extras import installation
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.service.app.app import create_app
 from logitd.service.cli.commands.servable import NotServable, checkpoint_at
+from logitd.service.cli.settings_command import SettingsCommand
 from logitd.service.core.state import ServiceState
 from logitd.service.log import configure_logging
 from logitd.service.settings.serve import ServeSettings
@@ -98,6 +99,11 @@ class RaySettings(ServeSettings):
         if value == 0:
             raise ValueError("Ray's proxies listen on the port that they are told; choose one")
         return value
+
+
+COMMAND = SettingsCommand(
+    "deploy.ray_serve", RaySettings, "Serve a checkpoint over HTTP, in replicas on a Ray cluster."
+)
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray's types are not looked at
@@ -199,11 +205,16 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 def main(arguments: list[str]) -> int:
     """Serve until a signal; the exit code, 2 for a wrong command line."""
     try:
-        settings = CliApp.run(RaySettings, cli_args=arguments, cli_exit_on_error=False)
+        settings = COMMAND.main(arguments, standalone_mode=False)
+        if not isinstance(settings, RaySettings):
+            return 0  # it has shown its help
         for source in settings.models:
             checkpoint_at(source.path, settings.follow)
-    except (ValidationError, SettingsError, NotServable) as error:
-        print(f"deploy.ray_serve: {error}", file=sys.stderr)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except NotServable as error:
+        _say(str(error))
         return 2
     ended = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ended)

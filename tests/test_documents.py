@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from logitd.model.version import VERSION
-from logitd.service.cli.main import COMMANDS, parse
 from tests import file_map
+from tests.service.cli.parsed import SETTINGS, parsed, words_of
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -98,13 +98,8 @@ def code_blocks(document: Path) -> str:
 def known_flags() -> set[str]:
     """Flags of `logitd`'s commands and of the benchmarks."""
     flags = set()
-    for settings in COMMANDS.values():
-        for name in settings.model_fields:
-            kebab = name.replace("_", "-")
-            flags |= {f"--{kebab}", f"--no-{kebab}"}
-        flags |= {f"--{name}" for name in settings.model_config.get("cli_shortcuts") or {}}
-        for names in (settings.model_config.get("cli_shortcuts") or {}).values():
-            flags |= {f"--{name}" for name in ([names] if isinstance(names, str) else names)}
+    for command in SETTINGS:
+        flags.update(words_of(command))
     for path in (ROOT / "benchmarks").rglob("*.py"):
         flags.update(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text(encoding="utf-8")))
     return flags
@@ -168,8 +163,8 @@ def test_command_lines_are_understood(
     for command, rest in re.findall(COMMAND_LINE, blocks, flags=re.MULTILINE):
         words = shlex.split(rest.translate({ord("["): None, ord("]"): None}), comments=True)
         given = [word for word in words if word not in ("...", "&")]
-        assert command in COMMANDS, command
-        parse(command, given)
+        assert command in SETTINGS, command
+        parsed(command, *given)
 
 
 def test_changelog_begins_with_this_version() -> None:

@@ -1,70 +1,165 @@
-"""The command line: `logitd serve`, `train`, `eval`, `merge`, `generate`, `extract`, `inspect`,
-`import`, `export`, `bench` and `health`.
+"""The command line: `logitd` and its commands.
 
-Parses with the command's settings model, then imports the module that does the work and runs it:
-so --help and a wrong flag answer at once, without torch.
+Each command is parsed with its settings model; then the module of the same name in `commands/`
+is imported and run. So --help and a wrong flag are answered at once, without torch.
 """
 
 import gc
 import importlib
 import os
-import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliApp, SettingsError
+import click
+from click.shell_completion import get_completion_class
 
 from logitd.model.version import VERSION
-from logitd.service.cli.arguments.completion import SHELLS
-from logitd.service.cli.arguments.flags import flags_of, known_words, split_words
-from logitd.service.cli.arguments.help import help_of, overview, usage
-from logitd.service.cli.arguments.mistakes import (
-    did_you_mean,
-    unknown_variables,
-    variable_of,
-    way_out,
-)
 from logitd.service.cli.interrupts import INTERRUPTED, quits_when_interrupted
-from logitd.service.settings.common import PREFIX
-from logitd.service.settings.extract import ExtractSettings
-from logitd.service.settings.imports import ImportSettings
-from logitd.service.settings.serve import ServeSettings
-from logitd.service.settings.tools import (
-    BenchSettings,
-    ExportSettings,
-    GenerateSettings,
-    HealthSettings,
-    InspectSettings,
+from logitd.service.cli.settings_command import CONTEXT, SettingsCommand
+
+if TYPE_CHECKING:
+    from logitd.service.settings.common import CommandSettings
+
+COMPLETE = "_LOGITD_COMPLETE"
+"""Variable by which the completion scripts ask for words."""
+MODULES = {"import": "import_model"}
+"""Modules of commands whose names are keywords."""
+COMMANDS = (
+    SettingsCommand(
+        "serve",
+        "serve:ServeSettings",
+        "Serve a checkpoint over HTTP, or several.",
+        """
+        logitd serve                                  the bundled checkpoint
+        logitd serve runs/mine --port 9000            the best checkpoint of a run
+        logitd serve checkpoints/mine --quantize int4
+        logitd serve small=runs/a large=runs/b        two, which requests choose by name
+        """,
+    ),
+    SettingsCommand(
+        "train",
+        "train:TrainSettings",
+        "Train a GPT on text; without --data on the text that every Python carries.",
+        """
+        logitd train --minutes 2 --out runs/mine      on the text that Python carries
+        logitd train --data my-texts/ --preset tiny --out runs/mine
+        logitd train --resume --out runs/mine         after Ctrl-C
+        logitd train --from checkpoints/python-small --data my-texts/ --out runs/tuned
+        """,
+    ),
+    SettingsCommand(
+        "eval",
+        "train:EvalSettings",
+        "Measure the loss of a checkpoint on a text: per token, as perplexity, in bits per byte.",
+        "logitd eval runs/mine/best --data my-texts/",
+    ),
+    SettingsCommand(
+        "merge",
+        "train:MergeSettings",
+        "Merge an adapter with the checkpoint that it was trained on.",
+        "logitd merge checkpoints/python-small runs/adapted/best checkpoints/merged",
+    ),
+    SettingsCommand(
+        "generate",
+        "tools:GenerateSettings",
+        "Generate text from a checkpoint in the terminal, without a server.",
+        "logitd generate 'def read(' --checkpoint runs/mine/best --seed 7",
+    ),
+    SettingsCommand(
+        "extract",
+        "extract:ExtractSettings",
+        "Compute every token of a text: logprobs or a lens into Parquet, stages into safetensors.",
+        "logitd extract checkpoints/python-small --data my-texts/ --out scored --logprobs",
+    ),
+    SettingsCommand(
+        "inspect",
+        "tools:InspectSettings",
+        "Show a checkpoint and the shapes of its forward pass, or how training runs went.",
+        "logitd inspect runs/mine runs/other",
+    ),
+    SettingsCommand(
+        "import",
+        "imports:ImportSettings",
+        "Import a model trained elsewhere, by any code, as a checkpoint.",
+        """
+        logitd import out/ckpt.pt checkpoints/mine --tokenizer gpt2
+        logitd import model.pt checkpoints/mine --check text.txt
+        """,
+    ),
+    SettingsCommand(
+        "export",
+        "tools:ExportSettings",
+        "Export a checkpoint for other programs: Hugging Face transformers or llama.cpp.",
+        "logitd export runs/mine/best mine.gguf --to gguf",
+    ),
+    SettingsCommand(
+        "bench",
+        "tools:BenchSettings",
+        "Measure how fast a checkpoint runs, in process and over HTTP, as a share of the limit.",
+        "logitd bench --batches 1,16",
+    ),
+    SettingsCommand(
+        "health",
+        "tools:HealthSettings",
+        "Ask a server whether it answers requests: exit code 0 if it does, 1 if not.",
+        """
+        logitd health --port 9000
+        logitd health https://gpt.example
+        """,
+    ),
 )
-from logitd.service.settings.train import EvalSettings, MergeSettings, TrainSettings
 
-COMMANDS: Mapping[str, type[BaseSettings]] = {
-    "serve": ServeSettings,
-    "train": TrainSettings,
-    "eval": EvalSettings,
-    "merge": MergeSettings,
-    "generate": GenerateSettings,
-    "extract": ExtractSettings,
-    "inspect": InspectSettings,
-    "import": ImportSettings,
-    "export": ExportSettings,
-    "bench": BenchSettings,
-    "health": HealthSettings,
-}
 
-ONCE_A_FLAG = ("serve", "bench")
-"""Commands that got their checkpoint by --checkpoint before it was an argument, and still may."""
+class Commands(click.Group):
+    """The commands, listed in their own order."""
 
-UNREADABLE = "error parsing CLI: "
-"""With which pydantic-settings begins what argparse says."""
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
-MODULES: Mapping[str, str] = {"import": "import_model"}
-"""Commands whose name no module can have."""
+
+logitd = Commands(
+    "logitd",
+    commands=COMMANDS,
+    help="logitd: train a GPT, serve every number it computes.",
+    epilog="logitd help COMMAND lists a command's flags. Each flag FLAG can also be set as "
+    "LOGITD_FLAG in the environment or in a file .env, for one command alone as "
+    "LOGITD_COMMAND_FLAG.",
+    context_settings=CONTEXT,
+    options_metavar="",
+    subcommand_metavar="COMMAND [FLAGS]",
+)
+click.version_option(VERSION, "-V", "--version", message="logitd %(version)s")(logitd)
+
+
+def _commands(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in logitd.commands if name.startswith(incomplete)]
+
+
+@logitd.command("help", context_settings=CONTEXT)
+@click.argument("command", required=False, metavar="COMMAND", shell_complete=_commands)
+@click.pass_context
+def show_help(ctx: click.Context, command: str | None) -> None:
+    """Show the flags of a command."""
+    shown = root = ctx.find_root()
+    if command is not None:
+        _, found, _ = logitd.resolve_command(root, [command])
+        shown = click.Context(found or logitd, root, command, **CONTEXT)
+    click.echo(shown.get_help())
+
+
+@logitd.command("completion", short_help="Print the completion for a shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion of commands and flags for bash, zsh or fish.
+
+    To install it: source <(logitd completion bash)
+    """
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
+    click.echo(shell_class(logitd, {}, "logitd", COMPLETE).source())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,120 +177,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code, 2 for a wrong command line."""
-    name, *rest = arguments or ["--help"]
-    if name in ("-V", "--version", "version"):
-        print(f"logitd {VERSION}")
-        return 0
-    if name in ("-h", "--help", "help"):
-        if not rest or _asks_for_help(rest):
-            print(overview(COMMANDS))
-            return 0
-        name, rest = rest[0], ["--help"]
-    if name == "completion":
-        return _completion(rest)
-    if name not in COMMANDS:
-        meant = did_you_mean(name, COMMANDS)
-        print(f"logitd: there is no command {name!r}{meant}", file=sys.stderr)
-        print(f"the commands are {', '.join(COMMANDS)}; logitd --help says more", file=sys.stderr)
-        return 2
-    if _asks_for_help(rest):
-        print(help_of(name, COMMANDS[name]))
-        return 0
+    words = list(arguments) or ["--help"]
+    if words[0] == "version":
+        words[0] = "--version"
     try:
-        problems = list(unknown_variables(COMMANDS, name))
-    except (OSError, UnicodeDecodeError) as error:
-        print(f"logitd {name}: .env cannot be read: {error}", file=sys.stderr)
-        return 2
-    try:
-        settings = parse(name, rest)
-    except ValidationError as error:
-        problems += [_sentence(name, rest, each) for each in error.errors(include_url=False)]
-    except SettingsError as error:  # a flag, a variable or a key of .env that cannot be read
-        problems.append(_explained(name, str(error)))
-    if problems:
-        for problem in problems:
-            print(f"logitd {name}: {problem}", file=sys.stderr)
-        return 2
-    if name not in ("train", "eval"):
+        with quits_when_interrupted():
+            settings = _settings(words)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    if isinstance(settings, int):
+        return settings
+    if settings.command not in ("train", "eval"):
         wait_briefly()
     try:
-        code: int = import_command(name).run(settings)
-    except PermissionError as error:  # where a command has nothing better to say of it
-        print(f"logitd {name}: {error.strerror}: {error.filename}", file=sys.stderr)
+        code: int = import_command(settings.command).run(settings)
+    except PermissionError as error:  # if a command has nothing better to say of it
+        click.echo(f"logitd {settings.command}: {error.strerror}: {error.filename}", err=True)
         return 1
     return code
 
 
-def parse(name: str, arguments: Sequence[str]) -> BaseSettings:
-    """The settings of a command. Raises ValidationError, SettingsError and SystemExit."""
-    settings, given = COMMANDS[name], list(arguments)
-    if name in ONCE_A_FLAG:
-        given = _without_checkpoint_flag(given)
-    several = next((flag.name for flag in flags_of(settings) if flag.several), None)
-    found: dict[str, Any] = {}
-    if several is not None:  # argparse takes them from one place alone, and joins them by commas
-        given, words = split_words(given, settings)
-        found = {several: words} if words else {}
-    return CliApp.run(settings, cli_args=given, cli_exit_on_error=False, **found)
+def _settings(words: list[str]) -> "CommandSettings | int":
+    """The settings of a command, or an exit code if it has run. Raises ClickException."""
+    settings = logitd.main(words, "logitd", complete_var=COMPLETE, standalone_mode=False) or 0
+    if not isinstance(settings, int):
+        from logitd.service.cli.variables import check_variables
 
-
-def _asks_for_help(arguments: Sequence[str]) -> bool:
-    """What comes after -- is an argument, whatever it looks like."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return any(word in ("-h", "--help") for word in arguments[:end])
-
-
-def _sentence(name: str, arguments: Sequence[str], problem: ErrorDetails) -> str:
-    """What is wrong with the value of a setting, and where it was given."""
-    field = str(problem["loc"][0]) if problem["loc"] else name
-    said = f"{problem['msg']} (given: {problem['input']!r})"
-    given = None
-    if field in COMMANDS[name].model_fields:
-        given = variable_of(COMMANDS, name, field, arguments)
-    if given is None:
-        return f"--{field.replace('_', '-')}: {said}"
-    variable, where = given
-    of_all = variable == f"{PREFIX}{field}".upper()
-    meant = way_out(COMMANDS, name, field, problem["input"]) if of_all else ""
-    return f"{variable} in {where}: {said}{meant}"
-
-
-def _explained(name: str, message: str) -> str:
-    """What argparse says of a command line, with what may have been meant and the usage."""
-    said = message.removeprefix(UNREADABLE)
-    if said == message:
-        return message
-    flag = re.match(r"unrecognized arguments: (--[^\s=]+)", said)
-    meant = did_you_mean(flag[1], known_words(COMMANDS[name])) if flag else ""
-    return f"error: {said}{meant}\n{usage(name, COMMANDS[name])}; logitd help {name} says more"
-
-
-def _completion(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1 or arguments[0] not in SHELLS:
-        print(f"usage: logitd completion {'|'.join(SHELLS)}", file=sys.stderr)
-        return 2
-    print(SHELLS[arguments[0]](COMMANDS))
-    return 0
-
-
-def _without_checkpoint_flag(arguments: Sequence[str]) -> list[str]:
-    """`--checkpoint PATH` as PATH."""
-    given = []
-    for word in arguments:
-        if word.startswith("--checkpoint="):
-            given.append(word.partition("=")[2])
-        elif word != "--checkpoint":
-            given.append(word)
-    return given
+        check_variables(type(settings), (each.settings for each in COMMANDS))
+    return settings
 
 
 def import_command(name: str) -> ModuleType:
-    """The module of a command, the one import by name: torch takes seconds, and only a command that
-    computes needs it.
+    """Import the module of a command: torch takes seconds, and only a command that computes needs
+    it.
 
-    What modules consist of stays until the process ends. To look through it for garbage again and
-    again makes an import an eighth longer, and each full collection afterwards: so none is made
-    meanwhile, and later ones leave it out.
+    Modules stay until the process ends. Searching them for garbage makes an import an eighth
+    longer, and each later full collection: so none is made meanwhile, and later ones leave them
+    out.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -210,8 +229,8 @@ def import_command(name: str) -> ModuleType:
 
 def wait_briefly() -> None:
     """Let torch's threads sleep soon after their work is done, unless the environment says
-    otherwise. By default they spin for milliseconds, on the cores of the native decoder's threads
-    and of everybody else. OpenMP reads this when torch is imported."""
+    otherwise. By default they spin for milliseconds on the cores of the native decoder's threads
+    and of other programs. OpenMP reads this when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -1,8 +1,9 @@
-"""What the settings of several commands share: where values come from, and flags of one meaning."""
+"""Shared by the settings of all commands: where values come from, and flags of one meaning."""
 
+import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import (
@@ -17,41 +18,36 @@ from logitd.model.dtypes import DTypeName
 from logitd.model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
 
 PREFIX = "LOGITD_"
-"""Of the variables that every command reads."""
+"""Prefix of the variables that every command reads."""
 
 BUNDLED_CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "python-small"
 
 
-def settings_of(command: str, shorter: Mapping[str, str] | None = None) -> SettingsConfigDict:
-    """How a command's settings are read; `shorter` are second names of flags, which no field of
-    Python can have."""
-    return SettingsConfigDict(
+class CommandSettings(BaseSettings):
+    """Settings of a command. The first source that has a value wins: flags, then
+    `LOGITD_COMMAND_FLAG` in the environment and in .env, then `LOGITD_FLAG` in both, then defaults.
+    So one .env can give two commands different values of a flag that both have.
+
+    command     name of the command
+    groups      titles of the groups of flags in the help, by the first field of each
+    flag_names  additional flags of fields, without dashes
+    """
+
+    model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_file=".env",
         extra="ignore",  # .env serves several commands
-        cli_prog_name=f"logitd {command}",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        cli_show_env_vars=True,
         allow_inf_nan=False,
         frozen=True,
-        cli_shortcuts=shorter or {},
     )
+    command: ClassVar[str]
+    groups: ClassVar[Mapping[str, str]] = {}
+    flag_names: ClassVar[Mapping[str, str]] = {}
 
-
-def own_prefix(command: str) -> str:
-    """Of the variables that one command alone reads, and reads before those of all."""
-    return f"{PREFIX}{command}_".upper()
-
-
-class CommandSettings(BaseSettings):
-    """Where the settings of a command come from, the first that has a value first: its flags,
-    `LOGITD_COMMAND_FLAG` in the environment and in .env, `LOGITD_FLAG` in both, the default.
-
-    So one .env can give two commands different values of what both have.
-    """
+    @classmethod
+    def variables(cls, field: str) -> tuple[str, str]:
+        """The variables of a field: that of this command alone, which wins, and that of all."""
+        return f"{PREFIX}{cls.command}_{field}".upper(), f"{PREFIX}{field}".upper()
 
     @classmethod
     def settings_customise_sources(
@@ -63,7 +59,7 @@ class CommandSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         assert isinstance(dotenv_settings, DotEnvSettingsSource)
-        prefix = own_prefix(str(settings_cls.model_config["cli_prog_name"]).split()[-1])
+        prefix = f"{PREFIX}{cls.command}_"
         own = EnvSettingsSource(settings_cls, env_prefix=prefix)
         own_in_file = DotEnvSettingsSource(
             settings_cls,
@@ -75,10 +71,15 @@ class CommandSettings(BaseSettings):
 
 
 def split_list(value: Any) -> Any:
-    """A list as people write it in a flag or a variable: its items with commas between them."""
+    """Split the comma-separated items of a flag or a variable; an item in double quotes may contain
+    commas. Other values are returned unchanged."""
     if not isinstance(value, str):
         return value
-    return [item.strip() for item in value.split(",")] if value.strip() else []
+    try:
+        rows = list(csv.reader([value], skipinitialspace=True))
+    except csv.Error:  # a line break outside quotes: one text
+        return [value]
+    return [item.strip() for row in rows for item in row]
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

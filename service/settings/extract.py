@@ -1,7 +1,7 @@
 """Settings of `logitd extract`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode
@@ -15,7 +15,6 @@ from logitd.service.settings.common import (
     Quantize,
     Target,
     Threads,
-    settings_of,
     split_list,
 )
 
@@ -31,9 +30,16 @@ StageNames = Annotated[
 
 
 class ExtractSettings(CommandSettings):
-    """Compute every token of a text: logprobs or a lens into Parquet, stages into safetensors."""
+    """Settings of `logitd extract`."""
 
-    model_config = settings_of("extract", {"as-json": "json"})
+    command = "extract"
+    groups: ClassVar = {
+        "checkpoint": "input and output",
+        "logprobs": "values",
+        "stride": "windows and shards",
+        "device": "computation",
+    }
+    flag_names: ClassVar = {"as_json": "json"}
 
     checkpoint: CliPositionalArg[Path] = Field(description="directory")
     data: tuple[str, ...] = Field(

@@ -5,7 +5,7 @@ Each field of a `Computation` is a flag of the same name.
 
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
@@ -22,13 +22,19 @@ from logitd.model.convert.by_role.computation import (
 )
 from logitd.model.optional_fields import with_optional_fields
 from logitd.model.transformer.config import GPTConfig
-from logitd.service.settings.common import CommandSettings, StoredDType, settings_of
+from logitd.service.settings.common import CommandSettings, StoredDType
 
 
 class _Source(CommandSettings):
     """Where the model is, and how it is read."""
 
-    model_config = settings_of("import")
+    command = "import"
+    groups: ClassVar = {
+        "source": "input and output",
+        "tokenizer": "vocabulary and storage",
+        "code": "models of any code",
+        "n_head": "facts that the tensors do not show",
+    }
 
     source: CliPositionalArg[Path] = Field(
         description="file of weights (.pt, .pth, .bin, .safetensors), or a folder that holds one"
@@ -84,7 +90,7 @@ else:
 
 
 class ImportSettings(_Answers):
-    """Import a model trained elsewhere, by any code, as a checkpoint."""
+    """Settings of `logitd import`."""
 
     positions: Positions | None = Field(None, description="how positions are told apart")
     rotary_layout: RotaryLayout | None = Field(

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -37,7 +37,6 @@ from logitd.service.settings.common import (
     Quantize,
     Target,
     Threads,
-    settings_of,
     split_list,
 )
 from logitd.service.settings.model_source import (
@@ -155,9 +154,22 @@ ModelSources = Annotated[
 
 
 class ServeSettings(CommandSettings):
-    """Serve a checkpoint over HTTP, or several."""
+    """Settings of `logitd serve`."""
 
-    model_config = settings_of("serve", {"import-model": "import"})
+    command = "serve"
+    groups: ClassVar = {
+        "checkpoint": "model",
+        "follow": "reloading",
+        "host": "network",
+        "device": "computation",
+        "slots": "engine",
+        "max_queue": "request limits",
+        "max_connections": "connection limits",
+        "stall_timeout": "shutdown",
+        "api_keys": "authentication",
+        "log_level": "logs and traces",
+    }
+    flag_names: ClassVar = {"import_model": "import"}
 
     checkpoint: CliPositionalArg[ModelSources] = Field(
         (ModelSource(BUNDLED_CHECKPOINT),),

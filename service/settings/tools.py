@@ -1,7 +1,7 @@
 """Settings of `logitd generate`, `inspect`, `export` and `bench`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode
@@ -19,7 +19,6 @@ from logitd.service.settings.common import (
     StoredDType,
     Target,
     Threads,
-    settings_of,
     split_list,
 )
 
@@ -43,9 +42,13 @@ BatchSizes = Annotated[
 
 
 class GenerateSettings(CommandSettings):
-    """Generate text from a checkpoint in the terminal, without a server."""
+    """Settings of `logitd generate`."""
 
-    model_config = settings_of("generate")
+    command = "generate"
+    groups: ClassVar = {
+        "prompt": "text",
+        "device": "computation",
+    }
 
     prompt: CliPositionalArg[str] = Field(
         description='text to continue; token ids, "0 1 2", where the model has no vocabulary'
@@ -66,9 +69,13 @@ class GenerateSettings(CommandSettings):
 
 
 class InspectSettings(CommandSettings):
-    """Show a checkpoint and the shapes of its forward pass, or how training runs went."""
+    """Settings of `logitd inspect`."""
 
-    model_config = settings_of("inspect", {"as-json": "json"})
+    command = "inspect"
+    groups: ClassVar = {
+        "paths": "input",
+    }
+    flag_names: ClassVar = {"as_json": "json"}
 
     paths: CliPositionalArg[tuple[Path, ...]] = Field(
         (BUNDLED_CHECKPOINT,), description="a checkpoint, a run directory, or several of these"
@@ -82,9 +89,12 @@ class InspectSettings(CommandSettings):
 
 
 class ExportSettings(CommandSettings):
-    """Export a checkpoint for other programs: Hugging Face transformers or llama.cpp."""
+    """Settings of `logitd export`."""
 
-    model_config = settings_of("export")
+    command = "export"
+    groups: ClassVar = {
+        "checkpoint": "input and output",
+    }
 
     checkpoint: CliPositionalArg[Path] = Field(description="checkpoint directory")
     destination: CliPositionalArg[Path] = Field(
@@ -102,9 +112,13 @@ class ExportSettings(CommandSettings):
 
 
 class HealthSettings(CommandSettings):
-    """Ask a server whether it answers requests: exit code 0 if it does, 1 if not."""
+    """Settings of `logitd health`."""
 
-    model_config = settings_of("health")
+    command = "health"
+    groups: ClassVar = {
+        "url": "server",
+        "live": "question",
+    }
 
     url: CliPositionalArg[str | None] = Field(
         None, description="of the server; if not given the one of --host and --port"
@@ -120,9 +134,14 @@ class HealthSettings(CommandSettings):
 
 
 class BenchSettings(CommandSettings):
-    """Measure how fast a checkpoint runs, in process and over HTTP, and what the machine allows."""
+    """Settings of `logitd bench`."""
 
-    model_config = settings_of("bench")
+    command = "bench"
+    groups: ClassVar = {
+        "checkpoint": "model",
+        "device": "computation",
+        "batches": "load",
+    }
 
     checkpoint: CliPositionalArg[Path] = Field(
         BUNDLED_CHECKPOINT, description="checkpoint directory"

@@ -1,6 +1,7 @@
 """Settings of the commands that train: `logitd train`, `eval` and `merge`."""
 
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
@@ -14,20 +15,37 @@ from logitd.service.settings.common import (
     CommandSettings,
     Device,
     Threads,
-    settings_of,
 )
 
 
 class TrainSettings(CommandSettings, TrainingConfig):
-    """Train a GPT on text; without --data on the text that every Python carries."""
+    """Settings of `logitd train`: the training configuration."""
 
-    model_config = settings_of("train", {"from-checkpoint": "from"})
+    model_config = CommandSettings.model_config  # .env serves other commands too
+    command = "train"
+    groups: ClassVar = {
+        "preset": "task",
+        "out": "run",
+        "device": "computation",
+        "log_every": "reports and samples",
+        "exportable": "model shape (default: the preset's)",
+        "dropout": "recipe (default: the preset's)",
+        "tokenizer": "vocabulary",
+        "eval_every": "evaluations and checkpoints",
+    }
+    flag_names: ClassVar = {"from_checkpoint": "from"}
 
 
 class EvalSettings(CommandSettings):
-    """Measure the loss of a checkpoint on a text: per token, as perplexity and in bits per byte."""
+    """Settings of `logitd eval`."""
 
-    model_config = settings_of("eval", {"as-json": "json"})
+    command = "eval"
+    groups: ClassVar = {
+        "checkpoint": "measurement",
+        "device": "computation",
+        "as_json": "output",
+    }
+    flag_names: ClassVar = {"as_json": "json"}
 
     checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
     data: tuple[str, ...] = Field(
@@ -61,9 +79,12 @@ class EvalSettings(CommandSettings):
 
 
 class MergeSettings(CommandSettings):
-    """Make a checkpoint of an adapter and of the checkpoint that it was trained on."""
+    """Settings of `logitd merge`."""
 
-    model_config = settings_of("merge")
+    command = "merge"
+    groups: ClassVar = {
+        "base": "paths",
+    }
 
     base: CliPositionalArg[Path] = Field(description="checkpoint that the adapter was trained on")
     adapter: CliPositionalArg[Path] = Field(

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.make_dashboard import PLACE, dashboard
 from logitd.model.inference.kernels.cpu.targets import targets_of
-from logitd.service.cli.arguments.flags import flags_of
 from logitd.service.core.metrics import Metrics
 from logitd.service.settings.serve import ServeSettings
 
@@ -102,7 +101,7 @@ def test_compose_mounts_exist() -> None:
 
 
 def test_every_setting_passes_through_and_the_container_keeps_its_port() -> None:
-    known = {flag.variable for flag in flags_of(ServeSettings)}
+    known = {ServeSettings.variables(field)[1] for field in ServeSettings.model_fields}
     for name in ("logitd", "replica-1", "replica-2"):
         service = COMPOSE["services"][name]
         assert service["env_file"] == [{"path": ".env", "required": False}]

@@ -254,7 +254,7 @@ def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
         (["--port", "0"], "choose one"),
         (["--min-replicas", "2", "--max-replicas", "1"], "less than min-replicas"),
         (["checkpoints/none"], "does not exist"),
-        (["--no-such-flag"], "unrecognized"),
+        (["--no-such-flag"], "--no-such-flag"),
     ],
 )
 def test_ray_settings_refuse_what_cannot_be_meant(

@@ -4,16 +4,15 @@ import math
 from pathlib import Path
 
 import pytest
+from click import ClickException
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp
 
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from logitd.model.inference.options import SERVED_SLOTS
-from logitd.service.cli.main import COMMANDS, parse
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
-from logitd.service.settings.tools import BenchSettings, GenerateSettings, HealthSettings
-from logitd.service.settings.train import TrainSettings
+from logitd.service.settings.tools import GenerateSettings
+from tests.service.cli.parsed import SETTINGS, parsed
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +22,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(*flags: str) -> ServeSettings:
-    return CliApp.run(ServeSettings, cli_args=list(flags))
+    settings = parsed("serve", *flags)
+    assert isinstance(settings, ServeSettings)
+    return settings
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SETTINGS)
 def test_every_field_is_described_and_every_settings_model_too(command: str) -> None:
-    settings = COMMANDS[command]
+    settings = SETTINGS[command]
     assert settings.__doc__
     missing = [name for name, field in settings.model_fields.items() if not field.description]
     assert missing == []
@@ -58,18 +59,18 @@ def test_a_variable_of_one_command_comes_before_those_of_all(
     monkeypatch.setenv("LOGITD_SERVE_PORT", "1004")
     assert serve().port == 1004
     assert serve("--port", "1005").port == 1005
-    assert CliApp.run(HealthSettings, cli_args=[]).port == 1002  # what is serve's is not its
+    assert parsed("health").port == 1002  # what is serve's is not its
 
 
 def test_a_list_in_a_commands_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGITD_TRAIN_DATA", '["a.txt", "b.txt"]')
-    assert CliApp.run(TrainSettings, cli_args=[]).data == ("a.txt", "b.txt")
+    assert parsed("train").data == ("a.txt", "b.txt")
 
 
 def test_no_variable_is_that_of_two_settings() -> None:
     """LOGITD_IMPORT_MODEL is serve's, so the command import can have no flag --model."""
-    of_all = {name for settings in COMMANDS.values() for name in settings.model_fields}
-    own = {f"{command}_{name}" for command in COMMANDS for name in COMMANDS[command].model_fields}
+    of_all = {name for settings in SETTINGS.values() for name in settings.model_fields}
+    own = {f"{command}_{name}" for command in SETTINGS for name in SETTINGS[command].model_fields}
     assert of_all & own == set()
 
 
@@ -104,14 +105,13 @@ def test_defaults_of_the_engine_stand_in_the_engine() -> None:
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
-        (("--slots", "4", "--kv-cache-memory", "1000"), "kv_cache_memory"),
-        (("--slots", "4", "--kv-cache-memory", "50%"), "kv_cache_memory"),
+        (("--slots", "4", "--kv-cache-memory", "1000"), "kv-cache-memory"),
+        (("--slots", "4", "--kv-cache-memory", "50%"), "kv-cache-memory"),
     ],
 )
 def test_the_number_of_slots_is_set_once(flags: tuple[str, ...], field: str) -> None:
-    with pytest.raises(ValidationError, match="it sets the number of slots, and so does") as caught:
+    with pytest.raises(ClickException, match=f"--{field}: "):
         serve(*flags)
-    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
     assert serve(*flags[:2]).slots == 4
     assert serve(*flags[2:]).kv_cache_memory == flags[3]
 
@@ -122,7 +122,7 @@ def test_a_bound_on_what_quantizing_costs_is_one_of_what_is_quantized() -> None:
         for quantized in (("--quantize", "int4"), ("--kv-cache-dtype", "int8")):
             found = serve(*quantized, "--max-quantization-loss", value)
             assert found.max_quantization_loss == value
-    with pytest.raises(ValidationError, match="dtype cost, and nothing is quantized; give one"):
+    with pytest.raises(ClickException, match="--max-quantization-loss: "):
         serve("--max-quantization-loss", "any")
 
 
@@ -165,15 +165,14 @@ def test_impossible_temperatures_are_refused(temperature: float) -> None:
         GenerateSettings(prompt="a", temperature=temperature)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SETTINGS)
 def test_settings_do_not_change_once_read(command: str) -> None:
-    model: type[BaseSettings] = COMMANDS[command]
     arguments = {"generate": ["text"], "import": ["a", "b"], "export": ["a", "b"]}
     arguments["merge"] = ["base", "adapter", "dest"]
     arguments["extract"] = ["checkpoint", "--data", "x", "--out", "folder", "--logprobs"]
-    settings = CliApp.run(model, cli_args=arguments.get(command, []))
+    settings = parsed(command, *arguments.get(command, []))
     with pytest.raises(ValidationError, match="frozen"):
-        settings.device = "cpu"  # type: ignore[attr-defined]
+        settings.device = "cpu"
 
 
 # Lists with commas, and keys
@@ -215,11 +214,9 @@ def test_a_list_can_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         "metrics", "/metrics/", "//", "/metrics,", "/metrics,docs", "/a b", "/a?b", "*")],
 )  # fmt: skip
 def test_a_wrong_item_of_a_list_is_refused(field: str, value: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        serve(f"--{field.replace('_', '-')}", value)
-    for error in caught.value.errors():
-        assert error["loc"][0] == field
-        assert len(error["msg"].split()) > 5, "a sentence"
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(ClickException, match=f"{flag}: .* .* .* .* "):  # a sentence
+        serve(flag, value)
 
 
 @pytest.mark.parametrize("source", ["flag", "environment", ".env"])
@@ -253,14 +250,13 @@ def test_a_variable_of_no_keys_is_not_the_same_as_none(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("flag", "sizes"), [("1,8,32", (1, 8, 32)), ("4", (4,)), ("8, 2", (8, 2))])
 def test_batches_are_written_with_commas(flag: str, sizes: tuple[int, ...]) -> None:
-    assert CliApp.run(BenchSettings, cli_args=["--batches", flag]).batches == sizes
+    assert parsed("bench", "--batches", flag).batches == sizes
 
 
 @pytest.mark.parametrize("flag", ["", "0", "1,,2", "1,8,1", "x", "1.5", "4097"])
 def test_impossible_batches_are_refused(flag: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        CliApp.run(BenchSettings, cli_args=[f"--batches={flag}"])
-    assert {error["loc"][0] for error in caught.value.errors()} == {"batches"}
+    with pytest.raises(ClickException, match="--batches: "):
+        parsed("bench", f"--batches={flag}")
 
 
 # Several models
@@ -284,9 +280,7 @@ def test_impossible_batches_are_refused(flag: str) -> None:
 def test_what_is_served_and_how_it_is_called(
     arguments: list[str], models: list[tuple[str | None, str]]
 ) -> None:
-    settings = parse("serve", arguments)
-    assert isinstance(settings, ServeSettings)
-    assert settings.models == tuple(ModelSource(Path(path), name) for name, path in models)
+    assert serve(*arguments).models == tuple(ModelSource(Path(path), name) for name, path in models)
 
 
 @pytest.mark.parametrize(

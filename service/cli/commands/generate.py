@@ -8,7 +8,7 @@ import sys
 
 from logitd.model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
 from logitd.model.text.tokenizer import NO_VOCABULARY
-from logitd.service.cli.arguments.called import called
+from logitd.service.cli.program_name import program_name
 from logitd.service.settings.tools import GenerateSettings
 
 
@@ -69,7 +69,7 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
     if (ids := token_ids_of(settings.prompt)) is None:
         raise InvalidRequest(
             f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and {NO_VOCABULARY}: "
-            f'for example {called()} generate "0 1 2"',
+            f'for example {program_name()} generate "0 1 2"',
             "prompt",
         )
     return ids

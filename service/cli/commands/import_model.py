@@ -12,7 +12,7 @@ from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
-from logitd.service.cli.arguments.called import called
+from logitd.service.cli.program_name import program_name
 from logitd.service.settings.imports import ImportSettings
 
 IMPORTED = Path("checkpoints")
@@ -46,7 +46,7 @@ def run(settings: ImportSettings) -> int:
         f"{checkpoint.path}: {config.n_layer} layers, width {config.d_model}, context "
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}"
     )
-    print(f"\nserve it:  {called()} serve {checkpoint.path}")
+    print(f"\nserve it:  {program_name()} serve {checkpoint.path}")
     return 0
 
 
@@ -60,7 +60,7 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
             print(
                 f"logitd serve: {source} is neither a checkpoint nor a model that may be imported: "
                 f"a file of weights ({kinds}) or a folder with one. The bundled checkpoint is "
-                f"served by\n\n  {called()} serve",
+                f"served by\n\n  {program_name()} serve",
                 file=sys.stderr,
             )
             return None
@@ -70,8 +70,8 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
     if not may_import:
         print(
             f"logitd serve: {source} is not a checkpoint of logitd, but it may be imported:\n\n"
-            f"  {called()} import {source} {destination}\n  {called()} serve {destination}\n\n"
-            f"or both in one: {called()} serve {source} --import",
+            f"  {program_name()} import {source} {destination}\n  {program_name()} serve {destination}\n\n"
+            f"or both in one: {program_name()} serve {source} --import",
             file=sys.stderr,
         )
         return None
@@ -83,7 +83,7 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
         elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
             raise CheckpointError(
                 f"{destination} exists and is not from {source}: name another destination, "
-                f"{called()} import {source} DEST"
+                f"{program_name()} import {source} DEST"
             )
     except (ConvertError, CheckpointError, OSError) as error:
         print(f"logitd serve: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ import sys
 from logitd.model.checkpoint.adapter import merge
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError
-from logitd.service.cli.arguments.called import called
+from logitd.service.cli.program_name import program_name
 from logitd.service.settings.train import MergeSettings
 
 
@@ -16,5 +16,5 @@ def run(settings: MergeSettings) -> int:
         print(f"logitd merge: {error}", file=sys.stderr)
         return 1
     print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
-    print(f"\nserve it:  {called()} serve {info.path}")
+    print(f"\nserve it:  {program_name()} serve {info.path}")
     return 0

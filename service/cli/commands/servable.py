@@ -13,7 +13,7 @@ from pathlib import Path
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
 from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
-from logitd.service.cli.arguments.called import called
+from logitd.service.cli.program_name import program_name
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
 """Where checkpoints and runs usually are, below the working directory."""
@@ -160,4 +160,4 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _command(*words: str | Path) -> str:
-    return f"{called()} {shlex.join(map(str, words))}"
+    return f"{program_name()} {shlex.join(map(str, words))}"

@@ -11,7 +11,7 @@ from logitd.model.training.events import Event, Progress, line
 from logitd.model.training.stopping.signals import errors_outlive_sigterm
 from logitd.model.training.trainer import train
 from logitd.model.transformer.config import ConfigError
-from logitd.service.cli.arguments.called import called
+from logitd.service.cli.program_name import program_name
 from logitd.service.settings.train import TrainSettings
 
 
@@ -52,9 +52,9 @@ def _run(settings: TrainSettings) -> int:
     if result.rank == 0:  # of several processes, one speaks
         if result.reason == "interrupted":
             print(f"\nstopped at step {result.step:,}: go on with")
-            print(f"           {called()} train --resume --out {result.run}")
+            print(f"           {program_name()} train --resume --out {result.run}")
         if result.adapter_of is not None:
-            print(f"\nmerge it:  {called()} merge {result.adapter_of} {result.best} DEST")
+            print(f"\nmerge it:  {program_name()} merge {result.adapter_of} {result.best} DEST")
         else:
-            print(f"\nserve it:  {called()} serve {result.run}")
+            print(f"\nserve it:  {program_name()} serve {result.run}")
     return 0

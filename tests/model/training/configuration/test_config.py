@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from pydantic_settings import CliApp
 
 from logitd.model.training.configuration.config import (
     RESUMABLE,
@@ -18,7 +17,7 @@ from logitd.model.training.configuration.config import (
 )
 from logitd.model.training.configuration.presets import Recipe
 from logitd.model.transformer.config import GPTConfig, RopeScaling
-from logitd.service.settings.train import TrainSettings
+from tests.service.cli.parsed import parsed
 
 
 def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:
@@ -62,7 +61,7 @@ def test_scaled_positions_are_json_on_the_way_in_and_out() -> None:
     assert TrainingConfig(**json.loads(json.dumps(config.to_dict()))) == config
     *_, flag, value = shlex.split(command(config))
     assert flag == "--rope-scaling"
-    assert CliApp.run(TrainSettings, cli_args=[flag, value]).given() == config.given()
+    assert parsed("train", flag, value).given() == config.given()
 
 
 def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:

@@ -70,7 +70,6 @@ def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixt
         (["--lens", "--stages", "embedding"], 2, "--lens and --stages are given"),
         (["--lens", "--logprobs"], 2, "last layer's logprobs of --lens are those of --logprobs"),
         (["--lens", "--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
-        (["--top-k", "0"], 2, "--top-k: "),
         (["--logprobs", "--ray-workers", "2"], 2, "--ray-workers goes with --ray"),
         (["--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
         (["--stages", "logits"], 1, "extract --top-k K"),

@@ -10,9 +10,9 @@ from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.transformer.config import TARGETS
 from logitd.model.transformer.lora import LoraShape, trained_weights
-from logitd.service.cli.arguments.called import called
 from logitd.service.cli.commands.servable import checkpoint_at
 from logitd.service.cli.main import run
+from logitd.service.cli.program_name import program_name
 from tests.e2e.server import ServedProcess
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
@@ -222,8 +222,8 @@ def test_the_command_is_named_as_it_was_called(
     here = str(Path.cwd())
     monkeypatch.setattr(sys, "argv", [argument.format(here=here)])
     which = None if found is None else found.format(here=here)
-    monkeypatch.setattr("logitd.service.cli.arguments.called.shutil.which", lambda name: which)
-    assert called() == expected
+    monkeypatch.setattr("logitd.service.cli.program_name.shutil.which", lambda name: which)
+    assert program_name() == expected
 
 
 @pytest.mark.parametrize("name", ["my-text.txt", "notes.md", "rows.parquet"])
@@ -235,6 +235,6 @@ def test_a_text_is_answered_with_the_training(
     lines = refused(capsys, name).splitlines()
     assert lines[0].startswith(f"{name} is a text")
     assert lines[2:] == [
-        f"  {called()} train --data {name} --out {run_of_it}",
-        f"  {called()} serve {run_of_it}",
+        f"  {program_name()} train --data {name} --out {run_of_it}",
+        f"  {program_name()} serve {run_of_it}",
     ]

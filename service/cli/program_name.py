@@ -1,4 +1,4 @@
-"""Called: the command's own name, as whoever reads a hint can paste it."""
+"""The name of this program in hints, so that users can paste them."""
 
 import os
 import shutil
@@ -8,11 +8,11 @@ from pathlib import Path
 NAME = "logitd"
 
 
-def called() -> str:
-    """`logitd` where that finds this program, else the path by which it was called, relative to the
-    working directory where it lies below: `.venv/bin/logitd`."""
+def program_name() -> str:
+    """`logitd` if that name finds this program, else the path by which it was called, relative to
+    the working directory if it is below it: `.venv/bin/logitd`."""
     script = Path(sys.argv[0])
-    if script.name != NAME:  # `python -m logitd`, or a program that has other business
+    if script.name != NAME:  # `python -m logitd`, or a program that imports logitd
         return NAME
     on_path = shutil.which(NAME)
     if on_path is not None and os.path.realpath(on_path) == os.path.realpath(script):

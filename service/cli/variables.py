@@ -1,0 +1,58 @@
+"""Variables: those of LOGITD_* in the environment and in .env that no command has."""
+
+import os
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import click
+from dotenv import dotenv_values
+
+from logitd.service.settings.common import PREFIX, CommandSettings
+
+NOT_SETTINGS = {"LOGITD_API_KEY", "LOGITD_BASE_URL"}
+"""Variables of the Python client and of `logitd bench`."""
+KUBERNETES = ("LOGITD_SERVICE_", "LOGITD_PORT_")
+"""Prefixes of what Kubernetes sets in every container if a service is called logitd."""
+NEAR = 0.7
+"""Least similarity of a suggestion, from 0 to 1."""
+
+
+def check_variables(
+    settings: type[CommandSettings], every: Iterator[type[CommandSettings]]
+) -> None:
+    """Refuse variables that no command has: a mistyped LOGITD_API_KEYS would leave a server open.
+    Those of other commands are accepted, since a .env serves several; `every` command is read only
+    if there are some. Raises UsageError, with the nearest variable of this command, else of all."""
+    own = _variables(settings)
+    known: set[str] | None = None
+    problems = []
+    for place, values in places():
+        for name in sorted(values):
+            upper = name.upper()
+            if not upper.startswith(PREFIX) or upper in own | NOT_SETTINGS:
+                continue
+            known = known or set().union(*map(_variables, every))
+            if upper not in known and not upper.startswith(KUBERNETES):
+                near = _nearest(upper, own) or _nearest(upper, known)
+                meant = f"; did you mean {near}?" if near else ""
+                problems.append(f"{name} in {place} is not a setting{meant}")
+    if problems:
+        raise click.UsageError("\n".join(problems))
+
+
+def places() -> Iterator[tuple[str, Mapping[str, str | None]]]:
+    """Places of variables, the first one wins: name, and the variables there."""
+    yield "the environment", os.environ
+    yield ".env", dotenv_values(".env") if Path(".env").is_file() else {}
+
+
+def _variables(settings: type[CommandSettings]) -> set[str]:
+    return {variable for field in settings.model_fields for variable in settings.variables(field)}
+
+
+def _nearest(variable: str, known: set[str]) -> str | None:
+    """The nearest known variable, by what follows the prefix."""
+    names = sorted(name.removeprefix(PREFIX) for name in known)
+    near = get_close_matches(variable.removeprefix(PREFIX), names, 1, NEAR)
+    return PREFIX + near[0] if near else None

@@ -1,0 +1,134 @@
+"""Completion, tried in the shells themselves if they are installed."""
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from logitd.service.cli.main import run
+from tests.service.cli.parsed import SETTINGS, words_of
+
+SHELLS = ("bash", "zsh", "fish")
+OFFERED = pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("logitd se", ["serve"]),
+        ("logitd e", ["eval", "extract", "export"]),
+        ("logitd serve --quantize ''", ["none", "int8", "int4"]),
+        ("logitd serve --quantize n", ["none"]),
+        ("logitd serve --served", ["--served-model-name"]),
+        ("logitd train --no-re", ["--no-resume"]),
+        ("logitd help ex", ["extract", "export"]),
+        ("logitd completion ''", ["bash", "zsh", "fish"]),
+        ("logitd serve mine", ["mine-of-tuesday"]),
+        ("logitd serve --validation-text mine", ["mine-of-tuesday"]),
+    ],
+)
+"""Words on a line, and what every shell offers for the last of them."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A folder to type in, with the program on the path, a script for each shell, and something
+    that a path may begin with."""
+    (tmp_path / "mine-of-tuesday").mkdir()
+    program = tmp_path / "bin" / "logitd"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m logitd "$@"\n')
+    program.chmod(0o755)
+    for shell in SHELLS:
+        assert run(["completion", shell]) == 0
+        (tmp_path / shell).write_text(capsys.readouterr().out)
+    return tmp_path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    root = str(Path(__file__).parents[3])
+    return {"PATH": path, "PYTHONPATH": root, "TERM": "dumb", "HOME": str(folder / "home")}
+
+
+def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
+    """What a shell shows that has sourced its script, when these keys are pressed."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        shell, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment(folder),
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        setup = "autoload -U compinit; compinit; " if shell[0] == "zsh" else ""
+        os.write(ours, f"{setup}PS1='rea''dy> '; COLUMNS=200; source ./{shell[0]}\n".encode())
+        until(ours, b"ready> ")
+        # What is typed behind the tabulator waits until the shell has answered that.
+        os.write(ours, keys.encode() + b"\x15echo 'the ''end'\n")
+        return until(ours, b"the end\r").decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def until(descriptor: int, mark: bytes) -> bytes:
+    """What can be read up to a mark."""
+    read, deadline = b"", time.monotonic() + 60
+    while mark not in read:
+        assert time.monotonic() < deadline, read
+        if select.select([descriptor], [], [], 1)[0]:
+            read += os.read(descriptor, 65536)
+    return read
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@OFFERED
+def test_a_shell_at_a_terminal_offers(
+    shell: str, words: str, offered: list[str], folder: Path
+) -> None:
+    """Typed, and the tabulator pressed; twice for a list in bash. An empty last word is a space."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]
+    line, tabs = words.removesuffix("''"), "\t\t" if shell == "bash" else "\t"
+    typed = at_a_terminal(folder, [shell, *flags], f"{line}{tabs}")
+    if len(offered) == 1:  # it is on the line then
+        assert f"{line.rpartition(' ')[0]} {offered[0]}" in typed
+    else:
+        assert {*offered} <= {*typed.split()}
+        assert "train" not in typed.split()
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
+@OFFERED
+def test_fish_offers(words: str, offered: list[str], folder: Path) -> None:
+    line = words.removesuffix("''")
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"source ./fish; complete -C '{line}'"],
+        capture_output=True, text=True, check=True, cwd=folder, timeout=60, env=environment(folder),
+    )  # fmt: skip
+    found = [line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
+    assert sorted(found) == sorted(offered)
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_every_flag_is_offered(command: str, folder: Path) -> None:
+    """By the program, which every shell asks for words."""
+    asked = {"COMP_WORDS": f"logitd {command} -", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [folder / "bin" / "logitd"], capture_output=True, text=True, check=False, cwd=folder,
+        env=environment(folder) | asked | {"_LOGITD_COMPLETE": "bash_complete"},
+    )  # fmt: skip
+    assert done.stderr == ""
+    found = {line.partition(",")[2] for line in done.stdout.splitlines()}
+    assert set(words_of(command)) <= found
+
+
+@pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
+def test_another_shell_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", *arguments]) == 2
+    assert "bash" in capsys.readouterr().err

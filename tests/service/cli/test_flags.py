@@ -1,0 +1,145 @@
+"""Flags: a parameter for each kind of field, a group for each flag, a suggestion for each slip."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import click
+import pytest
+from pydantic import Field, TypeAdapter
+from pydantic_settings import CliPositionalArg
+
+from logitd.service.cli.main import COMMANDS
+from logitd.service.cli.settings_command import SettingsCommand
+from logitd.service.settings.common import CommandSettings
+from tests.service.cli.parsed import SETTINGS, context, parameters_of, parsed, words_of
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env, and a terminal of usual width."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+class Examples(CommandSettings):
+    """A field of each kind."""
+
+    command = "examples"
+    groups: ClassVar = {"places": "input", "count": "numbers", "rate": "numbers"}
+    flag_names: ClassVar = {"as_json": "json"}
+
+    places: CliPositionalArg[tuple[str, ...]] = Field((), description="where")
+    count: int | None = Field(None, description="how often")
+    rate: Annotated[float, Field(gt=0)] = Field(0.5, description="how fast")
+    kind: Literal["auto"] | Literal["a", "b"] = Field("auto", description="which")
+    many: tuple[int, ...] = Field((1, 2), description="how many")
+    words: tuple[Literal["a", "b"], ...] = Field((), description="which of them")
+    on: bool = Field(True, description="whether")
+    as_json: bool = Field(False, description="JSON")
+    n: int = Field(1, description="a short flag")
+
+
+EXAMPLES = SettingsCommand("examples", Examples, "Show examples.", "logitd examples --on")
+
+
+def read(*words: str) -> Examples:
+    settings = EXAMPLES.main(list(words), standalone_mode=False)
+    assert isinstance(settings, Examples)
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--count", "3"], "count", 3),
+        (["--rate=2"], "rate", 2.0),
+        (["--kind", "b"], "kind", "b"),
+        (["--many", "3, 4", "--many", "5"], "many", (3, 4, 5)),
+        (["--words", "a,b"], "words", ("a", "b")),
+        (["--no-on"], "on", False),
+        (["--json"], "as_json", True),
+        (["--as-json"], "as_json", True),
+        (["-n", "7"], "n", 7),
+        (["x", "--count", "3", "y,z"], "places", ("x", "y,z")),
+        (["--", "-n", "--help"], "places", ("-n", "--help")),
+    ],
+)
+def test_a_value_of_each_kind(words: list[str], field: str, value: object) -> None:
+    settings = read(*words)
+    assert getattr(settings, field) == value
+    assert field in settings.model_fields_set
+
+
+def test_what_is_not_given_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read().model_fields_set == set()
+    monkeypatch.setenv("LOGITD_COUNT", "4")
+    assert read().count == 4
+
+
+def test_an_item_in_quotes_can_have_commas() -> None:
+    assert parsed("train", "--prompts", '"def f(a, b):",x').prompts == ("def f(a, b):", "x")
+    assert parsed("train", "--prompts", "two,\nlines").prompts == ("two,\nlines",)
+
+
+def test_help_has_the_groups_in_order() -> None:
+    text = EXAMPLES.get_help(context(EXAMPLES))
+    places = [text.index(title) for title in ("Examples:", "Input:", "Numbers:", "--count INT")]
+    assert places == sorted(places)
+    assert text.count("Numbers:") == 1
+    assert "--kind auto|a|b" in text
+    assert "how many (default: 1,2) [env: LOGITD_MANY]" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_every_flag_is_in_a_group(command: str) -> None:
+    names = list(SETTINGS[command].model_fields)
+    groups = SETTINGS[command].groups
+    assert names[0] in groups
+    assert groups.keys() <= set(names)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_an_example_can_be_pasted(command: SettingsCommand) -> None:
+    shown = command.get_help(context(command)).splitlines()
+    examples = [line.strip().split("   ")[0] for line in shown if line.startswith("  logitd ")]
+    assert examples
+    for example in examples:
+        program, name, *rest = shlex.split(example)
+        assert (program, name) == ("logitd", command.name)
+        parsed(name, *rest)
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_no_two_flags_share_a_word(command: str) -> None:
+    words = words_of(command)
+    assert len(words) == len(set(words))
+    assert {"-h", "--help"} <= set(words)
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_every_choice_is_one_of_the_model(command: str) -> None:
+    for param in parameters_of(command):
+        if isinstance(param.type, click.Choice):
+            for choice in param.type.choices:
+                value = [choice] if param.multiple else choice
+                field = SETTINGS[command].model_fields[str(param.name)]
+                assert TypeAdapter(field.rebuild_annotation()).validate_python(value) is not None
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_a_slip_in_a_flag_is_seen(command: str) -> None:
+    """A letter too many, one too few, two exchanged: unless the slip is a flag itself."""
+    known = [word for word in words_of(command) if len(word) >= 7]
+    for word in known:
+        middle = len(word) // 2 + 1
+        slips = (
+            word[:middle] + word[middle + 1 :],
+            word[:middle] + "x" + word[middle:],
+            word[: middle - 1] + word[middle] + word[middle - 1] + word[middle + 1 :],
+        )
+        for slip in slips:
+            if slip not in known:
+                with pytest.raises(click.NoSuchOption) as caught:
+                    parsed(command, slip)
+                assert word in (caught.value.possibilities or []), slip
