@@ -53,14 +53,14 @@ def run(settings: ImportSettings) -> int:
 def for_serving(source: Path, *, may_import: bool) -> Path | None:
     """The checkpoint of a model of somebody else's: imported now, or there already and from this
     very source. None, with the reason on stderr, where it may not or cannot be imported."""
-    destination = IMPORTED / _name(source)
+    destination, name = IMPORTED / _name(source), program_name()
     try:
         if not importable(source):
             kinds = ", ".join(SUFFIXES)
             print(
                 f"logitd serve: {source} is neither a checkpoint nor a model that may be imported: "
                 f"a file of weights ({kinds}) or a folder with one. The bundled checkpoint is "
-                f"served by\n\n  {program_name()} serve",
+                f"served by\n\n  {name} serve",
                 file=sys.stderr,
             )
             return None
@@ -70,8 +70,8 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
     if not may_import:
         print(
             f"logitd serve: {source} is not a checkpoint of logitd, but it may be imported:\n\n"
-            f"  {program_name()} import {source} {destination}\n  {program_name()} serve {destination}\n\n"
-            f"or both in one: {program_name()} serve {source} --import",
+            f"  {name} import {source} {destination}\n  {name} serve {destination}\n\n"
+            f"or both in one: {name} serve {source} --import",
             file=sys.stderr,
         )
         return None
@@ -83,7 +83,7 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
         elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
             raise CheckpointError(
                 f"{destination} exists and is not from {source}: name another destination, "
-                f"{program_name()} import {source} DEST"
+                f"{name} import {source} DEST"
             )
     except (ConvertError, CheckpointError, OSError) as error:
         print(f"logitd serve: {error}", file=sys.stderr)
