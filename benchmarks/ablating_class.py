@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks.arguments import new_parser
-from logitd.service.cli.commands.benchmark.server import started_server
+from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0

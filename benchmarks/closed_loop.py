@@ -29,7 +29,7 @@ TTFT      from the request to the first token, of the requests that were sent in
 gap       between two pieces of a stream that bring tokens, which came in that time
 
 The client is on the same machine: `client CPU` says how many processors it took. It counts tokens
-where they are received, and parses of a stream what that takes: `raw_client.py` of `logitd bench`.
+where they are received, and parses of a stream what that takes: `benchmarks/raw_client.py`.
 """
 
 import asyncio
@@ -55,18 +55,18 @@ from uvicorn.loops.auto import auto_loop_factory
 from benchmarks.arguments import new_parser
 from benchmarks.peers.servers import PeerServer, Room, peer_server
 from benchmarks.peers.weights import LOGITD
+from benchmarks.raw_client import RawClient
 from benchmarks.shapes import SHAPES
-from logitd.model.benchmark.machine import processor_name
-from logitd.model.benchmark.spread import Spread
-from logitd.service.cli.commands.benchmark.load import (
+from benchmarks.spread import Spread
+from benchmarks.started_server import started_server
+from benchmarks.streams import (
     Ask,
     StreamFailed,
     StreamRecord,
     gaps,
     run_streams,
 )
-from logitd.service.cli.commands.benchmark.raw_client import RawClient
-from logitd.service.cli.commands.benchmark.server import started_server
+from logitd.model.machine import processor_name
 from logitd.service.client.calls import EVENTS, Request
 
 ROOT = Path(__file__).parent.parent

@@ -39,16 +39,15 @@ from torch import Tensor
 
 from benchmarks.arguments import new_parser
 from benchmarks.engine_step import STEPS, engine_decoding
+from benchmarks.profile import Profile, profile_engine
 from benchmarks.synthetic import load_gpt
-from logitd.model.benchmark.machine import processor_name, read_bandwidth
-from logitd.model.benchmark.profile import Profile, profile_engine
-from logitd.model.benchmark.workload import Workload
+from logitd.model.benchmark.rates import Workload
 from logitd.model.device import keep_freed_memory, use_threads
-from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.eager.row_groups import RowGroups
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.kv_cache import KVCache
+from logitd.model.machine import processor_name, read_bandwidth
 from logitd.model.transformer.activation import activate
 from logitd.model.transformer.attention import CausalAttend
 from logitd.model.transformer.config import BLOCK
@@ -161,16 +160,14 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
         return None
     profiles, products, samplings = list[Profile](), list[dict[str, float]](), list[float]()
     for _ in range(ROUNDS):
-        profiles.append(profile_engine(gpt, path.make_decoder, workload(gpt))[1])
+        profiles.append(profile_engine(path.make_decoder, gpt, workload(gpt))[1])
         products.append(fastest_products(gpt))
         samplings.append(fastest_sampling(gpt))
     read = sum(
-        stage.work.read_bytes
-        for stage in profiles[0].stages
-        if stage.stage in PRODUCTS and stage.work is not None
+        weight.nbytes + (0 if bias is None else bias.nbytes) for _, weight, bias in matrices(gpt)
     )
     return NativePrice(
-        step=statistics.median(profile.seconds for profile in profiles),
+        step=statistics.median(profile.step_us for profile in profiles) / 1e6,
         ours={
             kind: statistics.median(in_stage(profile, kind) for profile in profiles)
             for kind in PRODUCTS
@@ -186,7 +183,8 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
 
 
 def in_stage(profile: Profile, stage: str) -> float:
-    return sum(timed.seconds for timed in profile.stages if timed.stage == stage)
+    """Seconds."""
+    return profile.stages_us[stage] / 1e6
 
 
 def workload(gpt: GPT) -> Workload:
@@ -198,7 +196,6 @@ def workload(gpt: GPT) -> Workload:
         tokens=min(2 * STEPS, gpt.config.context_length - prompt),
         rounds=1,
         vocab_size=gpt.config.vocab_size,
-        prefill_chunk=EngineConfig().prefill_chunk,
     )
 
 

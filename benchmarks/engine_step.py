@@ -3,7 +3,7 @@
     python -m benchmarks.engine_step [--checkpoint DIRECTORY] [--threads N]
 
 Overhead: the time of `Engine.step` less the time inside the model, decoding 1, 8 and 32 sequences
-in plain torch. `logitd bench --profile` says where it goes, and has the native decoder too. Run it
+in plain torch. `benchmarks.profile` says where a native one goes. Run it
 on a machine that does nothing else; the last line is JSON.
 """
 

@@ -24,14 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import new_parser
-from logitd.model.benchmark.in_process import full_steps, requests
-from logitd.model.benchmark.machine import surroundings
-from logitd.model.benchmark.workload import (
-    DEFAULT_PROMPT_TOKENS,
-    SEVERAL_PROMPTS,
-    WARM_UP,
-    Workload,
-)
+from logitd.model.benchmark.rates import SEVERAL_PROMPTS, Workload, full_steps
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.device import use_threads
 from logitd.model.extraction.compute import Placing
@@ -39,7 +32,9 @@ from logitd.model.extraction.run import Asked, Surveyed, extract
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel, load_model
+from logitd.model.machine import surroundings
 
+PROMPT_TOKENS = 256
 BYTES_PER_TOKEN = 3
 """Of source code, in the vocabulary of `python-small`; roughly, to choose how much text is read."""
 
@@ -97,7 +92,6 @@ def prompts_of(loaded: LoadedModel, length: int) -> Workload:
         tokens=1,
         rounds=1,
         vocab_size=config.vocab_size,
-        prefill_chunk=EngineConfig().prefill_chunk,
     )
 
 
@@ -105,7 +99,7 @@ def prompts(engine: Engine, workload: Workload, tokens: int, name: str) -> Cost:
     """At least `tokens` of prompts, a batch after the other."""
     batch_tokens = SEVERAL_PROMPTS * workload.prompt_tokens
     batches = [
-        requests(workload, SEVERAL_PROMPTS, f"{name} {number}", tokens=1)
+        workload.requests(SEVERAL_PROMPTS, f"{name} {number}", tokens=1)
         for number in range(-(-tokens // batch_tokens))
     ]
     watch = Stopwatch()
@@ -150,14 +144,14 @@ def main() -> None:
         log=lambda line: print(line, flush=True),
     )
     use_threads(loaded.placement.threads)
-    usual, long = prompts_of(loaded, DEFAULT_PROMPT_TOKENS), prompts_of(loaded, 2**30)
+    usual, long = prompts_of(loaded, PROMPT_TOKENS), prompts_of(loaded, 2**30)
     rounds: list[dict[str, Cost]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = write_text(folder, arguments.tokens)
         for number in range(arguments.rounds):
             with engine_of(loaded) as engine:
-                full_steps(engine, requests(usual, 1, WARM_UP))
+                full_steps(engine, usual.requests(1, "warm-up"))
                 costs = {
                     "prompts": prompts(engine, usual, arguments.tokens, f"usual {number}"),
                     "long": prompts(engine, long, arguments.tokens, f"long {number}"),

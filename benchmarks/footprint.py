@@ -24,9 +24,9 @@ from typing import Any, get_args
 import httpx
 
 from benchmarks.arguments import new_parser
+from benchmarks.started_server import started_server
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.options import Quantization
-from logitd.service.cli.commands.benchmark.server import started_server
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASKED = 4

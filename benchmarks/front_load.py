@@ -2,7 +2,7 @@
 
 A short request alone, the first token of a stream alone, and several streams at once. Prompts are
 new each time, so no prefix is copied. The client, on the same machine, is
-`service/cli/commands/benchmark/raw_client.py`. Does not start servers.
+`benchmarks/raw_client.py`. Does not start servers.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from logitd.service.cli.commands.benchmark.load import run_streams
-from logitd.service.cli.commands.benchmark.raw_client import RawClient
+from benchmarks.raw_client import RawClient
+from benchmarks.streams import run_streams
 
 PROMPT_TOKENS = 32
 SHORT = 1

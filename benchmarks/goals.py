@@ -75,11 +75,9 @@ def commands(
     for shape in SHAPES:
         checkpoint = ["--checkpoint", str(checkpoint_of(shape, folder))]
         for dtype in DTYPES:
-            commands[f"bench-{shape}-{dtype}"] = [
-                *module("logitd"), "bench", *checkpoint, *common, "--batches", "1,8,32",
-                *FLAGS[dtype],
-                *([] if dtype == OVER_HTTP else ["--skip-http"]),
-            ]  # fmt: skip
+            bench = [*checkpoint, *common, "--batches", "1,8,32", *FLAGS[dtype]]
+            program = module("benchmarks.over_http" if dtype == OVER_HTTP else "logitd")
+            commands[f"bench-{shape}-{dtype}"] = [*program, "bench", *bench]
         where = checkpoint[1] if shape == BUNDLED else shape
         commands[f"determinism-{shape}"] = [
             *module("benchmarks.determinism"), "--shape", where, "--dtype", "bfloat16", *common,
@@ -105,7 +103,7 @@ def commands(
         ]  # fmt: skip
     bundled = ["--checkpoint", str(checkpoint_of(BUNDLED, folder))]
     commands["profile"] = [
-        *module("logitd"), "bench", *bundled, *common, "--profile", "--batches", "1,32",
+        *module("benchmarks.profile"), *bundled, *common, "--batches", "1", "32",
     ]  # fmt: skip
     # What else benchmarks/README.md has tables of.
     for name in ("engine_step", "speculation", "constraints", "large_reply"):
@@ -178,11 +176,10 @@ def targets(
             share = figure(bench, "engine.decode", "share_of_limit", batch=1)
             yield Target(f"{shape}, {dtype}: decode of 1, of the limit", share, 0.85, "share")
             if dtype == OVER_HTTP:
-                share = figure(bench, "http.decode", "share_of_engine", batch=32)
+                share = figure(bench, "http", "share_of_engine", batch=32)
                 name = f"{shape}, {dtype}: over HTTP, 32 streams, of the engine"
                 yield Target(name, share, 0.95, "share")
     for batch, bound in ((1, 150.0), (32, 400.0)):
-        # The first profile is that of the native decoder, where there is one.
         cost = figure(results.get("profile"), "profiles", "overhead_us", case="decode", batch=batch)
         name = f"{BUNDLED}: a step of {batch}, outside the model and the sampling"
         yield Target(name, cost, bound, "us", at_least=False)

@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 
 from benchmarks.arguments import new_parser
+from benchmarks.started_server import started_server
 from benchmarks.synthetic import save_synthetic
 from logitd.model.transformer.config import gpt2_shape
-from logitd.service.cli.commands.benchmark.server import started_server
 
 CONTEXT, VOCABULARY = 1024, 50_257
 PROMPT = [i % VOCABULARY for i in range(CONTEXT)]

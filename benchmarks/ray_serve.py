@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.arguments import new_parser
 from benchmarks.front_load import Felt, FrontLoad, medians, ratios
-from logitd.service.cli.commands.benchmark.server import started_server
+from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parents[1]
 MARK = "LOGITD_BENCHMARK_OF_RAY"

@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.arguments import new_parser
 from benchmarks.shapes import Shape
 from benchmarks.synthetic import config_of, synthetic_gpt
-from logitd.model.benchmark.machine import processor_name
 from logitd.model.device import use_threads
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.cpu.library import load_library
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
+from logitd.model.machine import processor_name
 
 ROUNDS = 15
 PLAIN = SamplingRow(1.0, 0, 1.0, 0.0, seed=0, position=0, index=0)

@@ -24,9 +24,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from benchmarks.spread import Spread
 from benchmarks.synthetic import load_gpt
-from logitd.model.benchmark.machine import processor_name
-from logitd.model.benchmark.spread import Spread
 from logitd.model.device import use_threads
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
@@ -36,6 +35,7 @@ from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.options import format_target_gap, parse_target_gap
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.machine import processor_name
 from logitd.model.transformer.gpt import GPT
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.arguments import new_parser
 from benchmarks.front_load import Felt, FrontLoad, medians, ratios
-from logitd.service.cli.commands.benchmark.server import StartedServer, started_server
+from benchmarks.started_server import StartedServer, started_server
 
 REQUESTS, STREAMS, TOKENS = 100, 64, 8
 

@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "model.folder_lock": set(),
     "model.processor": set(),
     "model.device": {"model.dtypes"},
+    "model.machine": {"model.device"},
     "model.transformer": {"model.device"},
     "model.memory": {"model.device", "model.transformer"},
     "model.text": {"model.files"},
@@ -106,7 +107,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference",
         "model.text",
     },
-    "model.benchmark": {"model.device", "model.transformer", "model.inference"},
+    "model.benchmark": {"model.inference", "model.machine", "model.transformer"},
     "model.convert": {
         "model.checkpoint",
         "model.dtypes",
@@ -123,7 +124,6 @@ ROOMS: dict[str, set[str]] = {
         "model.text",
     },
     "model.training": {
-        "model.benchmark",
         "model.checkpoint",
         "model.convert.exportable",
         "model.convert.family",
@@ -133,6 +133,7 @@ ROOMS: dict[str, set[str]] = {
         "model.extras",
         "model.files",
         "model.folder_lock",
+        "model.machine",
         "model.optional_fields",
         "model.text",
         "model.transformer",
@@ -269,7 +270,6 @@ ONE_ROOM = {
         "model.convert.by_role.owner_code",
         "model.inference.constraints.sandbox",
         "model.inference.kernels.cpu.library",
-        "service.cli.commands.benchmark.server",
     },
     "threading": {
         "model.checkpoint.hashed_file",

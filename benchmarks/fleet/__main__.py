@@ -1,6 +1,6 @@
 """How many servers a load needs, from what `logitd bench` measured of one.
 
-    logitd bench --threads 1 --batches 1,4,8,16 --skip-http | tail -1 > bench.json
+    logitd bench --threads 1 --batches 1,4,8,16 | tail -1 > bench.json
     python -m benchmarks.fleet bench.json --rates 5,10,20,40 --replicas 1,2,4
 
 prints, for each number of requests a second and of servers, the time to the first token and the
@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.arguments import new_parser
 from benchmarks.fleet.real import measure, overhead_of
 from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
-from logitd.service.cli.commands.benchmark.server import started_server
+from benchmarks.started_server import started_server
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
 
 WIDTH = 110

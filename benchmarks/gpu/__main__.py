@@ -36,8 +36,8 @@ from benchmarks.gpu.targets import targets
 from benchmarks.gpu.training import trained, training
 from benchmarks.gpu.truth import CHECKS, FULL, SMALL
 from benchmarks.targets import table
-from logitd.model.benchmark.machine import best_of, measure_machine, surroundings
 from logitd.model.device import DeviceError, choose_placement, disable_cudnn_attention, use_threads
+from logitd.model.machine import best_of, measure_machine, surroundings
 
 AS_TORCH_COMES = ("transformers", "training")
 TINY_BYTES, TINY_WIDTH = 2**24, 256

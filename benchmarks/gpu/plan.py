@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.synthetic import synthetic_gpt
-from logitd.model.benchmark.machine import Machine
-from logitd.model.benchmark.workload import Workload, tokens_for
+from logitd.model.benchmark.rates import Workload
 from logitd.model.device import Placement
-from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.machine import Machine
+from logitd.model.transformer.config import BLOCK, GPTConfig, gpt2_shape
 from logitd.model.transformer.gpt import GPT
 
 SHAPES = {
@@ -70,13 +70,18 @@ class Plan:
         return Workload(
             batches=(batch,),
             prompt_tokens=self.prompt_tokens,
-            tokens=tokens_for(
-                steps, batch=batch, prompt_tokens=self.prompt_tokens, prefill_chunk=chunk
-            ),
+            tokens=tokens_for(steps, batch, self.prompt_tokens, chunk),
             rounds=1 if self.tiny else 3,
             vocab_size=300 if self.tiny else 50_257,
             prefill_chunk=chunk,
         )
+
+
+def tokens_for(steps: int, batch: int, prompt_tokens: int, prefill_chunk: int) -> int:
+    """Tokens of each sequence so that a whole batch decodes in `steps` steps: one comes with the
+    prefill, and the first sequence is ahead by the steps between the ends of the prefills."""
+    blocks, per_step = -(-prompt_tokens // BLOCK), prefill_chunk // BLOCK
+    return 1 + -(-batch * blocks // per_step) - -(-blocks // per_step) + steps
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:

@@ -2,7 +2,6 @@
 of a decode step goes."""
 
 import asyncio
-import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,10 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu.plan import Finding, Plan, median_seconds, wait
+from benchmarks.started_server import started_server
 from benchmarks.synthetic import save_synthetic, synthetic_gpt
-from logitd.model.benchmark.in_process import measure_engine, requests
-from logitd.model.benchmark.work import Work, limit
-from logitd.model.benchmark.workload import Workload
+from logitd.model.benchmark.rates import Rate, measure_engine
 from logitd.model.device import DeviceError
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
@@ -30,9 +28,7 @@ from logitd.model.inference.memory import SlotBudget, slots_for
 from logitd.model.inference.options import SlotDefault
 from logitd.model.memory import available
 from logitd.model.transformer.gpt import GPT
-from logitd.service.cli.commands.benchmark.load import measure_server
-from logitd.service.cli.commands.benchmark.raw_client import RawClient
-from logitd.service.cli.commands.benchmark.server import started_server
+from logitd.service.cli.commands.bench import measure_server
 
 VARIANTS: dict[str, DecoderMaker] = {
     "graphs": GraphDecoder,
@@ -47,8 +43,6 @@ TIMED = 3
 """Times that as many are timed."""
 LONGEST = 10
 """Kernels that are named."""
-HTTP_ATTEMPTS = 3
-"""Times a batch of streams over HTTP is tried until all of them run at once."""
 LARGEST_PLAIN = 64
 """Plain torch starts a kernel per layer and sequence: larger batches would take minutes."""
 
@@ -72,14 +66,13 @@ def engine(plan: Plan) -> Iterator[Finding]:
 def _engine_case(
     plan: Plan, gpt: GPT, make: DecoderMaker, case: str, batch: int
 ) -> Iterator[Finding]:
-    figures = measure_engine(gpt, make, plan.workload(batch))
-    for decode in figures.decode:
-        yield _timed(plan, "decode", case, batch, decode.step.p50, decode.work)
-    for prefill in figures.prefill:
-        tokens = prefill.prompts * plan.prompt_tokens
-        seconds = tokens / prefill.tokens_per_second
-        beside = f"{case}, {prefill.prompts} prompts"
-        yield _timed(plan, "prefill", beside, tokens, seconds, prefill.work)
+    prefill, decode = measure_engine(gpt, make, plan.workload(batch), plan.machine)
+    for rate in decode:
+        yield _timed("decode", case, batch, rate)
+    for rate in prefill:
+        yield _timed(
+            "prefill", f"{case}, {rate.batch} prompts", rate.batch * plan.prompt_tokens, rate
+        )
 
 
 def kernels(plan: Plan) -> Iterator[Finding]:
@@ -132,7 +125,7 @@ def _watched_steps(
     config = EngineConfig(slots=batch, prefill_chunk=workload.prefill_chunk)
     engine = Engine(gpt, config, make_decoder=make)
     try:
-        for request in requests(workload, batch, "kernels"):
+        for request in workload.requests(batch, "kernels"):
             engine.add(request)
         while sum(isinstance(event, TokenEvent) for event in engine.step().events) < batch:
             continue
@@ -226,40 +219,17 @@ def http(plan: Plan) -> Iterator[Finding]:
         with started_server(*flags) as server:
             for batch in plan.batches[1:]:
                 # Tokens come several to a chunk, and a rate needs chunks of all streams.
-                workload = replace(plan.workload(batch), tokens=512, rounds=1)
-                (decode,) = measure_engine(gpt, GraphDecoder, workload).decode
-                alone = batch / decode.step.p50
-                rate = _over_http(server.url, workload, rounds=1 if plan.tiny else 3)
+                workload = replace(plan.workload(batch), tokens=512)
+                _, (decode,) = measure_engine(gpt, GraphDecoder, workload, plan.machine)
+                alone = decode.tokens_per_second
+                (streams,) = asyncio.run(measure_server(server.url, workload))
+                rate = streams["tokens_per_second"]
                 yield Finding(
                     "http",
                     f"{name}, {batch} streams",
                     f"{rate:,.0f} tokens/s, {rate / alone:.0%} of the engine's",
                     {"tokens_per_second": rate, "engine": alone},
                 )
-
-
-def _over_http(url: str, workload: Workload, rounds: int) -> float:
-    """Median tokens per second of a batch of streams. Raises RuntimeError if a stream failed, or
-    if the streams never all ran at once."""
-    return statistics.median(asyncio.run(_decode_rate(url, workload)) for _ in range(rounds))
-
-
-async def _decode_rate(url: str, workload: Workload) -> float:
-    """Tokens per second of one batch; a batch whose streams did not overlap is tried again."""
-    client = RawClient(url)
-    try:
-        for _ in range(HTTP_ATTEMPTS):
-            (load,) = (await measure_server(client, workload)).decode
-            if load.failures:
-                raise RuntimeError(f"{len(load.failures)} streams failed: {load.failures}")
-            if load.tokens_per_second is not None:
-                return load.tokens_per_second
-    finally:
-        client.close()
-    raise RuntimeError(
-        f"{workload.batches[0]} streams of {workload.tokens} tokens never all ran at once in "
-        f"{HTTP_ATTEMPTS} attempts; ask for more tokens"
-    )
 
 
 def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
@@ -280,17 +250,17 @@ def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
     return None
 
 
-def _timed(plan: Plan, part: str, case: str, tokens: int, seconds: float, work: Work) -> Finding:
-    least = limit(work, plan.machine)
+def _timed(part: str, case: str, tokens: int, rate: Rate) -> Finding:
+    milliseconds = 1e3 * tokens / rate.tokens_per_second
     return Finding(
         part,
         case,
-        f"{1e3 * seconds:.3f} ms, {tokens / seconds:,.0f} tokens/s, "
-        f"{least.seconds / seconds:.0%} of what {least.by} allows",
+        f"{milliseconds:.3f} ms, {rate.tokens_per_second:,.0f} tokens/s, "
+        f"{rate.share_of_limit:.0%} of what {rate.limited_by} allows",
         {
-            "ms": 1e3 * seconds,
-            "tokens_per_second": tokens / seconds,
-            "share_of_limit": least.seconds / seconds,
-            "limit": least.by,
+            "ms": milliseconds,
+            "tokens_per_second": rate.tokens_per_second,
+            "share_of_limit": rate.share_of_limit,
+            "limit": rate.limited_by,
         },
     )

@@ -3,10 +3,10 @@
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
 Each server runs by itself, in a process of its own with the same number of threads; one client, in
-the process that runs this, asks each for the same batches of streams, all at once, as `logitd
-bench` does (`service/cli/commands/benchmark/load.py`). Everybody draws at temperature 1 from the
-whole vocabulary, and nothing ends a text but its length. Every token is counted, and a stream that
-brings another number than was asked for is an error: a server with one has no figures.
+the process that runs this, asks each for the same batches of streams, all at once. Everybody draws
+at temperature 1 from the whole vocabulary, and nothing ends a text but its length. Every token is
+counted, and a stream that brings another number than was asked for is an error: a server with one
+has no figures.
 
 tokens/s   while all of a batch decode; nothing where they never do at once, which is so with
            `transformers serve` by itself: it takes requests one after the other
@@ -41,17 +41,17 @@ from benchmarks.peers.transformers_server import (
     transformers_server,
 )
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.synthetic import save_with_tokenizer
-from logitd.model.benchmark.machine import processor_name
-from logitd.model.benchmark.spread import Spread
-from logitd.service.cli.commands.benchmark.load import (
+from benchmarks.spread import Spread
+from benchmarks.started_server import started_server
+from benchmarks.streams import (
     StreamRecord,
     asking,
     failures_of,
     full_batch_rate,
     run_streams,
 )
-from logitd.service.cli.commands.benchmark.server import started_server
+from benchmarks.synthetic import save_with_tokenizer
+from logitd.model.machine import processor_name
 from logitd.service.client import AsyncClient
 
 LOGITD, PLAIN, CONTINUOUS = "logitd serve", "transformers serve", "transformers serve, continuous"

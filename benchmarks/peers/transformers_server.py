@@ -23,7 +23,7 @@ from benchmarks.peers.foreign_server import foreign_server, free_port
 from benchmarks.peers.transformers_continuous import PAGE, PREFILL_TOKENS
 from benchmarks.peers.transformers_generate import load_gpt2
 from benchmarks.peers.weights import load_weights
-from logitd.service.cli.commands.benchmark.load import Arrived, Ask, StreamFailed
+from benchmarks.streams import Arrived, Ask, StreamFailed
 
 
 def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:

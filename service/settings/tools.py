@@ -163,14 +163,9 @@ class BenchSettings(CommandSettings):
     rounds: int = Field(
         3, ge=1, le=1000, description="runs of each case, of which the median counts"
     )
-    skip_http: bool = Field(False, description="measure in process alone")
-    profile: bool = Field(
-        False,
-        description="instead of rates, where the time of a decode step and of a prompt goes, stage "
-        "by stage, decoding natively and in plain torch; in process, on a CPU",
-    )
     url: str | None = Field(
         None,
-        description="load a server that runs already instead of starting one; its API key, if it "
-        "needs one, comes from LOGITD_API_KEY",
+        pattern=r"^https?://[^\s/]+",
+        description="also measure streams of a running server of the same checkpoint at this "
+        "address; its API key, if it needs one, comes from LOGITD_API_KEY",
     )

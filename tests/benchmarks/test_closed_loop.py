@@ -17,14 +17,13 @@ from benchmarks.closed_loop import (
     prompts_of,
     tokens_after,
 )
-from logitd.service.cli.commands.benchmark.load import (
+from benchmarks.streams import (
     Arrival,
     Failure,
     StreamFailed,
     StreamRecord,
     run_streams,
 )
-from logitd.service.cli.commands.benchmark.raw_client import RawClient
 from tests.service.client.scripted import SSE, reply, scripted
 
 QUESTION = Question(prompt_tokens=8, tokens=4, shared=0.5, seconds=1.0, warm_up=0.0)

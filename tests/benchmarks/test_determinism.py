@@ -13,17 +13,18 @@ from benchmarks.determinism import (
     fastest_products,
     matrices,
 )
-from logitd.model.benchmark.work import size_of
+from logitd.model.transformer.size import count_elements
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_of_a_step_is_there(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
-    size = size_of(gpt)
+    config, size = gpt.config, count_elements(gpt.config)
+    head = config.vocab_size * config.d_model
     gates = sum(p.numel() for name, p in gpt.named_parameters() if "value_gate" in name)
     found = list(matrices(gpt))
-    assert sum(weight.numel() for _, weight, _ in found) == size.block_matrices - gates + size.head
+    assert sum(weight.numel() for _, weight, _ in found) == size.block_matrices - gates + head
     assert [kind for kind, _, _ in found] == [*PRODUCTS[:-1]] * gpt.config.n_layer + ["head"]
     assert set(fastest_products(gpt)) == set(PRODUCTS)
 

@@ -26,7 +26,7 @@ BENCH = {
         "prefill": [{"prompts": 1, "share_of_limit": 0.5}],
         "decode": [{"batch": 1, "share_of_limit": 0.9}, {"batch": 8, "share_of_limit": 0.7}],
     },
-    "http": {"decode": [{"batch": 8, "share_of_engine": 0.6}]},
+    "http": [{"batch": 8, "share_of_engine": 0.6}],
 }
 PEERS = {
     "results": [

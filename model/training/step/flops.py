@@ -12,8 +12,8 @@ window instead, and has larger shares at long contexts.
 
 from dataclasses import dataclass
 
-from logitd.model.benchmark.machine import matrix_rate
 from logitd.model.device import Placement
+from logitd.model.machine import matrix_rate
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import attention_operations, count_elements
 

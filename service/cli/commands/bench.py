@@ -1,330 +1,162 @@
-"""`logitd bench`: how fast a checkpoint runs here, and how fast it could.
+"""`logitd bench`: how fast a checkpoint runs here, and which share of the machine's limit that is.
 
-What the machine allows is measured first and last; in between the engine in process and then, with
-the same prompts, a server. One after the other: two that compute at once would share the
-processors.
+The engine is measured in process, after the peak rates of the machine; before them, with --url, the
+same prompts as streams of a running server, by the Python client. A stream that fails ends it.
 """
 
 import asyncio
 import json
-import re
+import statistics
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import replace
-from datetime import UTC, datetime
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import httpx
-from uvicorn.loops.auto import auto_loop_factory
 
-from logitd.model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
-from logitd.model.benchmark.machine import Surroundings, measure_machine, surroundings
-from logitd.model.benchmark.profile import Profile, ProfileError, profile_engine
-from logitd.model.benchmark.workload import Workload, WorkloadError, choose_workload
-from logitd.model.checkpoint.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
-    load_weights,
-    read_checkpoint,
-)
-from logitd.model.device import (
-    DeviceError,
-    Placement,
-    choose_device,
-    choose_placement,
-    keep_freed_memory,
-    use_threads,
-)
-from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.kernels.select import (
-    DecodePath,
-    KernelError,
-    check_kv_cache_dtype,
-    choose_decode_path,
-    choose_dtype,
-)
-from logitd.model.inference.options import KernelChoice
-from logitd.model.transformer.gpt import GPT
-from logitd.service.cli.commands.benchmark.load import asking, measure_server
-from logitd.service.cli.commands.benchmark.profile_report import profile_lines, profile_summary
-from logitd.service.cli.commands.benchmark.raw_client import RawClient
-from logitd.service.cli.commands.benchmark.report import (
-    HttpMeasured,
-    Measured,
-    Profiled,
-    lines,
-    summary,
-)
-from logitd.service.cli.commands.benchmark.server import ServerError, started_server
-from logitd.service.client import AsyncClient, Info, LogitdError
+from logitd.model.benchmark.rates import BenchmarkError, Workload, measure_engine
+from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.device import DeviceError, use_threads
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dtype
+from logitd.model.inference.load import load_model
+from logitd.model.machine import measure_machine, surroundings
+from logitd.model.version import VERSION
+from logitd.service.client import AsyncClient, LogitdError
 from logitd.service.settings.tools import BenchSettings
 
-STARTUP_ERRORS = (
-    CheckpointError,
-    DeviceError,
-    KernelError,
-    LogitdError,
-    MeasuringError,
-    ProfileError,
-    ServerError,
-    WorkloadError,
-)
+ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
+USUAL_PROMPT_TOKENS = 256
+Arrivals = list[tuple[float, int]]
+"""When tokens of a stream came, and how many; first when it was sent, with none."""
 
 
 def run(settings: BenchSettings) -> int:
-    """1 when something could not be measured, or when streams failed."""
+    """Print a line for each rate, and last the report as JSON."""
     try:
-        measured = _profile(settings) if settings.profile else _measure(settings)
-    except STARTUP_ERRORS as error:
-        print(f"logitd bench: {error}", file=sys.stderr)
+        report = measure(settings)
+    except ERRORS as error:
+        _log(str(error))
         return 1
-    except KeyboardInterrupt:
-        print("logitd bench: stopped", file=sys.stderr)
-        return 130
-    if isinstance(measured, Profiled):
-        report = profile_summary(measured)
-        print("\n".join([*profile_lines(report), json.dumps(report, allow_nan=False)]))
-        return 0
-    report = summary(measured)
     print("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
-    return 1 if measured.http is not None and measured.http.figures.failed else 0
+    return 0
 
 
-def _prepare(settings: BenchSettings) -> tuple[CheckpointInfo, Placement, Workload]:
-    """What is measured, where, and under which load. From here on torch has its threads."""
-    checkpoint = read_checkpoint(settings.checkpoint)
-    device = choose_device(settings.device)
-    dtype = choose_dtype(
-        settings.dtype,
-        checkpoint.config,
-        device,
+def measure(settings: BenchSettings) -> dict[str, Any]:
+    """The report, to which keys may be added. Raises ERRORS."""
+    loaded = load_model(
+        settings.checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
         kernels=settings.kernels,
         kernel_target=settings.kernel_target,
+        quantize=settings.quantize,
         log=_log,
     )
-    placement = choose_placement(settings.device, dtype.name, settings.threads)
+    placement = loaded.placement
+    check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
     use_threads(placement.threads)
-    keep_freed_memory()
-    workload = choose_workload(
-        checkpoint.config,
+    config = loaded.checkpoint.config
+    usual = max(1, min(USUAL_PROMPT_TOKENS, config.context_length - settings.tokens))
+    workload = Workload(
         batches=settings.batches,
-        prompt_tokens=settings.prompt_tokens,
+        prompt_tokens=settings.prompt_tokens or usual,
         tokens=settings.tokens,
         rounds=settings.rounds,
-        prefill_chunk=EngineConfig().prefill_chunk,
+        vocab_size=config.vocab_size,
     )
-    return checkpoint, placement, workload
-
-
-def _profile(settings: BenchSettings) -> Profiled:
+    http = []
     if settings.url is not None:
-        raise WorkloadError("url names a server, and profile asks none: leave one out")
-    checkpoint, placement, workload = _prepare(settings)
-    _log("the machine")
-    before = measure_machine(placement)
-    parameters, profiles = 0, dict[str, tuple[Profile, ...]]()
-    for kernels in _decoders(settings):
-        gpt, path = _loaded(settings, checkpoint, placement, kernels)
-        parameters = gpt.parameter_count()
-        if path.name not in profiles:  # where there are no native kernels both are torch
-            profiles[path.name] = profile_engine(
-                gpt,
-                path.make_decoder,
-                workload,
-                quantize=settings.quantize,
-                kv_cache_dtype=settings.kv_cache_dtype,
-                log=_log,
-            )
-    _log("the machine, once more")
-    return Profiled(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        surroundings=surroundings(placement),
-        checkpoint=checkpoint,
-        parameters=parameters,
-        quantize=settings.quantize,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        workload=workload,
-        machines=(before, measure_machine(placement)),
-        profiles=profiles,
-    )
-
-
-def _decoders(settings: BenchSettings) -> tuple[KernelChoice, ...]:
-    """The ways of decoding to profile: both, where it was left open and plain torch can do it."""
-    open_to_torch = settings.quantize == "none" and settings.kernel_target == "auto"
-    if settings.kernels == "auto" and open_to_torch:
-        return "auto", "torch"
-    return (settings.kernels,)
-
-
-def _measure(settings: BenchSettings) -> Measured:
-    checkpoint, placement, workload = _prepare(settings)
-    if settings.url is not None:  # what cannot run is refused before minutes have passed
-        if settings.skip_http:
-            raise WorkloadError("url names a server, and skip_http asks none: leave one out")
-        asyncio.run(_check_server(settings.url, workload))
-    _log("the machine")
-    before = measure_machine(placement)
-    here = surroundings(placement)
-    parameters, decoding, engine = _engine(settings, checkpoint, placement, workload)
-    http = None
-    if not settings.skip_http:
-        # The server's own kind of loop, so that the client takes as little from it as it can.
-        with (
-            _server(settings, placement, workload) as url,
-            asyncio.Runner(loop_factory=auto_loop_factory()) as runner,
-        ):
-            http = runner.run(_http(url, workload, checkpoint, here, decoding))
-    _log("the machine, once more")
-    return Measured(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        surroundings=here,
-        checkpoint=checkpoint,
-        parameters=parameters,
-        decoding=decoding,
-        quantize=settings.quantize,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        workload=workload,
-        machines=(before, measure_machine(placement)),
-        engine=engine,
-        http=http,
-    )
-
-
-def _engine(
-    settings: BenchSettings,
-    checkpoint: CheckpointInfo,
-    placement: Placement,
-    workload: Workload,
-) -> tuple[int, str, EngineFigures]:
-    """Parameters, how is decoded, and figures. The model is gone afterwards, so that a server has
-    the memory."""
-    gpt, path = _loaded(settings, checkpoint, placement, settings.kernels)
-    figures = measure_engine(
-        gpt,
-        path.make_decoder,
+        http = asyncio.run(measure_server(settings.url, workload))
+    _log("measuring the machine and the engine")
+    machine = measure_machine(placement)
+    prefill, decode = measure_engine(
+        loaded.gpt,
+        loaded.decode_path.make_decoder,
         workload,
+        machine,
         quantize=settings.quantize,
         kv_cache_dtype=settings.kv_cache_dtype,
-        log=_log,
     )
-    return gpt.parameter_count(), path.name, figures
+    for served, alone in zip(http, decode, strict=False):
+        served["share_of_engine"] = served["tokens_per_second"] / alone.tokens_per_second
+    return {
+        "logitd": VERSION,
+        **asdict(surroundings(placement)),
+        "checkpoint": loaded.checkpoint.name,
+        "weights_sha256": loaded.checkpoint.weights_sha256,
+        "parameters": loaded.gpt.parameter_count(),
+        "decoding": loaded.decode_path.name,
+        "quantize": settings.quantize,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "workload": asdict(workload),
+        "machine": asdict(machine),
+        "engine": {"prefill": list(map(asdict, prefill)), "decode": list(map(asdict, decode))},
+        "http": http,
+    }
 
 
-def _loaded(
-    settings: BenchSettings,
-    checkpoint: CheckpointInfo,
-    placement: Placement,
-    kernels: KernelChoice,
-) -> tuple[GPT, DecodePath]:
-    check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
-    gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
-    path = choose_decode_path(
-        gpt,
-        kernels=kernels,
-        kernel_target=settings.kernel_target,
-        quantize=settings.quantize,
-        threads=placement.threads,
-        log=_log,
-    )
-    if path.note is not None:
-        _log(f"decoding in plain torch, which is slower: {path.note}")
-    return gpt, path
+async def measure_server(url: str, workload: Workload) -> list[dict[str, float]]:
+    """Rates of as many streams at once as each batch has sequences. Raises LogitdError."""
+    rows = []
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
+        client = AsyncClient(url, max_retries=0, http=http)
+        for batch in workload.batches:
+            rates, first_tokens = [], []
+            for number in range(workload.rounds):
+                prompts = workload.prompts(batch, f"decode {number}")
+                asked = (stream(client, prompt, workload.tokens) for prompt in prompts)
+                streams = await asyncio.gather(*asked)
+                rates.append(whole_batch_rate(streams))
+                first_tokens += [arrivals[1][0] - arrivals[0][0] for arrivals in streams]
+            row = {"batch": batch, "tokens_per_second": statistics.median(rates)}
+            rows.append({**row, "first_token_seconds": statistics.median(first_tokens)})
+    return rows
 
 
-@contextmanager
-def _server(settings: BenchSettings, placement: Placement, workload: Workload) -> Iterator[str]:
-    """The URL of the server to load: the one that runs already, or one like the engine here."""
-    if settings.url is not None:
-        yield settings.url
-        return
-    _log("starting a server")
-    with started_server(
-        *("--checkpoint", str(settings.checkpoint.resolve())),
-        *("--device", str(placement.device), "--dtype", placement.dtype_name),
-        *("--threads", str(placement.threads)),
-        *("--kernels", settings.kernels, "--kernel-target", settings.kernel_target),
-        *("--quantize", settings.quantize, "--kv-cache-dtype", settings.kv_cache_dtype),
-        *(["--max-quantization-loss", "any"] if _quantized(settings) else []),
-        *("--slots", str(workload.largest), "--prefill-chunk", str(workload.prefill_chunk)),
-        *("--target-gap", "none"),  # as the engine here: batches, for which nobody waits
-    ) as server:
-        yield server.url
+async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arrivals:
+    """Ask for `tokens` after a prompt, and note when they come."""
+    arrivals = [(time.perf_counter(), 0)]
+    chunks = client.stream(prompt, max_tokens=tokens, ignore_eos=True, prefix_reuse=False)
+    async with chunks:
+        async for chunk in chunks:
+            if count := sum(len(choice.token_ids) for choice in chunk.choices):
+                arrivals.append((time.perf_counter(), count))
+    return arrivals
 
 
-def _quantized(settings: BenchSettings) -> bool:
-    return settings.quantize != "none" or settings.kv_cache_dtype != "auto"
+def whole_batch_rate(streams: Sequence[Arrivals]) -> float:
+    """Tokens per second from the first token of the last stream to the last token of the first one
+    that ends. Raises BenchmarkError if there is no such time."""
+    begin = max(arrivals[1][0] for arrivals in streams)
+    end = min(arrivals[-1][0] for arrivals in streams)
+    if end <= begin:
+        raise BenchmarkError(f"{len(streams)} streams never ran at once: raise --tokens")
+    came = sum(count for arrivals in streams for at, count in arrivals if begin < at <= end)
+    return came / (end - begin)
 
 
-async def _check_server(url: str, workload: Workload) -> None:
-    async with _client(url, workload) as client:
-        _fitting(workload, await client.info())
-
-
-async def _http(
-    url: str, workload: Workload, checkpoint: CheckpointInfo, here: Surroundings, decoding: str
-) -> HttpMeasured:
-    async with _client(url, workload) as client:
-        info = await client.info()
-        fitting = _fitting(workload, info)
-        if _is_remote(url) or not url.startswith("http://"):
-            figures = await measure_server(asking(client), fitting, _log)
-        else:
-            with closing(RawClient(url)) as ask:
-                figures = await measure_server(ask, fitting, _log)
-    return HttpMeasured(url, info, _unlike(info, checkpoint, here, decoding), figures)
-
-
-@asynccontextmanager
-async def _client(url: str, workload: Workload) -> AsyncIterator[AsyncClient]:
-    """A client with connections for the largest batch, that tries nothing again."""
-    connections = httpx.Limits(max_connections=None, max_keepalive_connections=workload.largest)
-    async with httpx.AsyncClient(limits=connections, trust_env=_is_remote(url)) as http:
-        try:
-            client = AsyncClient(url, max_retries=0, http=http)
-        except ValueError as error:  # no URL, or an API key that no header can hold
-            raise WorkloadError(str(error)) from error
-        yield client
-
-
-def _is_remote(url: str) -> bool:
-    """Whether the settings of the environment for proxies are meant for it."""
-    return not re.match(r"https?://(127\.0\.0\.1|localhost|\[::1\])[:/]?", url)
-
-
-def _fitting(workload: Workload, info: Info) -> Workload:
-    """The workload with ids that a server has, if it has room for the rest."""
-    context, length = info.limits["context_length"], workload.prompt_tokens + workload.tokens
-    if length > context:
-        raise WorkloadError(
-            f"prompt_tokens is {workload.prompt_tokens} and tokens is {workload.tokens}: together "
-            f"{length}, the context of the server's model is {context}. Lower one of them"
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """What a terminal shows of a report."""
+    bandwidth, products = (rate / 1e9 for rate in report["machine"].values())
+    yield f"{report['processor']}, {report['device']}, {report['threads']} threads"
+    yield f"memory {bandwidth:,.1f} GB/s, matrix products {products:,.0f} GFLOP/s"
+    yield f"{report['checkpoint']} in {report['dtype']}, decoding {report['decoding']}"
+    for kind, rates in report["engine"].items():
+        for rate in rates:
+            yield (
+                f"{kind} of {rate['batch']:<4} {rate['tokens_per_second']:>9,.0f} tokens/s, "
+                f"{rate['share_of_limit']:.0%} of the limit by {rate['limited_by']}"
+            )
+    for rate in report["http"]:
+        yield (
+            f"{rate['batch']:<4} streams   {rate['tokens_per_second']:>9,.0f} tokens/s, "
+            f"{rate['share_of_engine']:.0%} of the engine's, first token after "
+            f"{1e3 * rate['first_token_seconds']:,.0f} ms"
         )
-    if workload.largest > info.slots:
-        raise WorkloadError(
-            f"a batch of {workload.largest} is asked for, and the server has {info.slots} slots: "
-            "start it with more (--slots), or ask for smaller batches"
-        )
-    return replace(workload, vocab_size=int(info.config["vocab_size"]))
-
-
-def _unlike(
-    info: Info, checkpoint: CheckpointInfo, here: Surroundings, decoding: str
-) -> tuple[str, ...]:
-    """In which ways a server does not compute as the engine here did."""
-    return tuple(
-        f"{name} there {theirs}, here {ours}"
-        for name, theirs, ours in (
-            ("weights_sha256 is", info.checkpoint.weights_sha256, checkpoint.weights_sha256),
-            ("device is", info.device, here.device),
-            ("dtype is", info.dtype, here.dtype),
-            ("threads is", info.threads, here.threads),
-            ("decoding is", info.decoding, decoding),
-        )
-        if theirs != ours
-    )
 
 
 def _log(line: str) -> None:
-    """Progress, beside what is printed at the end."""
-    print(f"bench: {line}", file=sys.stderr, flush=True)
+    print(f"logitd bench: {line}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from benchmarks.peers.serving import (
     overall_rate,
     summarise,
 )
-from logitd.service.cli.commands.benchmark.load import Arrival, Failure, StreamRecord
+from benchmarks.streams import Arrival, Failure, StreamRecord
 
 
 def stream(sent: float, *times: float) -> StreamRecord:

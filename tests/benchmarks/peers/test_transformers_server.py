@@ -14,7 +14,7 @@ from benchmarks.peers.transformers_server import (
     text_of,
     tokens_in,
 )
-from logitd.service.cli.commands.benchmark.load import StreamFailed
+from benchmarks.streams import StreamFailed
 from tests.benchmarks.peers.conftest import Saved
 
 

@@ -8,31 +8,31 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from logitd.model.benchmark.machine import Machine
-from logitd.model.benchmark.work import (
-    Limit,
-    ModelSize,
-    Work,
-    decode_work,
-    limit,
-    prefill_work,
-    size_of,
-)
+from logitd.model.benchmark.work import Work, decode_work, limit, prefill_work
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import KVCacheDType
+from logitd.model.machine import Machine
 from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import attention_operations
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 GPT2 = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
+# Of GPT-2's smallest. Per block 768 x 2304, 768 x 768, 768 x 3072 and 3072 x 768.
+BLOCKS, BLOCK_ROWS = 12 * 12 * 768**2, 12 * (2304 + 768 + 3072 + 768)
+HEAD = 50_257 * 768
+# Two norms and four biases a block, and the last norm.
+VECTORS = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
+LOOKED_UP = 2 * 768
+"""A token's row and a position's."""
 
 
 @pytest.fixture(scope="module")
-def gpt2() -> ModelSize:
-    """GPT-2's smallest, as shapes alone."""
+def gpt2() -> GPT:
+    """As shapes alone."""
     with torch.device("meta"):
-        return size_of(GPT(GPT2))
+        return GPT(GPT2)
 
 
 def tensor_bytes(checkpoint: Path) -> dict[str, int]:
@@ -47,55 +47,41 @@ def tensor_bytes(checkpoint: Path) -> dict[str, int]:
     }
 
 
-def test_gpt2_has_the_sizes_that_everybody_knows(gpt2: ModelSize) -> None:
-    # Per block 768 x 2304, 768 x 768, 768 x 3072 and 3072 x 768.
-    assert gpt2.block_matrices == 12 * 12 * 768**2 == 84_934_656
-    assert gpt2.block_rows == 12 * (2304 + 768 + 3072 + 768)
-    assert gpt2.head == 50_257 * 768 == 38_597_376
-    assert gpt2.head_rows == 50_257
-    # Two norms and four biases a block, and the last norm.
-    assert gpt2.vectors == 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
-    # 124,439,808 parameters: all of these, and the positions.
-    assert gpt2.block_matrices + gpt2.head + gpt2.vectors + 1024 * 768 == 124_439_808
-    assert gpt2.looked_up == 2 * 768, "a token's row and a position's"
-    assert gpt2.kv_width * 2 == 36 * 1024, "36 KiB per position in 16 bits"
-    assert gpt2.item_bytes == 4
+def test_the_numbers_here_are_all_parameters() -> None:
+    assert BLOCKS + HEAD + VECTORS + 1024 * 768 == 124_439_808
 
 
-def test_a_decode_step_by_hand(gpt2: ModelSize) -> None:
+def test_a_decode_step_by_hand(gpt2: GPT) -> None:
     """Eight sequences at 288 positions each."""
     work = decode_work(gpt2, batch=8, live_positions=8 * 288)
-    matrices = 84_934_656 + 38_597_376
-    assert work.read_bytes == 4 * (
-        matrices + gpt2.vectors + 8 * 2 * 768 + 8 * 288 * 2 * 12 * 768
-    )  # fmt: skip
+    cells = 8 * 288 * 2 * 12 * 768
+    assert work.read_bytes == 4 * (BLOCKS + HEAD + VECTORS + 8 * LOOKED_UP + cells)
     # A query of 768 numbers meets a key and takes a value, at each position of each layer.
-    assert work.operations == 8 * 2 * matrices + 8 * 288 * 12 * (2 * 768 + 2 * 768)
+    assert work.operations == 8 * 2 * (BLOCKS + HEAD) + 8 * 288 * 12 * (2 * 768 + 2 * 768)
 
 
-def test_an_int8_step_reads_a_byte_per_element(gpt2: ModelSize) -> None:
+def test_an_int8_step_reads_a_byte_per_element(gpt2: GPT) -> None:
     plain = decode_work(gpt2, batch=1, live_positions=100)
     quantized = decode_work(gpt2, batch=1, live_positions=100, quantize="int8")
-    matrices, rows = 84_934_656 + 38_597_376, gpt2.block_rows + 50_257
-    assert plain.read_bytes - quantized.read_bytes == 3 * matrices - 8 * rows
+    rows = BLOCK_ROWS + 50_257
+    assert plain.read_bytes - quantized.read_bytes == 3 * (BLOCKS + HEAD) - 8 * rows
     assert quantized.operations is None
 
 
-def test_an_int4_step_reads_half_a_byte_and_a_scale_for_sixteen(gpt2: ModelSize) -> None:
+def test_an_int4_step_reads_half_a_byte_and_a_scale_for_sixteen(gpt2: GPT) -> None:
     """Of the blocks; the head has int8."""
     eight, four = (
         decode_work(gpt2, batch=1, live_positions=100, quantize=kind) for kind in ("int8", "int4")
     )
-    assert eight.read_bytes - four.read_bytes == 84_934_656 * (1 - 1 / 2 - 1 / 16)
+    assert eight.read_bytes - four.read_bytes == BLOCKS * (1 - 1 / 2 - 1 / 16)
     assert four.operations is None
 
 
-def test_a_prefill_by_hand(gpt2: ModelSize) -> None:
+def test_a_prefill_by_hand(gpt2: GPT) -> None:
     work = prefill_work(gpt2, prompts=3, length=5)
     seen = 1 + 2 + 3 + 4 + 5
-    attention = 12 * seen * 4 * 768
-    assert work.operations == 3 * (2 * 5 * 84_934_656 + 2 * 38_597_376 + attention)
-    assert work.read_bytes == 4 * (84_934_656 + 38_597_376 + gpt2.vectors + 3 * 5 * 2 * 768)
+    assert work.operations == 3 * (2 * 5 * BLOCKS + 2 * HEAD + 12 * seen * 4 * 768)
+    assert work.read_bytes == 4 * (BLOCKS + HEAD + VECTORS + 3 * 5 * LOOKED_UP)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,7 +91,7 @@ def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_p
     config = tiny_config(**FAMILIES[family])
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", gpt=tiny_gpt(config), dtype=dtype)
     _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=dtype)
-    size, item = size_of(gpt), dtype.itemsize
+    item = dtype.itemsize
     sizes = tensor_bytes(checkpoint.path)
     padded_rows = config.padded_vocab_size - config.vocab_size
     padding = padded_rows * (config.d_model + config.head_bias) * item
@@ -119,9 +105,9 @@ def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_p
         if "embedding" in name
     )
     cell = 2 * config.n_layer * config.n_kv_head * config.head_dim * item
-    work = decode_work(size, batch=2, live_positions=10)
+    work = decode_work(gpt, batch=2, live_positions=10)
     assert work.read_bytes == read + 2 * rows + 10 * cell
-    assert prefill_work(size, prompts=1, length=3).read_bytes == read + 3 * rows
+    assert prefill_work(gpt, prompts=1, length=3).read_bytes == read + 3 * rows
 
 
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
@@ -129,9 +115,11 @@ def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_p
 def test_keys_and_values_are_those_of_the_cache(family: str, kept: KVCacheDType) -> None:
     config = tiny_config(**FAMILIES[family])
     cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32, kept=kept)
-    size = size_of(tiny_gpt(config), kept)
-    read = decode_work(size, batch=1, live_positions=cache.slot_length).read_bytes
-    less = decode_work(size, batch=1, live_positions=0).read_bytes
+    gpt = tiny_gpt(config)
+    read, less = (
+        decode_work(gpt, batch=1, live_positions=live, kept=kept).read_bytes
+        for live in (cache.slot_length, 0)
+    )
     assert 3 * (read - less) == pytest.approx(cache.nbytes)
 
 
@@ -146,17 +134,17 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
     with counter, torch.inference_mode():
         first = torch.tensor([[0]])
         gpt.logits(gpt.transform(first, first, lambda layer, q, k, v: q))
-    size = size_of(gpt)
     padding = 2 * (config.padded_vocab_size - config.vocab_size) * config.d_model
     gates = sum(weight.numel() for name, weight in gpt.named_parameters() if "value_gate" in name)
     counted = counter.get_total_flops() - padding + 2 * gates
-    assert counted == 2 * (size.block_matrices + size.head)
-    work = prefill_work(size, prompts=1, length=1)
-    assert work.operations == 2 * (size.block_matrices + size.head) + size.attended
+    work = decode_work(gpt, batch=1, live_positions=0)
+    assert work.operations == counted
+    prefill = prefill_work(gpt, prompts=1, length=1)
+    assert prefill.operations == counted + attention_operations(config)
 
 
 def test_the_longer_of_reading_and_multiplying_is_the_limit() -> None:
     machine = Machine(read_bandwidth=100.0, matrix_rate=1000.0)
-    assert limit(Work(50.0, 400.0), machine) == Limit(0.5, "memory")
-    assert limit(Work(50.0, 600.0), machine) == Limit(0.6, "matrix products")
-    assert limit(Work(50.0, None), machine) == Limit(0.5, "memory")
+    assert limit(Work(50.0, 400.0), machine) == (0.5, "memory")
+    assert limit(Work(50.0, 600.0), machine) == (0.6, "matrix products")
+    assert limit(Work(50.0, None), machine) == (0.5, "memory")

@@ -98,6 +98,7 @@ def test_an_unknown_command_exits_2_with_the_nearest(
         (("serve", "--checkpoint"), "'--checkpoint'"),
         (("serve", "--port"), "'--port' requires an argument"),
         (("bench", "folder", "extra"), "unexpected extra argument .*extra"),
+        (("bench", "--url", "ftp://nowhere"), "--url: .*ftp://nowhere"),
         (("serve", "a/x", "b/x"), "CHECKPOINT: .*'x'.*NAME=PATH"),
         (("serve", "a=x", "a=y"), "CHECKPOINT: .*'a'.*NAME=PATH"),
         (("serve", "a="), "CHECKPOINT: 'a=' .*NAME=PATH"),

@@ -45,9 +45,7 @@ def test_weights_that_the_last_update_spoiled_are_not_saved(
 
     config = configure()
     monkeypatch.setattr(Trainer, "_step", poisoned)
-    with pytest.raises(
-        TrainingError, match=r"after step 12 token_embedding\.weight"
-    ) as error:
+    with pytest.raises(TrainingError, match=r"after step 12 token_embedding\.weight") as error:
         train(config)
     assert "step-000006" in str(error.value)
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from logitd.model.benchmark.timeline import Timeline, WatchedDecoder
+from benchmarks.profile import Timeline, WatchedDecoder
 from logitd.model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
 from logitd.model.inference.kernels.cpu import decoder as cpu_decoder
 from logitd.model.inference.kernels.cpu.decoder import (

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-from logitd.service.cli.commands.benchmark.load import Arrived, StreamFailed, fields
+from benchmarks.streams import Arrived, StreamFailed, fields
 from logitd.service.client import errors
 from logitd.service.client.calls import Request, stream
 from logitd.service.client.errors import (
@@ -80,7 +80,7 @@ NATIVE: Dialect = _Native()
 
 class RawClient:
     """Asks the server at a `http://` URL, with the API key of LOGITD_API_KEY if there is one. An
-    `Ask` of `service/cli/commands/benchmark/load.py`. Of one event loop; `close` ends it."""
+    `Ask` of `benchmarks/streams.py`. Of one event loop; `close` ends it."""
 
     def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
         self._settings = settings_of(url, None, None, 0, None)

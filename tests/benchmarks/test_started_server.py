@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from logitd.service.cli.commands.benchmark.server import ServerError, started_server
+from benchmarks.started_server import ServerError, started_server
 from tests.service.serving import TEST_TIMEOUT, client
 
 
@@ -70,7 +70,7 @@ def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 PROGRAM = """
 import signal, sys, time
-from logitd.service.cli.commands.benchmark.server import started_server
+from benchmarks.started_server import started_server
 hangup, *flags = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

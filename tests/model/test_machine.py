@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.benchmark import machine
-from logitd.model.benchmark.machine import (
+from logitd.model import machine
+from logitd.model.device import choose_placement
+from logitd.model.machine import (
     Machine,
     best_of,
     matrix_rate,
@@ -17,7 +18,6 @@ from logitd.model.benchmark.machine import (
     read_bandwidth,
     surroundings,
 )
-from logitd.model.device import choose_placement
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def test_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         now[0] += pauses.pop(0)
 
-    monkeypatch.setattr("logitd.model.benchmark.machine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("logitd.model.machine.time.perf_counter", lambda: now[0])
     assert machine._quickest(run, CPU) == 0.125
     assert pauses == []
 

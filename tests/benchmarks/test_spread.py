@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from logitd.model.benchmark.spread import Spread, percentile
+from benchmarks.spread import Spread, percentile
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 1000])

@@ -1,0 +1,33 @@
+"""`logitd bench`, over HTTP too: with a server of the same settings that it starts and ends.
+
+    python -m benchmarks.over_http bench --checkpoint DIRECTORY --threads N [--dtype bfloat16] ...
+
+The flags are those of `logitd bench`, of which the server gets those that it has. It decodes whole
+batches without waiting for gaps, as the engine does in process.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.started_server import started_server
+from logitd.service.cli.main import logitd, run
+
+SHARED = ("device", "dtype", "threads", "kernels", "kernel_target", "quantize", "kv_cache_dtype")
+"""Settings of both commands."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings: Any = logitd.main(list(arguments), "logitd", standalone_mode=False)
+    flags = ["--checkpoint", str(settings.checkpoint.resolve()), "--target-gap", "none"]
+    flags += ["--slots", str(max(settings.batches))]
+    for name in SHARED:
+        flags += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    if (settings.quantize, settings.kv_cache_dtype) != ("none", "auto"):
+        flags += ["--max-quantization-loss", "any"]
+    with started_server(*flags) as server:
+        return run([*arguments, "--url", server.url])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

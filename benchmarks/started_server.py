@@ -1,0 +1,75 @@
+"""A `logitd serve` in a process of its own, for as long as a block runs.
+
+It listens on a free port of the loopback, and reads no settings but its flags: neither the
+environment's nor those of a .env. It ends with the block, also after an error or a signal.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).parents[1]
+
+
+class ServerError(Exception):
+    """The server did not start; the message has its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedServer:
+    url: str
+    pid: int
+
+
+@contextmanager
+def started_server(*flags: str) -> Iterator[StartedServer]:
+    """`logitd serve` with these flags, ready when the block begins. Paths in them are absolute,
+    because it runs in a folder of its own. Of the main thread. Raises ServerError."""
+    environment = {k: value for k, value in os.environ.items() if not k.startswith("LOGITD_")}
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    words = ["serve", "--host", "127.0.0.1", "--port", "0", "--drain-timeout", "0", *flags]
+    before = signal.signal(signal.SIGTERM, _exit)
+    with tempfile.TemporaryDirectory(prefix="logitd-server-") as folder:
+        log = Path(folder) / "serve.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "logitd", *words],
+                cwd=folder,
+                env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which ends the server
+            )
+        try:
+            yield StartedServer(_url_when_ready(process, log), process.pid)
+        finally:
+            process.terminate()
+            process.wait()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _url_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    """The address, once the banner has its last line: a start may compile kernels first."""
+    while True:
+        code = process.poll()  # before the log is read, so that its last words are in it
+        said = log.read_text(encoding="utf-8", errors="replace")
+        port = re.search(r"listening on port (\d+)", said)
+        if port is not None and "try it:" in said:
+            return f"http://127.0.0.1:{port[1]}"
+        if code is not None:
+            raise ServerError(f"the server ended with {code} before it was ready:\n{said}")
+        time.sleep(0.05)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

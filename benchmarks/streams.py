@@ -1,0 +1,149 @@
+"""Streams that a server is asked for at once, and when their tokens came.
+
+An `Ask` sends the requests: `AsyncClient` of the product (`asking`), `raw_client.py`, which takes a
+fraction of its time, or one for a server of another kind. Nothing is tried again, so rejections are
+seen. A chunk can carry several tokens: they are counted by their ids. A gap is the time between two
+chunks of a stream that bring tokens, however many.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from logitd.service.client import AsyncClient, LogitdError
+from logitd.service.client.fields import GenerateFields
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A chunk with tokens, at a moment of `time.perf_counter`."""
+
+    at: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a stream did not bring all of its tokens: the name of an error, and its sentence."""
+
+    kind: str
+    message: str
+
+
+class StreamFailed(Exception):
+    """A stream ended otherwise than it should: the name of an error, and its sentence."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+Arrived = Callable[[int], None]
+"""Told how many tokens a piece of a stream brings, when it has come."""
+
+
+class Ask(Protocol):
+    """Asks a server for `tokens` after a prompt, with nothing that ends them earlier."""
+
+    async def __call__(
+        self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
+    ) -> None:
+        """Return at the end of the stream. Raises StreamFailed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """One stream: when its request was sent, and what came."""
+
+    sent: float
+    arrivals: tuple[Arrival, ...]
+    failure: Failure | None = None
+
+
+async def run_streams(
+    ask: Ask, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[StreamRecord]:
+    """Ask for `tokens` after each prompt, all at once, and read until all have ended."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_stream(ask, prompt, tokens, seed))
+            for seed, prompt in enumerate(prompts)
+        ]
+    return [task.result() for task in tasks]
+
+
+def fields(tokens: int, seed: int) -> GenerateFields:
+    """What a stream asks for, besides its prompt."""
+    return {
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": seed,
+        "prefix_reuse": False,
+    }
+
+
+def asking(client: AsyncClient) -> Ask:
+    """Asks with a client that tries nothing again (max_retries 0)."""
+
+    async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
+        stream = client.stream(prompt, **fields(tokens, seed))
+        try:
+            async with stream:
+                async for chunk in stream:
+                    arrived(sum(len(choice.token_ids) for choice in chunk.choices))
+        except LogitdError as error:
+            raise StreamFailed(type(error).__name__, error.message) from error
+
+    return ask
+
+
+async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> StreamRecord:
+    arrivals: list[Arrival] = []
+    failure = None
+
+    def arrived(count: int) -> None:
+        if count:
+            arrivals.append(Arrival(time.perf_counter(), count))
+
+    sent = time.perf_counter()
+    try:
+        await ask(prompt, tokens, seed, arrived)
+    except StreamFailed as error:
+        failure = Failure(error.kind, error.message)
+    came = sum(arrival.tokens for arrival in arrivals)
+    if failure is None and came != tokens:
+        failure = Failure("TokensMissing", f"{came} of {tokens} tokens came")
+    return StreamRecord(sent, tuple(arrivals), failure)
+
+
+def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
+    """Tokens per second from when the last stream began to when the first one ended: those that
+    came after the one and not after the other. None where a stream failed, because then there was
+    no whole batch, and where the first had ended before the last began."""
+    if any(record.failure is not None for record in records):
+        return None
+    begin = max(record.arrivals[0].at for record in records)
+    end = min(record.arrivals[-1].at for record in records)
+    if end <= begin:
+        return None
+    came = sum(
+        arrival.tokens
+        for record in records
+        for arrival in record.arrivals
+        if begin < arrival.at <= end
+    )
+    return came / (end - begin)
+
+
+def gaps(record: StreamRecord) -> list[float]:
+    """Seconds between the chunks of a stream."""
+    return [later.at - earlier.at for earlier, later in itertools.pairwise(record.arrivals)]
+
+
+def failures_of(records: Iterable[StreamRecord]) -> tuple[Failure, ...]:
+    return tuple(record.failure for record in records if record.failure is not None)

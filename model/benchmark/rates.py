@@ -1,0 +1,146 @@
+"""Rates: how fast the engine prefills and decodes in process, under a load of random prompts.
+
+Whole steps of a real engine are timed, scheduling and sampling included. The rate of decoding is
+that of the steps in which the whole batch decodes: after the last prompt is computed and before the
+first sequence ends.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from logitd.model.benchmark.work import Work, decode_work, limit, prefill_work
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.machine import Machine
+from logitd.model.transformer.gpt import GPT
+
+FEWEST_STEPS = 8
+"""Steps of a whole batch that a rate is taken over, at least."""
+SEVERAL_PROMPTS = 8
+"""Prompts of the larger prefill."""
+
+
+class BenchmarkError(ValueError):
+    """A load that cannot be measured, or an engine that failed on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`tokens` are those that each sequence generates, `rounds` those of each case."""
+
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    vocab_size: int
+    prefill_chunk: int = EngineConfig().prefill_chunk
+
+    def prompts(self, count: int, case: str) -> list[tuple[int, ...]]:
+        """Random prompts, which depend on the case alone."""
+        drawn, ids = random.Random(case), range(self.vocab_size)
+        return [tuple(drawn.choices(ids, k=self.prompt_tokens)) for _ in range(count)]
+
+    def requests(self, count: int, case: str, tokens: int | None = None) -> list[GenerationRequest]:
+        """Requests of one case, which generate `tokens` (default: those of the workload)."""
+        return [
+            GenerationRequest(
+                request_id=f"{case} {index}",
+                token_ids=prompt,
+                params=SamplingParams(max_tokens=tokens or self.tokens, seed=index),
+                prefix_reuse=False,
+            )
+            for index, prompt in enumerate(self.prompts(count, case))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens per second of a batch, the median of the rounds, and its share of the limit."""
+
+    batch: int
+    tokens_per_second: float
+    share_of_limit: float
+    limited_by: str
+
+    @classmethod
+    def of(cls, batch: int, rate: float, work: Work, tokens: int, machine: Machine) -> Self:
+        """`work` is that of `tokens`."""
+        seconds, limited_by = limit(work, machine)
+        return cls(batch, rate, seconds * rate / tokens, limited_by)
+
+
+def measure_engine(
+    gpt: GPT,
+    make_decoder: DecoderMaker,
+    workload: Workload,
+    machine: Machine,
+    *,
+    quantize: Quantization = "none",
+    kv_cache_dtype: KVCacheDType = "auto",
+) -> tuple[list[Rate], list[Rate]]:
+    """Rates of prefill and of decoding, with slots for the largest batch. Raises BenchmarkError."""
+    largest, rounds = max(workload.batches), range(workload.rounds)
+    config = EngineConfig(
+        slots=largest, prefill_chunk=workload.prefill_chunk, kv_cache_dtype=kv_cache_dtype
+    )
+    engine = Engine(gpt, config, make_decoder=make_decoder)
+    prefill, decode = [], []
+    try:
+        full_steps(engine, workload.requests(1, "warm-up"))
+        for prompts in sorted({1, min(SEVERAL_PROMPTS, largest)}):
+            times = []
+            for number in rounds:
+                batch = workload.requests(prompts, f"prefill {number}", tokens=1)
+                began = time.perf_counter()
+                full_steps(engine, batch)
+                times.append(time.perf_counter() - began)
+            tokens = prompts * workload.prompt_tokens
+            work = prefill_work(gpt, prompts=prompts, length=workload.prompt_tokens)
+            rate = tokens / statistics.median(times)
+            prefill.append(Rate.of(prompts, rate, work, tokens, machine))
+        for size in workload.batches:
+            runs = [full_steps(engine, workload.requests(size, f"decode {n}")) for n in rounds]
+            if (fewest := min(map(len, runs))) < FEWEST_STEPS:
+                raise BenchmarkError(
+                    f"a batch of {size} decoded whole in {fewest} steps, and a rate takes "
+                    f"{FEWEST_STEPS}: raise --tokens {workload.tokens}, or lower --batches"
+                )
+            live = statistics.mean(positions for run in runs for _, positions in run)
+            work = decode_work(
+                gpt, batch=size, live_positions=live, quantize=quantize, kept=kv_cache_dtype
+            )
+            rate = statistics.median(size * len(run) / sum(s for s, _ in run) for run in runs)
+            decode.append(Rate.of(size, rate, work, size, machine))
+    finally:
+        engine.close()
+    return prefill, decode
+
+
+def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int]]:
+    """Run requests to their end; for each step in which all of them decoded its seconds, and the
+    positions that they attended over together. Raises BenchmarkError."""
+    for request in batch:
+        engine.add(request)
+    live = sum(len(request.token_ids) for request in batch)
+    steps = []
+    while engine.has_work():
+        began = time.perf_counter()
+        result = engine.step()
+        seconds = time.perf_counter() - began
+        if result.decoded_sequences == len(batch):
+            steps.append((seconds, live))
+        for event in result.events:
+            if isinstance(event, TokenEvent):
+                live += 1
+            elif isinstance(event, FinishEvent) and event.reason is not FinishReason.LENGTH:
+                raise BenchmarkError(f"a sequence ended by {event.reason.value}: {event.error}")
+    return steps
