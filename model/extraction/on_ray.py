@@ -24,9 +24,9 @@ from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.device import available_processors
-from logitd.model.extraction.amounts import counted
 from logitd.model.extraction.compute import Counted, Group, Placing
 from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.pluralize import pluralize
 from logitd.model.extraction.ray_worker import GREETING, Feed, ShardWorker, Task, tickets
 from logitd.model.extraction.wanted import Wanted
 from logitd.model.extras import installation
@@ -117,7 +117,7 @@ def choose_workers(nodes: Sequence[Node], device: str, threads: int, count: int 
         rooms = [min(room, node.gpus) for room, node in zip(rooms, usable, strict=True)]
     if not (fit := sum(rooms)):
         raise ExtractionError(
-            f"a worker of {counted(threads, 'thread')} fits no machine of the cluster: "
+            f"a worker of {pluralize(threads, 'thread')} fits no machine of the cluster: "
             f"{_told(nodes)}. Give --threads {max(node.processors for node in usable)} or fewer"
         )
     return Workers(count or fit, "cuda" if on_gpu else "cpu", threads, fit)
@@ -126,9 +126,10 @@ def choose_workers(nodes: Sequence[Node], device: str, threads: int, count: int 
 def _told(nodes: Sequence[Node]) -> str:
     """The machines of the cluster, for an error."""
     resources = [
-        f"{counted(node.processors, 'processor')} and {counted(node.gpus, 'GPU')}" for node in nodes
+        f"{pluralize(node.processors, 'processor')} and {pluralize(node.gpus, 'GPU')}"
+        for node in nodes
     ]
-    return f"Ray has {counted(len(nodes), 'machine')} with {'; '.join(dict.fromkeys(resources))}"
+    return f"Ray has {pluralize(len(nodes), 'machine')} with {'; '.join(dict.fromkeys(resources))}"
 
 
 def open_on_ray(
@@ -144,14 +145,14 @@ def open_on_ray(
         stack.enter_context(connected(cluster, log))
         workers = choose_workers(_nodes(), placing.device, placing.threads, cluster.workers)
         text = (
-            f"{counted(workers.count, 'worker')} on {workers.device}, "
-            f"{counted(workers.threads, 'thread')} each"
+            f"{pluralize(workers.count, 'worker')} on {workers.device}, "
+            f"{pluralize(workers.threads, 'thread')} each"
         )
         if workers.count > workers.fit:
             if cluster.address == LOCAL:
                 raise ExtractionError(
-                    f"{counted(workers.count, 'worker')} of "
-                    f"{counted(workers.threads, 'thread')} do not fit this machine, "
+                    f"{pluralize(workers.count, 'worker')} of "
+                    f"{pluralize(workers.threads, 'thread')} do not fit this machine, "
                     f"{workers.fit} do: {_told(_nodes())}"
                 )
             text += f"; there is room for {workers.fit} now, the others wait for it"

@@ -81,7 +81,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
     choices = [
         str(word) for kind in items if get_origin(kind) is Literal for word in get_args(kind)
     ]
-    kind: click.ParamType[Any] = click.Path()  # any text may be a path: shells complete files
+    kind: click.ParamType[Any] = click.Path(readable=False)  # unchecked; shells complete files
     metavar = _METAVARS.get(items[0], "TEXT")
     if choices:
         kind, metavar = Word(choices), "|".join(choices)

@@ -1,7 +1,8 @@
 """The command line: `logitd` and its commands.
 
-Each command is parsed with its settings model; then the module of the same name in `commands/`
-is imported and run. So --help and a wrong flag are answered at once, without torch.
+Each command is parsed with its settings model; then the module of the same name in `commands/` is
+imported. Its `run` returns the exit code; the exceptions in its `ERRORS` are printed and give 1. So
+--help and a wrong flag are answered at once, without torch.
 """
 
 import gc
@@ -190,9 +191,13 @@ def run(arguments: Sequence[str]) -> int:
         return settings
     if settings.command not in ("train", "eval"):
         wait_briefly()
+    command = import_command(settings.command)
     try:
-        code: int = import_command(settings.command).run(settings)
-    except PermissionError as error:  # if a command has nothing better to say of it
+        code: int = command.run(settings)
+    except command.ERRORS as error:
+        click.echo(f"logitd {settings.command}: {error}", err=True)
+        return 1
+    except PermissionError as error:
         click.echo(f"logitd {settings.command}: {error.strerror}: {error.filename}", err=True)
         return 1
     return code

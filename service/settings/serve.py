@@ -1,6 +1,7 @@
 """Settings of `logitd serve`."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -48,52 +49,25 @@ from logitd.service.settings.model_source import (
 )
 
 
-def _origin(text: str) -> str:
-    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+", text):
-        raise ValueError(
-            "an origin is * or written as https://host or https://host:port, in lower case"
-        )
-    return text
+def _matches(pattern: str, rule: str) -> AfterValidator:
+    """Check that all of a text matches a pattern."""
+
+    def checked(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
+        return text
+
+    return AfterValidator(checked)
 
 
-def _path(text: str) -> str:
-    if not re.fullmatch(r"/|(/[^\s/?#]+)+", text):
-        raise ValueError("a path begins with / and does not end with it, except / itself")
-    return text
+def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
+    """Check a text by what reads it later."""
 
+    def checked(text: str) -> str:
+        parse(text)
+        return text
 
-Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_origin)], ...],
-    NoDecode,
-    BeforeValidator(split_list),
-    Field(
-        description="origins, such as https://example.org, whose pages may read replies in a "
-        "browser, separated by commas; * is any"
-    ),
-]
-
-
-def _collector(text: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", text):
-        raise ValueError(
-            "a collector is http://host:port or https://host:port, where 4318 is the usual port; "
-            "keys for it belong into the variable OTEL_EXPORTER_OTLP_HEADERS"
-        )
-    return text
-
-
-def _host(text: str) -> str:
-    if not text or any(c.isspace() for c in text):
-        raise ValueError(
-            "an address is a name or a number without white space, such as 127.0.0.1; "
-            "0.0.0.0 is every interface of this machine"
-        )
-    return text
-
-
-def _memory(text: str) -> str:
-    parse_memory(text)
-    return text
+    return AfterValidator(checked)
 
 
 def _default_slots() -> str:
@@ -104,34 +78,49 @@ def _default_slots() -> str:
     )
 
 
-MemoryText = Annotated[str, AfterValidator(_memory)]
-"""An amount of memory, as `parse_memory` reads it."""
-
-
-def _target_gap(text: str) -> str:
-    parse_target_gap(text)
-    return text
-
-
-TargetGapText = Annotated[str, AfterValidator(_target_gap)]
-"""How long tokens may be apart, as `parse_target_gap` reads it."""
-
-
-def _loss(text: str) -> str:
-    parse_loss_limit(text)
-    return text
-
-
+Origin = Annotated[
+    str,
+    _matches(
+        r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+",
+        "an origin is * or written as https://host or https://host:port, in lower case",
+    ),
+]
+PathText = Annotated[
+    str,
+    _matches(r"/|(/[^\s/?#]+)+", "a path begins with / and does not end with it, except / itself"),
+]
+Collector = Annotated[
+    str,
+    _matches(
+        r"https?://[^\s/?#@]+(/[^\s?#]*)?",
+        "a collector is http://host:port or https://host:port, where 4318 is the usual port; "
+        "keys for it belong into the variable OTEL_EXPORTER_OTLP_HEADERS",
+    ),
+]
+Host = Annotated[
+    str,
+    _matches(
+        r"\S+",
+        "an address is a name or a number without white space, such as 127.0.0.1; 0.0.0.0 is every "
+        "interface of this machine",
+    ),
+]
+MemoryText = Annotated[str, _parsed_by(parse_memory)]
+TargetGapText = Annotated[str, _parsed_by(parse_target_gap)]
+LossText = Annotated[str, _parsed_by(parse_loss_limit)]
 ACCEPTED_LOSS = "2%"
-"""Of int8 and of int4: whoever wants the speed for more than that has to say so."""
-
-
-LossText = Annotated[str, AfterValidator(_loss)]
-"""A share in percent, as `parse_loss_limit` reads it."""
-
-
+"""Default of --max-quantization-loss, for int8 and for int4."""
+Origins = Annotated[
+    tuple[Origin, ...],
+    NoDecode,
+    BeforeValidator(split_list),
+    Field(
+        description="origins, such as https://example.org, whose pages may read replies in a "
+        "browser, separated by commas; * is any"
+    ),
+]
 PublicPaths = Annotated[
-    tuple[Annotated[str, AfterValidator(_path)], ...],
+    tuple[PathText, ...],
     NoDecode,
     BeforeValidator(split_list),
     Field(
@@ -139,8 +128,6 @@ PublicPaths = Annotated[
         "by commas; /health always does"
     ),
 ]
-
-
 ModelSources = Annotated[
     tuple[
         Annotated[ModelSource, PlainValidator(model_source), PlainSerializer(str)],
@@ -206,9 +193,7 @@ class ServeSettings(CommandSettings):
         None,
         description="key of POST /admin/reload, at least 16 characters; without one it answers 403",
     )
-    host: Annotated[str, AfterValidator(_host)] = Field(
-        "127.0.0.1", description="address to bind; 0.0.0.0 for all"
-    )
+    host: Host = Field("127.0.0.1", description="address to bind; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     device: Device = "auto"
     dtype: DType = "auto"
@@ -358,7 +343,7 @@ class ServeSettings(CommandSettings):
         "text", description="of log lines on standard error: text, or a JSON object each"
     )
 
-    otlp_endpoint: Annotated[str, AfterValidator(_collector)] | None = Field(
+    otlp_endpoint: Collector | None = Field(
         None,
         description="send a trace of each request to the OpenTelemetry collector at this address, "
         "such as http://127.0.0.1:4318, by OTLP over HTTP; without one there are no traces",
@@ -373,7 +358,7 @@ class ServeSettings(CommandSettings):
 
     @field_validator("admin_key")
     @classmethod
-    def _hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
+    def _is_hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.fullmatch(r"[!-~]{16,}", value.get_secret_value()):
             raise ValueError(
                 "a key has at least 16 ASCII letters, digits and signs, without blanks; "
@@ -383,46 +368,47 @@ class ServeSettings(CommandSettings):
 
     @field_validator("key_per_minute", "key_at_once")
     @classmethod
-    def _of_keys_that_there_are(cls, value: int, info: ValidationInfo) -> int:
+    def _requires_api_keys(cls, value: int, info: ValidationInfo) -> int:
         if value and not (info.data.get("api_keys") or info.data.get("api_key_file")):
-            raise ValueError("it limits what an API key may ask for, and there are none; give some")
+            raise ValueError(
+                "it limits each API key, and there are none: set api-key-file or LOGITD_API_KEYS"
+            )
         return value
 
     @field_validator("trace_ratio")
     @classmethod
-    def _of_traces_that_there_are(cls, value: float, info: ValidationInfo) -> float:
+    def _requires_traces(cls, value: float, info: ValidationInfo) -> float:
         if value != 1 and not info.data.get("otlp_endpoint"):
-            raise ValueError("it is a share of the traces of otlp-endpoint, and that is not given")
+            raise ValueError("it is a share of the traces, which need otlp-endpoint")
         return value
 
     @field_validator("max_quantization_loss")
     @classmethod
-    def _of_a_quantization_that_there_is(cls, value: str, info: ValidationInfo) -> str:
+    def _requires_quantization(cls, value: str, info: ValidationInfo) -> str:
         exact = (info.data.get("quantize"), info.data.get("kv_cache_dtype")) == ("none", "auto")
         if value != ACCEPTED_LOSS and exact:
             raise ValueError(
-                "it bounds what --quantize and --kv-cache-dtype cost, and nothing is quantized; "
+                "it bounds the cost of --quantize and --kv-cache-dtype, and nothing is quantized: "
                 "give one of them too"
             )
         return value
 
     @field_validator("kv_cache_memory")
     @classmethod
-    def _one_way_to_set_slots(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _excludes_slots(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("slots") is not None:
-            raise ValueError("it sets the number of slots, and so does slots; give one")
+            raise ValueError("it sets the number of slots, and so does --slots: give one")
         return value
 
     @field_validator("served_model_name")
     @classmethod
-    def _one_way_to_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _names_one_model(cls, value: str | None, info: ValidationInfo) -> str | None:
         sources: tuple[ModelSource, ...] = info.data.get("checkpoint", ())
         if value is None or not sources:
             return value
         if len(sources) > 1:
             raise ValueError(
-                f"it is the name of one model, and {len(sources)} are served: give each its own as "
-                "NAME=PATH"
+                f"it names one model, and {len(sources)} are served: name each as NAME=PATH"
             )
         if (name := sources[0].name) is not None:
             raise ValueError(f"the model has a name already, {name!r}: give one")
@@ -430,7 +416,7 @@ class ServeSettings(CommandSettings):
 
     @property
     def models(self) -> tuple[ModelSource, ...]:
-        """What is served. Several have each a name."""
+        """The models that are served; each of several has a name."""
         if self.served_model_name is None:
             return self.checkpoint
         (source,) = self.checkpoint
@@ -438,11 +424,11 @@ class ServeSettings(CommandSettings):
 
     @property
     def source(self) -> ModelSource:
-        """The model of settings that are of one."""
+        """The only model."""
         (source,) = self.models
         return source
 
     def of(self, source: ModelSource, **others: Any) -> Self:
-        """These settings for one model, with some `others` in place of what they say."""
+        """These settings for one model, with some `others` replaced."""
         changed = {"checkpoint": (source,), "served_model_name": None, **others}
         return self.model_copy(update=changed)

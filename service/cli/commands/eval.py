@@ -12,27 +12,22 @@ from logitd.model.inference.kernels.select import KernelError
 from logitd.model.training.configuration.config import TrainingError
 from logitd.service.settings.train import EvalSettings
 
+ERRORS = CheckpointError, DeviceError, KernelError, DataError, TrainingError
+
 
 def run(settings: EvalSettings) -> int:
-    try:
-        result = text_loss(
-            settings.checkpoint,
-            settings.data,
-            stride=settings.stride,
-            batch_size=settings.batch_size,
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            quantize=settings.quantize,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            log=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
-        )
-    except (CheckpointError, DeviceError, KernelError, DataError, TrainingError) as error:
-        print(f"logitd eval: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("logitd eval: stopped", file=sys.stderr)
-        return 130
+    result = text_loss(
+        settings.checkpoint,
+        settings.data,
+        stride=settings.stride,
+        batch_size=settings.batch_size,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        quantize=settings.quantize,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        log=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
+    )
     if settings.as_json:
         print(json.dumps(facts(result), allow_nan=False))
         return 0

@@ -13,15 +13,23 @@ from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.progress import Downloaded, Downloading
 from logitd.model.device import DeviceError
-from logitd.model.extraction.amounts import counted
 from logitd.model.extraction.compute import Placing
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.on_ray import Cluster
+from logitd.model.extraction.pluralize import pluralize
 from logitd.model.extraction.run import Asked, Extracted, Progress, Surveyed, extract
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.service.settings.extract import ExtractSettings
 
+ERRORS = (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    ExtractionError,
+    InvalidRequest,
+    KernelError,
+)
 SECONDS_BETWEEN_LINES = 10.0
 """Of progress, where it is not drawn in place."""
 
@@ -134,14 +142,7 @@ def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
             report=progress,
             tell=progress,
         )
-    except (
-        CheckpointError,
-        DataError,
-        DeviceError,
-        ExtractionError,
-        InvalidRequest,
-        KernelError,
-    ) as error:
+    except ERRORS as error:
         if progress.interrupted:  # Ray answers an interrupt with an error of its own
             return _stopped(settings, progress)
         progress.say(str(error))
@@ -188,8 +189,8 @@ def facts(result: Extracted) -> dict[str, object]:
 
 def _summary(result: Extracted) -> str:
     rows = (
-        f"{counted(result.rows, 'token')} of {counted(result.documents, 'document')} in "
-        f"{counted(result.shards, 'shard')}"
+        f"{pluralize(result.rows, 'token')} of {pluralize(result.documents, 'document')} in "
+        f"{pluralize(result.shards, 'shard')}"
     )
     if not result.tokens:
         return f"{result.path}: {rows}; nothing was left to compute"
@@ -201,8 +202,8 @@ def _summary(result: Extracted) -> str:
 def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
     match event:
         case Surveyed(data, shards, rows):
-            there = f"; {counted(rows, 'token')} in {counted(shards, 'shard')} are there"
-            return f"{counted(data.documents, 'document')}, {counted(data.bytes, 'byte')}" + (
+            there = f"; {pluralize(rows, 'token')} in {pluralize(shards, 'shard')} are there"
+            return f"{pluralize(data.documents, 'document')}, {pluralize(data.bytes, 'byte')}" + (
                 there if shards else ""
             )
         case Progress():

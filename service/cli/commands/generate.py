@@ -11,32 +11,30 @@ from logitd.model.text.tokenizer import NO_VOCABULARY
 from logitd.service.cli.program_name import program_name
 from logitd.service.settings.tools import GenerateSettings
 
+ERRORS = InvalidRequest, LoadError
+
 
 def run(settings: GenerateSettings) -> int:
-    seed = secrets.randbits(32) if settings.seed is None else settings.seed
-    try:
-        with LLM(
-            settings.checkpoint,
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            kernels=settings.kernels,
-            kernel_target=settings.kernel_target,
-            quantize=settings.quantize,
-            slots=settings.n,
-            log=_log,
-        ) as llm:
+    code, seed = 0, secrets.randbits(32) if settings.seed is None else settings.seed
+    with LLM(
+        settings.checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        kernels=settings.kernels,
+        kernel_target=settings.kernel_target,
+        quantize=settings.quantize,
+        slots=settings.n,
+        log=_log,
+    ) as llm:
+        try:
             _stream(llm, settings, seed)
-        code = 0
-    except (LoadError, InvalidRequest) as error:
-        _log(str(error))
-        return 1
-    except GenerationError as error:
-        print(file=sys.stderr)  # behind the text so far
-        _log(str(error))
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
+        except GenerationError as error:
+            print(file=sys.stderr)  # after the text so far
+            _log(str(error))
+            code = 1
+        except KeyboardInterrupt:
+            code = 130
     print(f"\n(seed {seed})", file=sys.stderr)
     return code
 

@@ -13,6 +13,7 @@ from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """What a server binds to be reached by all, and where it is reached from its own machine."""
+ERRORS = ()
 LONGEST = 65_536
 """Bytes of a reply that are read."""
 STRANGER = "an answer that is not logitd's"

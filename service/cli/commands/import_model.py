@@ -15,32 +15,29 @@ from logitd.model.convert.state_file import SUFFIXES
 from logitd.service.cli.program_name import program_name
 from logitd.service.settings.imports import ImportSettings
 
+ERRORS = ConvertError, CheckpointError, OSError
 IMPORTED = Path("checkpoints")
 """Where `logitd serve --import` puts a checkpoint, below the working directory."""
 
 
 def run(settings: ImportSettings) -> int:
-    try:
-        checkpoint = import_model(
-            settings.source,
-            settings.destination,
-            tokenizer=settings.tokenizer,
-            dtype=settings.dtype,
-            context_length=settings.context_length,
-            skip_normalizer=settings.skip_normalizer,
-            unused_rows=settings.unused_rows,
-            roles=RoleOptions(
-                answers=settings.answers(),
-                map_file=None if settings.map is None else read_map_file(settings.map),
-                code=settings.code,
-                draft=draft_of(settings.destination),
-            ),
-            check=settings.check,
-            log=print,
-        )
-    except (ConvertError, CheckpointError, OSError) as error:
-        print(f"logitd import: {error}", file=sys.stderr)
-        return 1
+    checkpoint = import_model(
+        settings.source,
+        settings.destination,
+        tokenizer=settings.tokenizer,
+        dtype=settings.dtype,
+        context_length=settings.context_length,
+        skip_normalizer=settings.skip_normalizer,
+        unused_rows=settings.unused_rows,
+        roles=RoleOptions(
+            answers=settings.answers(),
+            map_file=None if settings.map is None else read_map_file(settings.map),
+            code=settings.code,
+            draft=draft_of(settings.destination),
+        ),
+        check=settings.check,
+        log=print,
+    )
     config = checkpoint.config
     print(
         f"{checkpoint.path}: {config.n_layer} layers, width {config.d_model}, context "
@@ -85,7 +82,7 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
                 f"{destination} exists and is not from {source}: name another destination, "
                 f"{name} import {source} DEST"
             )
-    except (ConvertError, CheckpointError, OSError) as error:
+    except ERRORS as error:
         print(f"logitd serve: {error}", file=sys.stderr)
         return None
     return destination

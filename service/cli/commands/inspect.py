@@ -2,7 +2,6 @@
 run directories how training went (`inspect_runs.py`)."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,38 +23,24 @@ from logitd.service.cli.commands.generate import token_ids_of
 from logitd.service.cli.commands.inspect_runs import show_runs
 from logitd.service.settings.tools import InspectSettings
 
+ERRORS = CheckpointError, DeviceError, TokenizerError, TrainingError
+
 
 def run(settings: InspectSettings) -> int:
     paths = settings.paths
     if any(map(is_run, paths)) or len(paths) > 1:
-        try:
-            show_runs([summarise(path) for path in paths], as_json=settings.as_json)
-        except TrainingError as error:
-            print(f"logitd inspect: {error}", file=sys.stderr)
-            return 1
+        show_runs([summarise(path) for path in paths], as_json=settings.as_json)
         return 0
     return _inspect_checkpoint(paths[0], settings)
 
 
 def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     placement = choose_placement("cpu", "float32")
-    try:
-        checkpoint, gpt = load_checkpoint(path, device=placement.device, dtype=placement.dtype)
-    except (CheckpointError, DeviceError) as error:
-        print(f"logitd inspect: {error}", file=sys.stderr)
-        return 1
-    try:
-        token_ids = _token_ids(checkpoint, settings)
-    except TokenizerError as error:
-        print(f"logitd inspect: {error}", file=sys.stderr)
-        return 1
+    checkpoint, gpt = load_checkpoint(path, device=placement.device, dtype=placement.dtype)
+    token_ids = _token_ids(checkpoint, settings)
     limit = checkpoint.config.context_length
     if not 1 <= len(token_ids) <= limit:
-        print(
-            f"logitd inspect: the text has {len(token_ids)} tokens; 1 to {limit} are possible",
-            file=sys.stderr,
-        )
-        return 1
+        raise TokenizerError(f"the text has {len(token_ids)} tokens; 1 to {limit} are possible")
     stages = trace(gpt, token_ids)
     if settings.as_json:
         print(json.dumps(_document(checkpoint, gpt.parameter_count(), token_ids, stages)))

@@ -25,13 +25,11 @@ from logitd.service.core.models import LoadedModel, Models, NotLoaded
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
+ERRORS = (NotFollowed,)
+
 
 def run(settings: ServeSettings) -> int:
-    try:
-        found = [_servable(source, settings) for source in settings.models]
-    except NotFollowed as problem:
-        print(f"logitd serve: {problem}", file=sys.stderr)
-        return 1
+    found = [_servable(source, settings) for source in settings.models]
     if not any(found):
         return 1
     # What is not there is still named: loading fails, for /info and the metrics to say.

@@ -14,6 +14,8 @@ from logitd.model.transformer.config import ConfigError
 from logitd.service.cli.program_name import program_name
 from logitd.service.settings.train import TrainSettings
 
+ERRORS = DataError, TrainingError, PresetError, ConfigError, DeviceError
+
 
 class TerminalReporter:
     """Draws the trainer's events: one line each, and a progress line that is redrawn in place on
@@ -43,7 +45,7 @@ def _run(settings: TrainSettings) -> int:
     keep_freed_memory()  # each step takes and frees the same pieces again
     try:
         result = train(settings, TerminalReporter())
-    except (DataError, TrainingError, PresetError, ConfigError, DeviceError) as error:
+    except ERRORS as error:  # printed before a SIGTERM may end the process
         print(f"logitd train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the second one: the first lets the trainer save
