@@ -28,7 +28,7 @@ from logitd.model.benchmark.rates import SEVERAL_PROMPTS, Workload, full_steps
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.device import use_threads
 from logitd.model.extraction.compute import Placing
-from logitd.model.extraction.run import Asked, Surveyed, extract
+from logitd.model.extraction.run import ExtractionRequest, Surveyed, extract
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel, load_model
@@ -116,7 +116,9 @@ def extraction(checkpoint: Path, text: Path, folder: Path, placing: Placing) -> 
         if isinstance(event, Surveyed):
             watches.append(Stopwatch())
 
-    result = extract(checkpoint, [str(text)], folder, Asked(), placing=placing, tell=tell)
+    result = extract(
+        checkpoint, [str(text)], folder, ExtractionRequest(), placing=placing, tell=tell
+    )
     return watches[0].cost(result.tokens)
 
 

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitd.model.device import available_processors
 from logitd.model.extraction.errors import ExtractionError
-from logitd.model.extraction.on_ray import LOCAL, Cluster, connected, require_ray
+from logitd.model.extraction.ray_cluster import LOCAL, connected
 from logitd.model.extras import installation
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.service.app.app import create_app
@@ -218,9 +218,8 @@ def main(arguments: list[str]) -> int:
         return 2
     ended = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ended)
-    require_ray()
     try:
-        with connected(Cluster(settings.ray), _say):
+        with connected(settings.ray, _say):
             _start(settings)
             try:
                 _say(f"ready at http://{settings.host}:{settings.port}")

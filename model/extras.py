@@ -14,7 +14,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow>=20",),
     "gguf": ("gguf>=0.17",),
     "litgpt": ("pyyaml>=6",),
-    "ray": ("ray[data,serve]>=2.60",),
+    "ray": ("ray[serve]>=2.60",),
     "otel": ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otlp-proto-http>=1.45,<2"),
     "tensorboard": ("tensorboard>=2.20",),
 }

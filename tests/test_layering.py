@@ -261,10 +261,9 @@ ONE_ROOM = {
     "pickle": {"model.convert.pt_file", "model.training.run.state"},
     "pyarrow": {
         "model.data.sources.records",
-        "model.extraction.ray_worker",
         "model.extraction.shards",
     },
-    "ray": {"model.extraction.on_ray", "model.extraction.ray_worker"},
+    "ray": {"model.extraction.on_ray", "model.extraction.ray_cluster"},
     "yaml": {"model.convert.litgpt"},
     "subprocess": {
         "model.convert.by_role.owner_code",

@@ -1,12 +1,12 @@
 """Compute: units through the engine that serves, to the bytes of a shard.
 
-The engine is kept full: before a step there are always more prompts in its queue than it has slots.
-Results come in any order and are put into that of the plan, so a shard's bytes depend on the units,
-the checkpoint and how it is computed, and on nothing else: not on the batch, because of what the
-engine promises (ARCHITECTURE.md). Reads no text and writes no file.
+The engine is kept full: before a step its queue always has more prompts than it has slots. Results
+come in any order and are put into the order of the plan, so a shard's bytes depend on the units,
+the checkpoint and how it is computed, and on nothing else: the engine's results do not depend on
+the batch (ARCHITECTURE.md). Reads no text and writes no file.
 
-`Computer` is the seam between what plans and writes and what computes: `ShardComputer` in this
-process, `RayComputer` (`on_ray.py`) on many machines, whose workers have a ShardComputer each.
+`Computer` is the seam between planning and writing on one side and computing on the other:
+`ShardComputer` computes in this process, `RayComputer` (`on_ray.py`) on many machines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,26 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from logitd.model.device import use_threads
 from logitd.model.dtypes import DTypeName
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.plan import Unit
-from logitd.model.extraction.shards import (
-    LensRows,
-    TokenRows,
-    lens_shard,
-    parquet_shard,
-    safetensors_shard,
-)
-from logitd.model.extraction.wanted import LensFigures, Logprobs, Stages, Wanted
+from logitd.model.extraction.quantities import Quantity
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.cost import split_activations
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (
-    Event,
     FinishEvent,
     FinishReason,
     OutputsChunk,
@@ -42,20 +30,18 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.load import LoadedModel, Slots, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
 from logitd.model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
-from logitd.model.inference.sampling.lens import lens_width
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = Slots(SlotBudget(), SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""As many prompts as a step of a server can compute at once, be they as short as a block."""
+"""As many prompts as a step of a server can compute if each is as short as a block."""
 PREFILL_CHUNK = 1024
-"""Positions of a step on a CPU: nobody waits for a token meanwhile, and windows are cut into fewer
-pieces, which changes no bit there. On a GPU it may, so there a step is that of a server."""
-
+"""Positions of a step on a CPU. Nobody waits for a token, and windows are cut into fewer pieces,
+which changes no bit on a CPU. On a GPU it may, so a step there is that of a server."""
 
 Group = Sequence[Unit]
 """The units of a shard."""
 Counted = Callable[[int], None]
-"""Is told how many tokens more are computed."""
+"""Callback that gets the number of newly computed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +57,29 @@ class Placing:
 
 
 AUTO = Placing()
-"""What suits this machine."""
+"""The best placing on this machine."""
 
 
 class Computer(Protocol):
-    """What computes shards, wherever it does."""
+    """Computes shards, in this process or elsewhere."""
 
     @property
     def computation(self) -> Mapping[str, Any]:
-        """What the bits depend on besides weights, text and settings, as the index says it."""
+        """Entries of the index that the bits depend on besides weights, text and settings."""
         ...
 
     def shards(self, groups: Iterable[Group], tell: Counted = ...) -> Iterator[tuple[Group, bytes]]:
-        """Each group with the file that is made of it, in order. A few groups may be asked for
-        ahead. Raises ExtractionError where the model fails."""
-        ...
-
-    def close(self) -> None:
-        """End what computes."""
+        """Each group with its file, in order; a few groups may be asked for ahead. Raises
+        ExtractionError if the model fails."""
         ...
 
 
 class ShardComputer:
-    """A checkpoint and an engine for one kind of result. One thread may use it."""
+    """A checkpoint and an engine for one quantity. For use by one thread."""
 
-    def __init__(self, loaded: LoadedModel, wanted: Wanted, computation: Mapping[str, Any]) -> None:
+    def __init__(
+        self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
+    ) -> None:
         self.computation = computation
         on_cpu = loaded.placement.device.type == "cpu"
         config = EngineConfig(
@@ -103,12 +87,8 @@ class ShardComputer:
             prefill_chunk=PREFILL_CHUNK if on_cpu else EngineConfig().prefill_chunk,
         )
         self._config = loaded.checkpoint.config
-        self._wanted = wanted
-        self._engine = Engine(
-            loaded.gpt,
-            config,
-            make_decoder=loaded.decode_path.make_owner,
-        )
+        self._quantity = quantity
+        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_owner)
 
     def close(self) -> None:
         """End the threads that compute."""
@@ -122,78 +102,43 @@ class ShardComputer:
             yield group, self.shard(group, tell)
 
     def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
-        """The file of these units. `tell` gets the counted tokens of each unit that is done. Raises
-        ExtractionError where the model fails."""
-        events = self._run(units, tell)
-        match self._wanted:
-            case Logprobs() as wanted:
-                rows = [token_rows(unit, got) for unit, got in zip(units, events, strict=True)]
-                return parquet_shard(units, rows, top=wanted.top_k > 0)
-            case Stages() as wanted:
-                return safetensors_shard(units, [self._values(wanted, got) for got in events])
-            case LensFigures() as wanted:
-                figures = [
-                    lens_rows(wanted, unit, got) for unit, got in zip(units, events, strict=True)
-                ]
-                return lens_shard(units, figures)
-
-    def _values(self, wanted: Stages, chunks: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
-        """The stages of a unit, each (counted tokens, ...)."""
-        rows = np.concatenate([chunk.rows for chunk in chunks])  # (tokens, elements)
-        values: dict[str, npt.NDArray[Any]] = split_activations(
-            rows,
-            wanted.output,
-            self._config,
-            1,  # no stage here has the prompt's length
-        )
-        return values
-
-    def _run(self, units: Sequence[Unit], tell: Callable[[int], None]) -> list[list[Any]]:
-        """The events with values of each unit, in order."""
-        results: list[list[Any]] = [[] for _ in units]
+        """The file of these units. `tell` gets the counted tokens of each finished unit. Raises
+        ExtractionError if the model fails."""
+        chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
         while added < len(units) or unfinished:
             while added < len(units) and unfinished < 2 * self._engine.slots:
-                unit = units[added]
-                request = self._wanted.request(str(added), unit.token_ids, unit.context)
-                added += 1
+                request = self._quantity.request(str(added), units[added])
                 if request is None:
-                    tell(unit.counted)
-                    continue
-                self._engine.add(request)
-                unfinished += 1
+                    tell(units[added].counted)
+                else:
+                    self._engine.add(request)
+                    unfinished += 1
+                added += 1
             for event in self._engine.step().events:
-                unfinished -= self._take(event, units, results, tell)
-        return results
+                index = int(event.request_id)
+                if isinstance(event, ScoresChunk | OutputsChunk):
+                    chunks[index].append(event)
+                if isinstance(event, OutputsChunk):
+                    self._engine.grant(event.request_id)
+                if isinstance(event, FinishEvent):
+                    _require_success(event, units[index])
+                    tell(units[index].counted)
+                    unfinished -= 1
+        in_order = [chunk for of_unit in chunks for chunk in of_unit]
+        return self._quantity.file(units, in_order, self._config)
 
-    def _take(
-        self,
-        event: Event,
-        units: Sequence[Unit],
-        results: list[list[Any]],
-        tell: Callable[[int], None],
-    ) -> bool:
-        """Keep what an event has; whether it was the last of its unit."""
-        index = int(event.request_id)
-        if isinstance(event, ScoresChunk):
-            results[index].append(event)
-        elif isinstance(event, OutputsChunk):
-            self._engine.grant(event.request_id)
-            results[index].append(event)
-        elif isinstance(event, FinishEvent):
-            unit = units[index]
-            if event.reason is not FinishReason.STOP:
-                raise ExtractionError(
-                    f"{unit.source} could not be computed from token {unit.start} on: "
-                    f"{event.error or event.reason.value}"
-                )
-            tell(unit.counted)
-            return True
-        return False
+
+def _require_success(event: FinishEvent, unit: Unit) -> None:
+    if event.reason is not FinishReason.STOP:
+        raise ExtractionError(
+            f"{unit.source} could not be computed from token {unit.start} on: "
+            f"{event.error or event.reason.value}"
+        )
 
 
 def open_computer(
-    path: Path, wanted: Wanted, placing: Placing, log: Callable[[str], None]
+    path: Path, quantity: Quantity, placing: Placing, log: Callable[[str], None]
 ) -> ShardComputer:
     """The checkpoint at `path` in this process, whose torch threads it sets. Raises
     CheckpointError, DeviceError and KernelError."""
@@ -217,55 +162,4 @@ def open_computer(
         "decoding": loaded.decode_path.name,
         "threads": placement.threads,
     }
-    return ShardComputer(loaded, wanted, computation)
-
-
-def token_rows(unit: Unit, chunks: Sequence[ScoresChunk]) -> TokenRows:
-    """What is said of a unit's tokens: of all but a document's first. Logprobs are rounded to
-    float32."""
-    logprobs = _joined([chunk.logprobs for chunk in chunks], np.float32)
-    unpredicted = 0 if unit.context else 1
-    if len(logprobs) != unit.counted - unpredicted:
-        raise ExtractionError(
-            f"{len(logprobs)} of the {unit.counted - unpredicted} tokens of {unit.source} from "
-            f"{unit.start + unit.context} on were scored: a bug of the engine's"
-        )
-    return TokenRows(
-        logprobs=np.concatenate([np.full(unpredicted, np.nan, np.float32), logprobs]),
-        predicted=np.arange(unit.counted) >= unpredicted,
-        counts=np.concatenate(
-            [
-                np.zeros(unpredicted, dtype=np.int32),
-                _joined([chunk.counts for chunk in chunks], np.int32),
-            ]
-        ),
-        top_tokens=_joined([chunk.top_ids for chunk in chunks], np.int32),
-        top_logprobs=_joined([chunk.top_logprobs for chunk in chunks], np.float32),
-    )
-
-
-def _joined(parts: Sequence[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
-    """Parts one behind the other, in another dtype; there may be none."""
-    return np.concatenate([np.empty(0, kind), *parts]).astype(kind)
-
-
-def lens_rows(wanted: LensFigures, unit: Unit, chunks: Sequence[OutputsChunk]) -> LensRows:
-    """What a lens says of a unit's tokens, as arrays: of all but a document's first."""
-    layers, top_k = wanted.layers, wanted.top_k
-    numbers = (
-        np.concatenate([chunk.rows for chunk in chunks])  # (P, L, width), as LensDigest gives it
-        if chunks
-        else np.empty((0, layers, lens_width(top_k, 1)), dtype=np.float32)
-    )
-    predicted = np.ones(unit.counted, dtype=np.bool_)
-    predicted[: unit.counted - len(numbers)] = False
-    logprobs, ranks, entropies, divergences = np.moveaxis(numbers[..., 2 * top_k :], -1, 0)
-    return LensRows(
-        predicted=predicted,
-        logprobs=logprobs,
-        ranks=ranks.astype(np.int32),
-        entropies=entropies,
-        divergences=divergences,
-        top_tokens=numbers[..., :top_k].astype(np.int32),
-        top_logprobs=numbers[..., top_k : 2 * top_k],
-    )
+    return ShardComputer(loaded, quantity, computation)

@@ -1,20 +1,20 @@
-"""Index: the folder of an extraction, and `index.json`, which says what is in it.
+"""Index: the folder of an extraction, and `index.json`, which lists its contents.
 
-  index.json                  what was asked for, of which checkpoint and data, and the shards
+  index.json                  the request, the checkpoint, the data, and the shards
   shard-000000.parquet, ...   shards (`shards.py`), or .safetensors
-  extract.lock                who writes it now; not there when it is finished
+  extract.lock                the process that writes; removed when the extraction is finished
 
-The index is written before the first shard and after each, so that a kill at any moment leaves a
-folder that can be gone on with: a shard that it does not list is computed again. It has no times
-and says nothing of interruptions: the same extraction ends in the same bytes. Who goes on is held
-against what it says, and refused with what differs; a file that is not of the extraction is not
-touched, and refused by name.
+The index is written before the first shard and after each, so a kill at any moment leaves a folder
+that can be continued: a shard that is not listed is computed again. It has no times and no traces
+of interruptions: the same extraction ends in the same bytes. A command that continues is compared
+with the index and refused if it differs. Files of others are not touched, and refused by name.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,16 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
-"""More than a million shards take."""
+"""More bytes than the index of a million shards has."""
 _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
-"""What a kill may leave of a file that was being written."""
+"""Names of half-written files that a kill leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One that is written.
+    """A written shard.
 
-    rows      tokens that it has
+    rows      its tokens
     document, position   the place behind its last token
     """
 
@@ -54,8 +54,8 @@ class Shard:
 class ExtractionFolder:
     """The folder at `path`, locked until `release`, and its shards.
 
-    Raises ExtractionError where another process writes it, where it holds something else, or where
-    it cannot be made.
+    Raises ExtractionError if another process writes it, if it holds other files, or if it cannot be
+    written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,75 +64,68 @@ class ExtractionFolder:
         self._facts: dict[str, Any] = {}
         if path.exists() and not path.is_dir():
             raise ExtractionError(f"{path} exists and is not a folder: choose another --out")
-        if path.is_dir() and not (path / INDEX).exists():
-            self._refuse_others()  # nothing is written where no extraction is
+        if path.is_dir() and not self._begun:
+            self._refuse_others()  # before a lock is written there
         self._made = not path.exists()
-        try:
+        with self._writing():
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(path / LOCK)
-        except FolderLocked as error:
-            raise ExtractionError(
-                f"{path} is being written by {error.owner}: wait until that has ended, or choose "
-                "another --out"
-            ) from error
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def release(self, *, finished: bool) -> None:
-        """Let others in; nothing but files of the extraction is left where it is finished, and
-        nothing at all where it has not begun."""
-        begun = (self.path / INDEX).exists()
-        if finished or not begun:
-            (self.path / LOCK).unlink(missing_ok=True)
-        if self._made and not begun:
-            self.path.rmdir()
-        self._lock.release()
-
-    def begin(self, facts: Mapping[str, Any], data_name: str) -> None:
-        """Take up an extraction with these facts, or start one: what a kill left half written is
-        removed, and every shard that is listed is held against its hash."""
-        self._facts = {"format_version": FORMAT_VERSION, "data_name": data_name, **facts}
-        try:
-            if (self.path / INDEX).exists():
-                self._take_up(facts)
-                self._refuse_others()
-                self._sweep()
-            else:
-                self._refuse_others()
-                self._sweep()
-                self._write(complete=False)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def shard_name(self, suffix: str) -> str:
-        """The name of the next shard."""
-        return f"shard-{len(self.shards):06d}{suffix}"
-
-    def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> Shard:
-        """Write the next shard, and list it. Raises ExtractionError where the disk is full."""
-        name = self.shard_name(suffix)
-        shard = Shard(name, rows, len(content), hashlib.sha256(content).hexdigest(), *end)
-        try:
-            write_whole(self.path / name, content)
-            self.shards.append(shard)
-            self._write(complete=False)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return shard
-
-    def complete(self) -> None:
-        """Say in the index that no shard is to come."""
-        try:
-            self._write(complete=True)
-        except OSError as error:
-            raise self._unwritable(error) from error
+            try:
+                self._lock = FolderLock(path / LOCK)
+            except FolderLocked as error:
+                raise ExtractionError(
+                    f"{path} is being written by {error.owner}: wait until that has ended, or "
+                    "choose another --out"
+                ) from error
 
     @property
     def rows(self) -> int:
         """Tokens in all shards."""
         return sum(shard.rows for shard in self.shards)
 
-    def _write(self, *, complete: bool) -> None:
+    @property
+    def _begun(self) -> bool:
+        return (self.path / INDEX).exists()
+
+    def release(self, *, finished: bool) -> None:
+        """Unlock the folder. Removes the lock file of a finished extraction, and everything of one
+        that has not begun."""
+        if finished or not self._begun:
+            (self.path / LOCK).unlink(missing_ok=True)
+        if self._made and not self._begun:
+            self.path.rmdir()
+        self._lock.release()
+
+    def begin(self, facts: Mapping[str, Any], data_name: str) -> None:
+        """Continue an extraction with these facts, or start one: remove half-written files, and
+        check the hash of every listed shard."""
+        self._facts = {"format_version": FORMAT_VERSION, "data_name": data_name, **facts}
+        with self._writing():
+            new = not self._begun
+            if not new:
+                self._resume(facts)
+            self._refuse_others()
+            for child in self.path.iterdir():
+                if self._is_left_over(child.name):
+                    child.unlink()
+            if new:
+                self._write_index(complete=False)
+
+    def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> Shard:
+        """Write the next shard, and list it. Raises ExtractionError if the disk is full."""
+        name = self._next_name(suffix)
+        shard = Shard(name, rows, len(content), hashlib.sha256(content).hexdigest(), *end)
+        with self._writing():
+            write_whole(self.path / name, content)
+            self.shards.append(shard)
+            self._write_index(complete=False)
+        return shard
+
+    def complete(self) -> None:
+        """Mark the extraction as complete."""
+        with self._writing():
+            self._write_index(complete=True)
+
+    def _write_index(self, *, complete: bool) -> None:
         document = {
             **self._facts,
             "complete": complete,
@@ -141,86 +134,76 @@ class ExtractionFolder:
         }
         write_whole(self.path / INDEX, (json.dumps(document, indent=1) + "\n").encode())
 
-    def _take_up(self, facts: Mapping[str, Any]) -> None:
-        document = self._read()
-        if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
-            raise ExtractionError(
-                f"{self.path} was begun otherwise: {'; '.join(different)}. Ask for the same to go "
-                f"on with it{_threads_flag(document, facts)}, or choose another --out"
-            )
-        self._facts["data_name"] = document["data_name"]
-        for shard in self.shards:
-            self._check(shard)
-
-    def _read(self) -> dict[str, Any]:
+    def _resume(self, facts: Mapping[str, Any]) -> None:
+        """Read the index and check the shards. Raises ExtractionError if it has other facts."""
         path = self.path / INDEX
         try:
             document: dict[str, Any] = parse_json(read_regular(path, INDEX_BYTES))
             self.shards = [Shard(**shard) for shard in document["shards"]]
-            document["data_name"]
+            self._facts["data_name"] = document["data_name"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ExtractionError(
                 f"{path} is not the index of an extraction ({type(error).__name__}: {error}): "
                 "choose another --out"
             ) from error
-        return document
+        if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
+            raise ExtractionError(
+                f"{self.path} was begun differently: {'; '.join(different)}. Give the same options "
+                f"to continue{_threads_flag(document, facts)}, or choose another --out"
+            )
+        for shard in self.shards:
+            self._check(shard)
 
     def _check(self, shard: Shard) -> None:
         path = self.path / shard.file
-        digest = hashlib.sha256()
         try:
             with path.open("rb") as file:
-                while piece := file.read(2**20):
-                    digest.update(piece)
+                found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise ExtractionError(
                 f"{path} is listed in {INDEX} and cannot be read ({error.strerror}): put it back, "
                 "or choose another --out"
             ) from error
-        if digest.hexdigest() != shard.sha256:
+        if found != shard.sha256:
             raise ExtractionError(
-                f"{path} is not what was written: it has {path.stat().st_size:,} bytes with "
-                f"another sha256 than {INDEX} says ({shard.bytes:,} bytes). It was damaged or "
-                "changed: choose another --out"
+                f"{path} is not what was written: it has {path.stat().st_size:,} bytes and another "
+                f"sha256 than in {INDEX} ({shard.bytes:,} bytes). It was damaged or changed: "
+                "choose another --out"
             )
 
     def _refuse_others(self) -> None:
         """Raise ExtractionError for a file that this extraction has not written."""
+        known = {INDEX, LOCK, *(shard.file for shard in self.shards)}
         for child in sorted(self.path.iterdir()):
-            if child.name not in self._known() and not self._is_left_over(child.name):
+            if child.name not in known and not self._is_left_over(child.name):
                 raise ExtractionError(
                     f"{self.path} holds {child.name}, which this extraction has not written: "
                     "choose a new folder for --out"
                 )
 
-    def _sweep(self) -> None:
-        """Remove what was being written when a process was killed."""
-        for child in self.path.iterdir():
-            if self._is_left_over(child.name):
-                child.unlink()
-
-    def _known(self) -> set[str]:
-        return {INDEX, LOCK, *(shard.file for shard in self.shards)}
+    def _next_name(self, suffix: str) -> str:
+        return f"shard-{len(self.shards):06d}{suffix}"
 
     def _is_left_over(self, name: str) -> bool:
-        """Whether a kill may have left this file: half written, or written and not yet listed."""
-        next_shards = {self.shard_name(suffix) for suffix in (".parquet", ".safetensors")}
-        return bool(_ASIDE.fullmatch(name)) or (
-            name in next_shards and (self.path / INDEX).exists()
-        )
+        """True if a kill may have left this file: half written, or written and not yet listed."""
+        unlisted = {self._next_name(suffix) for suffix in (".parquet", ".safetensors")}
+        return bool(_ASIDE.fullmatch(name)) or (self._begun and name in unlisted)
 
-    def _unwritable(self, error: OSError) -> ExtractionError:
-        begun = (self.path / INDEX).exists()
-        rest = "; what is written there stays, and the same command goes on" if begun else ""
-        return ExtractionError(
-            f"{self.path} cannot be written: {error.strerror or error}. Make room or mend it, or "
-            f"choose another --out{rest}"
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn errors of the disk into an ExtractionError."""
+        try:
+            yield
+        except OSError as error:
+            rest = "; what is written stays, and the same command continues" if self._begun else ""
+            raise ExtractionError(
+                f"{self.path} cannot be written: {error.strerror or error}. Make room or repair "
+                f"it, or choose another --out{rest}"
+            ) from error
 
 
 def _threads_flag(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which flag gives the threads of before: their default is not the same on every machine, nor
-    with --ray."""
+    """The flag for the earlier number of threads: its default depends on the machine and --ray."""
     threads = before.get("computation", {}).get("threads")
     if not threads or threads == now.get("computation", {}).get("threads"):
         return ""
@@ -228,7 +211,7 @@ def _threads_flag(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """What of `now` stands otherwise in `before`, as parts of a sentence."""
+    """Entries of `now` that have another value in `before`, as parts of a sentence."""
     for name, value in now.items():
         old = before.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

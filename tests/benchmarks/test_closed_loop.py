@@ -17,6 +17,7 @@ from benchmarks.closed_loop import (
     prompts_of,
     tokens_after,
 )
+from benchmarks.raw_client import RawClient
 from benchmarks.streams import (
     Arrival,
     Failure,

@@ -4,6 +4,7 @@ Ray runs on this machine, in processes that a variable of their environment tell
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,8 +91,17 @@ class Started:
         return [
             process
             for process in self.processes()
-            if b"MapWorker(MapBatches(ShardWorker))" in _read(Path(f"/proc/{process}/cmdline"))
+            if b"ray::ShardWorker" in _read(Path(f"/proc/{process}/cmdline"))
         ]
+
+    def kill_one_that_computes(self, process: "subprocess.Popen[str]") -> None:
+        """Kill a worker in the middle of a shard."""
+        while process.poll() is None:
+            for worker in self.workers():
+                if b"ShardWorker.shard" in _read(Path(f"/proc/{worker}/cmdline")):
+                    return os.kill(worker, signal.SIGKILL)
+            time.sleep(0.02)
+        raise AssertionError(process.communicate())
 
     def wait_for_shards(self, out: str, count: int, process: "subprocess.Popen[str]") -> None:
         """Some are written, and the command still runs."""
@@ -145,12 +155,23 @@ def test_a_worker_is_killed_and_the_files_are_those_of_one_process(started: Star
     assert process.returncode == 0, said
     assert printed.startswith("killed: ")
     assert printed.count("\n") == 1, "Ray says nothing where the result goes"
-    assert "died and was started anew" in said
+    assert "died and was restarted" in said
     assert all(line.startswith("logitd extract: ") for line in said.splitlines()), said
     assert contents(started.folder / "killed") == contents(started.folder / "straight")
     assert len(list((started.folder / "straight").glob("shard-*"))) > 20
     started.wait_for_the_end()
     assert not (started.folder / ".ray").exists(), "nothing is written into the home"
+
+
+def test_a_shard_over_which_three_workers_die_ends_the_command(started: Started) -> None:
+    process = started.start("out", "--ray", "local", "--ray-workers", "1")
+    started.wait_for_shards("out", 1, process)
+    for _ in range(3):
+        started.kill_one_that_computes(process)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert re.search(r"3 workers died .* over token \d+ of text\.txt .*--shard-tokens", said), said
+    started.wait_for_the_end()
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
@@ -181,7 +202,7 @@ def test_a_checkpoint_that_a_worker_lacks_is_a_sentence(
     shutil.copytree(checkpoint_path, copied)
     process = started.start("out", "--ray", "local", "--ray-workers", "1", checkpoint=copied)
     assert process.stderr is not None
-    while "1 worker on cpu" not in (line := process.stderr.readline()):
+    while "workers: 1 on cpu" not in (line := process.stderr.readline()):
         assert line, "it ended before"
     shutil.rmtree(copied)
     printed, said = process.communicate(timeout=120)
@@ -196,5 +217,5 @@ def test_more_workers_than_fit_are_refused(started: Started) -> None:
     process = started.start("out", "--ray", "local", "--ray-workers", "1000")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "1,000 workers of 1 thread do not fit this machine" in said
+    assert "1000 on cpu with --threads 1; only" in said
     started.wait_for_the_end()

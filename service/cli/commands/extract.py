@@ -16,8 +16,7 @@ from logitd.model.device import DeviceError
 from logitd.model.extraction.compute import Placing
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.on_ray import Cluster
-from logitd.model.extraction.pluralize import pluralize
-from logitd.model.extraction.run import Asked, Extracted, Progress, Surveyed, extract
+from logitd.model.extraction.run import Extracted, ExtractionRequest, Progress, Surveyed, extract
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.service.settings.extract import ExtractSettings
@@ -120,7 +119,7 @@ def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
             settings.checkpoint,
             settings.data,
             settings.out,
-            Asked(
+            ExtractionRequest(
                 stages=settings.stages,
                 top_k=settings.top_k or 0,
                 lens=settings.lens,
@@ -216,6 +215,11 @@ def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
             return f"downloading {url}: {done / 1e6:,.1f}{share} MB"
         case Downloaded(url, size):
             return f"{url}: {size:,} bytes"
+
+
+def pluralize(count: int, noun: str) -> str:
+    """1 token, 2 tokens, 1,000 tokens."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _duration(seconds: float) -> str:

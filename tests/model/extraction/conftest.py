@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from logitd.model.extraction.compute import Placing
-from logitd.model.extraction.run import Asked, Extracted, extract
+from logitd.model.extraction.run import Extracted, ExtractionRequest, extract
 from tests.model.conftest import story
 
 TORCH = Placing(device="cpu", dtype="float32", threads=1, kernels="torch")
@@ -44,7 +44,7 @@ def in_memory(texts: Path) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def extracting(checkpoint_path: Path, texts: Path, tmp_path: Path) -> Extract:
-    """Extract into a folder; keyword arguments are those of `Asked`, but for those of `extract`."""
+    """Extract into a folder; other keyword arguments are fields of `ExtractionRequest`."""
 
     def run(
         out: Path = tmp_path / "out",
@@ -55,7 +55,9 @@ def extracting(checkpoint_path: Path, texts: Path, tmp_path: Path) -> Extract:
         tell: Callable[[Any], None] = lambda event: None,
         **asked: Any,
     ) -> Extracted:
-        return extract(checkpoint, data, out, Asked(**asked), placing=placing, tell=tell)
+        return extract(
+            checkpoint, data, out, ExtractionRequest(**asked), placing=placing, tell=tell
+        )
 
     return run
 

@@ -15,19 +15,21 @@ from typing import Any
 import pytest
 
 from logitd.model.extraction.index import INDEX
-from logitd.model.extraction.run import Asked, extract
+from logitd.model.extraction.run import ExtractionRequest, extract
 from tests.model.extraction.conftest import TORCH, contents
 
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir")
 KINDS = [
-    pytest.param(Asked(top_k=1, shard_tokens=130), id="logprobs"),
-    pytest.param(Asked(stages=("embedding", "final_norm"), shard_tokens=130), id="stages"),
-    pytest.param(Asked(lens=True, top_k=2, shard_tokens=130), id="lens"),
+    pytest.param(ExtractionRequest(top_k=1, shard_tokens=130), id="logprobs"),
+    pytest.param(
+        ExtractionRequest(stages=("embedding", "final_norm"), shard_tokens=130), id="stages"
+    ),
+    pytest.param(ExtractionRequest(lens=True, top_k=2, shard_tokens=130), id="lens"),
 ]
 
 
 def _extract_and_die(
-    checkpoint: Path, texts: Path, out: Path, asked: Asked, change: int, count: Path
+    checkpoint: Path, texts: Path, out: Path, asked: ExtractionRequest, change: int, count: Path
 ) -> None:
     """In a process of its own: extract, and send SIGKILL to itself before the change of that number
     to the folder. `count` is a file for how many there were."""
@@ -50,14 +52,14 @@ def _extract_and_die(
     count.write_text(str(seen))
 
 
-Kill = Callable[[Asked, int], Path]
+Kill = Callable[[ExtractionRequest, int], Path]
 
 
 @pytest.fixture
 def kill(checkpoint_path: Path, texts: Path, tmp_path: Path, processes: ForkServerContext) -> Kill:
     """Extract in a process that is killed before a change (0: none); the folder."""
 
-    def start(asked: Asked, change: int) -> Path:
+    def start(asked: ExtractionRequest, change: int) -> Path:
         out = tmp_path / f"out-{change}"
         arguments = (checkpoint_path, texts, out, asked, change, tmp_path / "count")
         process = processes.Process(target=_extract_and_die, args=arguments)
@@ -69,7 +71,9 @@ def kill(checkpoint_path: Path, texts: Path, tmp_path: Path, processes: ForkServ
     return start
 
 
-def _check(kill: Kill, asked: Asked, change: int, straight: Path, texts: Path, model: Path) -> int:
+def _check(
+    kill: Kill, asked: ExtractionRequest, change: int, straight: Path, texts: Path, model: Path
+) -> int:
     """Kill, go on, compare; how many shards were there."""
     out = kill(asked, change)
     shards = len(list(out.glob("shard-*"))) if (out / INDEX).exists() else 0
@@ -81,7 +85,7 @@ def _check(kill: Kill, asked: Asked, change: int, straight: Path, texts: Path, m
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", KINDS)
 def test_one_killed_before_any_change_goes_on_to_the_same_files(
-    kill: Kill, asked: Asked, tmp_path: Path, texts: Path, checkpoint_path: Path
+    kill: Kill, asked: ExtractionRequest, tmp_path: Path, texts: Path, checkpoint_path: Path
 ) -> None:
     """Every second one, by turns the odd and the even ones of a kind of values."""
     straight = kill(asked, 0)

@@ -95,9 +95,9 @@ def test_how_a_document_comes_in_parts_changes_nothing(
 @pytest.mark.parametrize(
     ("stride", "predicts", "message"),
     [
-        (8, True, "stride is 8, and a window has 8 tokens, one of which .* give 1 to 7"),
-        (9, False, "stride is 9, and a window has 8 tokens: give 1 to 8"),
-        (0, False, "stride is 0"),
+        (8, True, "stride.*8.*1 to 7"),
+        (9, False, "stride.*9.*1 to 8"),
+        (0, False, "stride.*0"),
     ],
 )
 def test_a_stride_that_would_leave_tokens_out_is_refused(
@@ -117,7 +117,7 @@ def test_a_document_of_more_tokens_than_positions_count_is_refused(
 ) -> None:
     monkeypatch.setattr("logitd.model.extraction.plan.MOST_POSITIONS", 10)
     assert list(document_units(0, "d", [[1] * 10], Windows(4, 4)))
-    with pytest.raises(ExtractionError, match="d has more than 10 tokens"):
+    with pytest.raises(ExtractionError, match=r"d .*10"):
         list(document_units(0, "d", [[1] * 10, [1]], Windows(4, 4)))
 
 

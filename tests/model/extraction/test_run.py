@@ -230,7 +230,7 @@ def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
         ({"placing": replace(TORCH, dtype="bfloat16")}, r'dtype was "float32" and is "bfloat16"'),
         pytest.param(
             {"placing": replace(TORCH, threads=2)},
-            r"computation\.threads was 1 and is 2\. Ask .* go on with it \(--threads 1\)",
+            r"computation\.threads was 1 and is 2\. .*--threads 1",
             marks=pytest.mark.skipif(available_processors() < 2, reason="one processor"),
         ),
     ],
@@ -240,7 +240,7 @@ def test_other_settings_are_refused(
 ) -> None:
     out = _interrupted(extracting, tmp_path / "out", **ASKED)
     before = contents(out)
-    with pytest.raises(ExtractionError, match=f"was begun otherwise: .*{message}"):
+    with pytest.raises(ExtractionError, match=message):
         extracting(**{**ASKED, **changed})
     assert set(contents(out)) == set(before)
     assert {**contents(out), LOCK: b""} == {**before, LOCK: b""}
@@ -266,10 +266,10 @@ def test_a_shard_that_was_changed_or_is_gone_is_named(
     shard = out / "shard-000001.parquet"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ExtractionError, match=r"shard-000001\.parquet is not what was written"):
+    with pytest.raises(ExtractionError, match=r"shard-000001\.parquet .*sha256"):
         extracting(**asked)
     shard.unlink()
-    with pytest.raises(ExtractionError, match=r"shard-000001\.parquet is listed in index\.json"):
+    with pytest.raises(ExtractionError, match=r"shard-000001\.parquet .*index\.json"):
         extracting(**asked)
 
 
@@ -282,7 +282,7 @@ def test_a_folder_with_files_of_others_is_left_as_it_is(
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text("text")
-    with pytest.raises(ExtractionError, match=f"holds {name}, which this extraction has not"):
+    with pytest.raises(ExtractionError, match=f"{name}.*--out"):
         extracting()
     assert contents(out) == {name: b"text"}
 
@@ -293,7 +293,7 @@ def test_a_file_that_came_into_the_folder_meanwhile_is_named(
     out = _interrupted(extracting, tmp_path / "out", **ASKED)
     for name in ("letter.txt", "shard-000003.parquet"):
         (out / name).write_text("text")
-        with pytest.raises(ExtractionError, match=f"holds {name}"):
+        with pytest.raises(ExtractionError, match=f"{name}.*--out"):
             extracting(**ASKED)
         assert (out / name).read_text() == "text"
         (out / name).unlink()
@@ -305,7 +305,7 @@ def test_an_index_of_something_else_is_refused(
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / INDEX).write_text(index)
-    with pytest.raises(ExtractionError, match=r"is not the index of an extraction|begun otherwise"):
+    with pytest.raises(ExtractionError, match=r"index|checkpoint.* was null"):
         extracting()
     assert (tmp_path / "out" / INDEX).read_text() == index
 
@@ -313,7 +313,7 @@ def test_an_index_of_something_else_is_refused(
 def test_only_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     lock = FolderLock(tmp_path / "out" / LOCK)
-    with pytest.raises(ExtractionError, match=f"is being written by process {os.getpid()} on"):
+    with pytest.raises(ExtractionError, match=f"process {os.getpid()} .*--out"):
         extracting()
     lock.release()
     assert extracting().rows
@@ -323,9 +323,7 @@ def test_a_full_disk_is_told_and_what_is_written_stays(extracting: Extract, tmp_
     """A limit on the size of a file is as good: the largest shard does not fit."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
-    refusal = pytest.raises(
-        ExtractionError, match=r"out cannot be written: .* Make room .* the same command goes on"
-    )
+    refusal = pytest.raises(ExtractionError, match=r"out .*--out.* the same command continues")
     with files_of_at_most(largest - 1), refusal:
         extracting(top_k=20, **ASKED)
     assert not list((tmp_path / "out").glob(".*"))
@@ -336,10 +334,10 @@ def test_a_full_disk_is_told_and_what_is_written_stays(extracting: Extract, tmp_
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (("blocks.*.attention.probs",), "attention.probs has a value for each token of the window"),
-        (("blocks.0.attention.scores",), "has a value for each token"),
-        (("logits",), "logits are 257 values a token: extract --top-k K"),
-        (("*",), "has a value for each token"),
+        (("blocks.*.attention.probs",), r"attention\.probs.*128.*attention\.q"),
+        (("blocks.0.attention.scores",), r"attention\.scores.*--stages"),
+        (("logits",), "logits.*257.*--top-k K"),
+        (("*",), "--stages"),
         (("nothing",), "no stage matches 'nothing'"),
     ],
 )
@@ -357,13 +355,13 @@ def test_what_cannot_begin_leaves_no_folder(extracting: Extract, tmp_path: Path)
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text\xff")
     for data, error, message in (
-        ((str(empty),), TextError, "all are empty"),
-        ((str(binary),), TextError, "is not UTF-8"),
-        ((), ExtractionError, "no data is named"),
+        ((str(empty),), TextError, "empty"),
+        ((str(binary),), TextError, "UTF-8"),
+        ((), ExtractionError, "--data"),
     ):
         with pytest.raises(error, match=message):
             extracting(data=data)
-    with pytest.raises(ExtractionError, match="top_k is 258; the vocabulary has 257 ids"):
+    with pytest.raises(ExtractionError, match=r"top_k.*258.*257"):
         extracting(top_k=258)
     assert not (tmp_path / "out").exists()
 
@@ -371,7 +369,7 @@ def test_what_cannot_begin_leaves_no_folder(extracting: Extract, tmp_path: Path)
 def test_a_model_that_sees_one_token_predicts_none(extracting: Extract, tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(context_length=1))
     short = save_tiny_checkpoint(tmp_path / "short", gpt).path
-    with pytest.raises(ExtractionError, match="context is 1 token"):
+    with pytest.raises(ExtractionError, match=r"context is 1 .*--stages"):
         extracting(checkpoint=short)
     assert extracting(checkpoint=short, stages=("embedding",)).rows
 
@@ -386,10 +384,10 @@ def test_a_text_that_changes_while_it_is_read_is_noticed(
         if isinstance(event, Surveyed):
             (copied / "a.txt").write_text("another")
 
-    with pytest.raises(ExtractionError, match="changed while it was read"):
+    with pytest.raises(ExtractionError, match=r"bytes.*sha256.*--out"):
         extracting(data=(str(copied),), tell=change)
 
 
 def test_token_ids_of_a_run_are_refused(extracting: Extract, straight: Path) -> None:
-    with pytest.raises(ExtractionError, match="are token ids that a run wrote"):
+    with pytest.raises(ExtractionError, match="token ids"):
         extracting(data=(str(straight / "data"),))

@@ -65,19 +65,19 @@ def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ([], 2, "give either --logprobs .* or --lens or --stages NAMES; none is given"),
-        (["--top-k", "3", "--stages", "embedding"], 2, "--top-k and --stages are given"),
-        (["--lens", "--stages", "embedding"], 2, "--lens and --stages are given"),
-        (["--lens", "--logprobs"], 2, "last layer's logprobs of --lens are those of --logprobs"),
-        (["--lens", "--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
-        (["--logprobs", "--ray-workers", "2"], 2, "--ray-workers goes with --ray"),
-        (["--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
-        (["--stages", "logits"], 1, "extract --top-k K"),
-        (["--logprobs", "--stride", "128"], 1, "give 1 to 127"),
-        (["--logprobs", "--device", "tpu"], 1, "is not a device"),
-        (["--logprobs", "--data", "nowhere.txt"], 1, "nowhere.txt is not a file"),
-        (["--logprobs", "--text-field", "body"], 1, "--text-field body goes with JSON lines"),
-        (["--logprobs", "--out", "text.txt"], 1, "text.txt exists and is not a folder"),
+        ([], 2, "--logprobs.*--lens.*--stages"),
+        (["--top-k", "3", "--stages", "embedding"], 2, "--top-k and --stages"),
+        (["--lens", "--stages", "embedding"], 2, "--lens and --stages"),
+        (["--lens", "--logprobs"], 2, "--logprobs and --lens"),
+        (["--lens", "--top-k", "300"], 1, "top_k.*300.*257"),
+        (["--logprobs", "--ray-workers", "2"], 2, "--ray-workers.*--ray"),
+        (["--top-k", "300"], 1, "top_k.*300.*257"),
+        (["--stages", "logits"], 1, "--top-k K"),
+        (["--logprobs", "--stride", "128"], 1, "1 to 127"),
+        (["--logprobs", "--device", "tpu"], 1, "tpu"),
+        (["--logprobs", "--data", "nowhere.txt"], 1, "nowhere.txt"),
+        (["--logprobs", "--text-field", "body"], 1, "--text-field body"),
+        (["--logprobs", "--out", "text.txt"], 1, "text.txt.*--out"),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -115,10 +115,8 @@ def test_without_ray_the_way_to_it_is_said(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    for name in ("RAY_ENABLE_AUTO_CONNECT", "RAY_USAGE_STATS_ENABLED", "RAY_BACKEND_LOG_LEVEL"):
-        monkeypatch.setenv(name, "0")  # so that they are taken back
     assert extracted(checkpoint_path, "--logprobs", "--ray", "local") == 1
-    assert "-m pip install 'ray[data,serve]>=2.60'" in capsys.readouterr().err
+    assert "-m pip install 'ray[serve]>=2.60'" in capsys.readouterr().err
     assert not Path("out").exists()
 
 

@@ -1,0 +1,65 @@
+"""Ray cluster: start Ray on this machine, or join a cluster that runs, and leave it again.
+
+`on_ray.py` and `deploy/ray_serve.py` connect here. Ray is an optional dependency, imported inside
+functions only. Starts no workers.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+
+from logitd.model.device import available_processors
+from logitd.model.extraction.errors import ExtractionError
+
+LOCAL = "local"
+CONNECT_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Connect to the cluster at `address`, and disconnect at the end of the block.
+
+    `address` is host:port, "auto" for the cluster that this machine belongs to, or "local": then
+    Ray starts here and ends with the block. Raises ExtractionError if there is no such cluster.
+    """
+    if address not in (LOCAL, "auto"):
+        _require_listener(address)
+    # Ray reads these when it is imported. A late reference would otherwise start it again.
+    os.environ |= {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    import ray
+
+    options: dict[str, object] = {"address": address}
+    with contextlib.ExitStack() as stack:
+        if address == LOCAL:
+            log("starting Ray on this machine")
+            # Ray listens on every interface, so it gets a token, which stays set: Ray reads it
+            # once. Without a token Ray would write one into the user's home.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            # Paths of sockets have at most 107 bytes, so the folder lies high up.
+            folder = tempfile.TemporaryDirectory("", "logitd-ray-", "/tmp", True)
+            options |= {"_temp_dir": stack.enter_context(folder), "include_dashboard": False}
+            options |= {"_node_ip_address": "127.0.0.1", "num_cpus": available_processors()}
+        # Ray prints deaths of workers on stdout, which carries the result, and has no switch.
+        ray._private.worker._worker_logs_enabled = False
+        stack.callback(ray.shutdown)
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **options)
+        except (ConnectionError, OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+            raise ExtractionError(f"--ray {address}: {e.__cause__ or e}") from e
+        yield
+
+
+def _require_listener(address: str) -> None:
+    """Raise ExtractionError unless something listens at host:port: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError, ValueError) as error:
+        raise ExtractionError(
+            f"--ray is {address}, and nothing answers there ({error}). Give the host:port of a "
+            "running `ray start --head` (not ray://), auto, or local"
+        ) from error
