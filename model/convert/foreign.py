@@ -107,15 +107,14 @@ class StateDictReader:
         self.dtypes.add(tensor.dtype)
         return tensor
 
-    def layers(self, count: int) -> range:
-        """The layers, counted from 0. Raises ConvertError for more of them than there are tensors:
-        a configuration may say any number, and listing the names alone would fill memory."""
+    def require_layers(self, count: int) -> None:
+        """Raise ConvertError for more layers than there are tensors: a configuration may say any
+        number, and listing the names alone would fill memory."""
         if count > len(self._names):
             raise ConvertError(
                 f"{self._where} has {len(self._names):,} tensors, and its configuration says "
                 f"{count:,} layers, each of which has several"
             )
-        return range(count)
 
     def ignore(self, *suffixes: str) -> None:
         """Leave out tensors that are not weights: masks and tables."""

@@ -1,9 +1,7 @@
 """GGUF, llama.cpp's file format, by the `gguf` package (the extra `gguf`).
 
 Matrices in the dtype of the checkpoint, norms, biases and positions in float32, as llama.cpp's
-own converter writes them, with the vocabulary as byte-level BPE. llama.cpp turns neighbouring
-channels in its "llama" and halves in its "qwen2" and "qwen3": rows of query and key are reordered
-for the former.
+own converter writes them, with the vocabulary as byte-level BPE.
 
 How a text is cut before merging is code there, by a name. A pattern that none of these names stands
 for is refused, unless a name is given: ids of texts then differ in places, those of tokens do not.
@@ -15,49 +13,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.convert.exportable import PRE_TOKENIZERS
-from logitd.model.convert.family import GPT2, LLAMA
+from logitd.model.convert.family import GPT2, LLAMA, QWEN2, QWEN3
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.hf.export import gpt_weights, rotary_weights
+from logitd.model.convert.hf.export import biased_parts
 from logitd.model.convert.hf.merges import byte_characters, merges_of, written
+from logitd.model.convert.layouts import GGUF_GPT2, GGUF_LLAMA, GGUF_QWEN, write_weights
 from logitd.model.extras import installation
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
 
-OUTSIDE = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-
-INSIDE = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Hugging Face's names of the parts of a block, and llama.cpp's."""
+LAYOUTS = {GPT2: GGUF_GPT2, LLAMA: GGUF_LLAMA, QWEN2: GGUF_QWEN, QWEN3: GGUF_QWEN}
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
@@ -73,7 +42,7 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
     config = info.config
     cut = pre or PRE_TOKENIZERS[info.tokenizer.pattern]
     merges = _merges(info.tokenizer)
-    weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
+    weights = write_weights(gpt, LAYOUTS[family], biased=biased_parts(config, family))
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_name(info.name)
     writer.add_context_length(config.context_length)
@@ -103,41 +72,14 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
         )
     )
     for name, tensor in weights.items():
-        values = _values(name, tensor, gpt, family)
-        matrix = values.ndim == 2 and not name.endswith("wpe.weight")
+        matrix = tensor.dim() == 2 and not name.startswith("position_embd")
         stored = kind if matrix else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
+        values = gguf.quants.quantize(tensor.float().numpy(), stored)
+        writer.add_tensor(name, values, raw_dtype=stored)
     with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-
-
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor of Hugging Face's."""
-    module, _, kind = name.rpartition(".")
-    if module in OUTSIDE:
-        return f"{OUTSIDE[module]}.{kind}"
-    _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{INSIDE[part]}.{kind}"
-
-
-def _values(name: str, tensor: Tensor, gpt: GPT, family: str) -> np.ndarray:
-    """A tensor as llama.cpp wants it: matrices (out, in), and its order of channels."""
-    config = gpt.config
-    if family == GPT2 and tensor.dim() == 2 and ".h." in name:
-        tensor = tensor.T  # Hugging Face's Conv1D is (in, out)
-    if family == LLAMA and ".q_proj." in name:
-        tensor = interleaved(tensor, config.n_head)
-    if family == LLAMA and ".k_proj." in name:
-        tensor = interleaved(tensor, config.n_kv_head)
-    return tensor.float().contiguous().numpy()
-
-
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows (heads * D, ...) of halves that are turned together, as neighbours."""
-    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])  # (heads, 2, D / 2, ...)
-    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _merges(tokenizer: Tokenizer) -> list[str]:

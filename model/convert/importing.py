@@ -38,10 +38,10 @@ from logitd.model.convert.by_role.read import (
 from logitd.model.convert.by_role.settle import compared_with_chance
 from logitd.model.convert.card import write_import_card
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
-from logitd.model.convert.hf import config as huggingface
-from logitd.model.convert.hf.config import read_huggingface
+from logitd.model.convert.hf.config import FAMILIES, read_huggingface
+from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS, read_object
 from logitd.model.convert.litgpt import read_litgpt
-from logitd.model.convert.nanogpt import is_nanogpt, read_nanogpt
+from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.source_file import source_text
 from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
@@ -51,7 +51,7 @@ from logitd.model.text.tokenizer import TokenizerError
 from logitd.model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
-PUBLISHED_FILES = (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS, huggingface.PICKLE)
+PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
 """Files that stand for the folder that they are in."""
 FINGERPRINT_BYTES = 2**20
 CHECKED_CHARACTERS = 2_000_000
@@ -159,7 +159,7 @@ def importable(source: Path) -> bool:
         return source.suffix in SUFFIXES
     if not source.is_dir() or _is_own(source):
         return False
-    if any((source / name).is_file() for name in (litgpt.WEIGHTS, NANOGPT, huggingface.CONFIG)):
+    if any((source / name).is_file() for name in (litgpt.WEIGHTS, NANOGPT, CONFIG)):
         return True
     return any(path.suffix in LOOKED_FOR for path in source.iterdir())
 
@@ -223,14 +223,14 @@ def _read_published(
     """A model in a format that says all that it computes; None where it is in none of them, or of
     a family of Hugging Face's that has no reader and may be recognised by role."""
     if source.is_file():
-        return read_nanogpt(source) if is_nanogpt(source) else None
+        return read_nanogpt(source)
     if (source / litgpt.WEIGHTS).is_file():
         return read_litgpt(source, context_length=context_length)
-    if (source / NANOGPT).is_file() and is_nanogpt(source / NANOGPT):
-        return read_nanogpt(source / NANOGPT)
-    if (source / huggingface.CONFIG).is_file():
-        document = huggingface.read_object(source / huggingface.CONFIG)
-        known = document.get("model_type") in huggingface.MODEL_TYPES or not by_role_else
+    if (source / NANOGPT).is_file() and (model := read_nanogpt(source / NANOGPT)) is not None:
+        return model
+    if (source / CONFIG).is_file():
+        document = read_object(source / CONFIG)
+        known = document.get("model_type") in FAMILIES or not by_role_else
         if "model_type" in document and "format_version" not in document and known:
             return read_huggingface(source, context_length=context_length)
     return None
@@ -238,8 +238,8 @@ def _read_published(
 
 def _is_own(folder: Path) -> bool:
     """Whether a folder is a checkpoint of this project."""
-    config = folder / huggingface.CONFIG
-    return config.is_file() and "format_version" in huggingface.read_object(config)
+    config = folder / CONFIG
+    return config.is_file() and "format_version" in read_object(config)
 
 
 def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:

@@ -1,9 +1,9 @@
 """LitGPT's `lit_model.pth` with `model_config.yaml`: the shapes of Llama, GPT-NeoX and Pythia.
 
-Query, key and value rows stand one after the other under `attn.qkv`; versions before that name have
-them under `attn.attn`, interleaved by group (the queries of a group, its key, its value). Where a
-part of a head turns, it is the first channels, as in GPT-NeoX (`hf/rope.py`). A head is always
-stored; where it equals the embedding it is kept once. Reading YAML needs PyYAML.
+Old versions have query, key and value under `attn.attn`, group by group. A head is always stored;
+one that equals the embedding is kept once. Reading YAML needs PyYAML. Recognition by role
+(`by_role/`) cannot replace this reader: it reads no YAML, turns whole heads only, and does not know
+that order.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from logitd.model.convert.hf.rope import half_split
+from logitd.model.convert.layouts import (
+    LITGPT,
+    MATRICES,
+    Layout,
+    group_by_group,
+    read_weights,
+    tie_if_equal,
+)
 from logitd.model.convert.pt_file import read_pt
 from logitd.model.convert.source_file import source_text
+from logitd.model.convert.state_file import named_tensors
 from logitd.model.extras import installation
 from logitd.model.files import CONFIG_BYTES
 from logitd.model.transformer.config import ConfigError, GPTConfig, gpt2_shape
@@ -61,22 +66,20 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
     _reject_unknown(settings, values)
+    weights_file = str(folder / WEIGHTS)
     loaded = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
-    for name, value in state.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise ConvertError(f"{folder / WEIGHTS}: {name!r} is not the name of a tensor")
-    tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
-    reader = StateDictReader(str(folder / WEIGHTS), tensors, tensors.__getitem__)
+    tensors = named_tensors(weights_file, state)
+    reader = StateDictReader(weights_file, tensors, tensors.__getitem__)
     try:
         config = _config(settings, context_length)
     except ConfigError as error:
         raise ConvertError(f"{where}: {error}") from error
-    weights = _weights(reader, config, settings)
+    unbiased = () if settings.flag("bias", True) else MATRICES
+    config, weights = tie_if_equal(
+        config, read_weights(reader, config, _layout(reader, config), unbiased=unbiased)
+    )
     reader.finish()
-    if torch.equal(weights["head.weight"], weights["token_embedding.weight"]):
-        del weights["head.weight"]
-        config = replace(config, tied_head=True)
     return ForeignModel(
         kind="LitGPT",
         config=config,
@@ -164,69 +167,11 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     )
 
 
-def _weights(reader: StateDictReader, config: GPTConfig, settings: Settings) -> dict[str, Tensor]:
-    width, rows, wide = config.d_model, config.vocab_size, config.n_head * config.head_dim
-    biased = settings.flag("bias", True)
-    weights = {
-        "token_embedding.weight": reader.take("transformer.wte.weight", rows, width),
-        "head.weight": reader.take("lm_head.weight", rows, width),
-    }
-    if config.head_bias:
-        weights["head.bias"] = reader.take("lm_head.bias", rows)
-
-    def linear(ours: str, theirs: list[str], inside: int, outside: int, bias: bool) -> None:
-        """One matrix of ours from one of theirs, or from several of the same size."""
-        weights[f"{ours}.weight"] = torch.cat(
-            [reader.take(f"{name}.weight", outside, inside) for name in theirs]
-        )
-        if bias:
-            weights[f"{ours}.bias"] = torch.cat(
-                [reader.take(f"{name}.bias", outside) for name in theirs]
-            )
-
-    def norm(ours: str, theirs: str, size: int = width) -> None:
-        weights[f"{ours}.weight"] = reader.take(f"{theirs}.weight", size)
-        if config.norm == "layernorm":
-            weights[f"{ours}.bias"] = reader.take(f"{theirs}.bias", size)
-
-    norm("final_norm", "transformer.ln_f")
-    up = ["fc_1", "fc_2"] if config.activation == "swiglu" else ["fc"]
-    for layer in reader.layers(config.n_layer):
-        source, here = f"transformer.h.{layer}", f"blocks.{layer}"
-        norm(f"{here}.attention_norm", f"{source}.norm_1")
-        norm(f"{here}.mlp_norm", f"{source}.norm_2")
-        old = f"{source}.attn.attn.weight" in reader
-        fused = f"{source}.attn.attn" if old else f"{source}.attn.qkv"
-        linear(f"{here}.qkv", [fused], width, config.qkv_width, config.qkv_bias)
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            name = f"{here}.qkv.{kind}"
-            apart = _ungrouped(weights[name], config) if old else weights[name]
-            weights[name] = _half_split(apart, config)
-        linear(f"{here}.attention_out", [f"{source}.attn.proj"], wide, width, biased)
-        linear(f"{here}.mlp_up", [f"{source}.mlp.{n}" for n in up], width, config.d_ff, biased)
-        linear(f"{here}.mlp_down", [f"{source}.mlp.proj"], config.d_ff, width, biased)
-        if config.qk_norm:
-            norm(f"{here}.query_norm", f"{source}.attn.norm_q", config.head_dim)
-            norm(f"{here}.key_norm", f"{source}.attn.norm_k", config.head_dim)
-            order = half_split(config.head_dim, config.rotary_dim)
-            for name in (f"{here}.query_norm.weight", f"{here}.key_norm.weight"):
-                weights[name] = weights[name][order]
-    return weights
-
-
-def _half_split(rows: Tensor, config: GPTConfig) -> Tensor:
-    """Rows (qkv_width, ...) with the channels of queries and keys in the order that they have
-    here."""
-    heads = rows.view(-1, config.head_dim, *rows.shape[1:])  # (H + 2K, D, ...)
-    turned = config.n_head + config.n_kv_head
-    order = half_split(config.head_dim, config.rotary_dim)
-    return torch.cat((heads[:turned, order], heads[turned:])).reshape(rows.shape)
-
-
-def _ungrouped(rows: Tensor, config: GPTConfig) -> Tensor:
-    """From [q .. q, k, v] per group to all queries, all keys, all values: (qkv_width, ...)."""
-    per_group = config.n_head // config.n_kv_head
-    # (K, H / K + 2, D, ...)
-    groups = rows.reshape(config.n_kv_head, per_group + 2, config.head_dim, *rows.shape[1:])
-    parts = groups.split([per_group, 1, 1], dim=1)
-    return torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts])
+def _layout(reader: StateDictReader, config: GPTConfig) -> Layout:
+    """The names of a version and of its kind of feed-forward."""
+    inside = dict(LITGPT.inside)
+    if config.activation == "swiglu":
+        inside["mlp_up"] = ("mlp.fc_1", "mlp.fc_2")
+    if "transformer.h.0.attn.attn.weight" not in reader:
+        return replace(LITGPT, inside=inside)
+    return replace(LITGPT, inside={**inside, "qkv": ("attn.attn",)}, rows=group_by_group)

@@ -64,7 +64,7 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         where = f"{path} ({key})" if key else str(path)
         contents = without_tensors(loaded) if key else {}
     settings = _settings_beside(path) | collect_settings(contents)
-    return StateFile(path, where, _unwrapped(where, tensors), key or None, settings, contents)
+    return StateFile(path, where, named_tensors(where, tensors), key or None, settings, contents)
 
 
 def find_state_file(folder: Path) -> Path:
@@ -140,10 +140,15 @@ def _state_dicts(
                 yield from _state_dicts(inner, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _unwrapped(where: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what wrappers put before them."""
+def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Tensors by their names without the prefixes of wrappers. Raises ConvertError for anything
+    else in a state dict."""
     unwrapped: dict[str, Tensor] = {}
-    for full, tensor in tensors.items():
+    for full, tensor in state.items():
+        if not isinstance(full, str) or not isinstance(tensor, Tensor):
+            raise ConvertError(
+                f"{where} holds {full!r}, a {type(tensor).__name__}; expected tensors by name"
+            )
         name = full
         while (head := name.partition("."))[0] in WRAPPERS and head[2]:
             name = head[2]

@@ -11,31 +11,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.model.checkpoint.weights_file import write_weights
+from logitd.model.checkpoint.weights_file import write_weights as write_file
+from logitd.model.convert import layouts
 from logitd.model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
 from logitd.model.convert.foreign import FLOATS, ConvertError
-from logitd.model.convert.hf.activation import activation_name
-from logitd.model.convert.hf.config import CONFIG, WEIGHTS
+from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
+from logitd.model.convert.hf.folder import CONFIG, WEIGHTS
 from logitd.model.convert.hf.merges import byte_characters, merges_of, written
-from logitd.model.convert.hf.neox import neox_config, neox_weights
 from logitd.model.convert.hf.rope import rope_parameters
 from logitd.model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG
+from logitd.model.convert.layouts import NORMS, Layout, write_weights
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
-
-CLASSES = {
-    GPT2: "GPT2LMHeadModel",
-    GPT_NEOX: "GPTNeoXForCausalLM",
-    LLAMA: "LlamaForCausalLM",
-    QWEN2: "Qwen2ForCausalLM",
-    QWEN3: "Qwen3ForCausalLM",
-}
 
 
 def write_folder(
@@ -43,11 +33,13 @@ def write_folder(
 ) -> None:
     """Write the files into an empty folder. Raises ConvertError and OSError."""
     tokenizer = info.tokenizer
-    config, weights = _family(gpt, family)
+    name, layout, shape = FAMILIES[family]
+    config = shape(info.config)
+    weights = write_weights(gpt, layout, biased=biased_parts(info.config, family))
     dtype = next(iter(weights.values())).dtype
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     config |= {
-        "architectures": [CLASSES[family]],
+        "architectures": [name],
         "model_type": family,
         "vocab_size": info.config.vocab_size,
         "tie_word_embeddings": info.config.tied_head,
@@ -61,7 +53,7 @@ def write_folder(
         _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
     else:
         log("there is no vocabulary, so no tokenizer is written: the model takes token ids alone")
-    write_weights(folder / WEIGHTS, weights, {"format": "pt"})
+    write_file(folder / WEIGHTS, weights, {"format": "pt"})
     if len(tokenizer.tokens) < len(tokenizer.ranks):
         log(
             f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens: a "
@@ -69,13 +61,15 @@ def write_folder(
         )
 
 
-def _family(gpt: GPT, family: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What an architecture's configuration says of the shape, and the weights by its names."""
-    if family == GPT2:
-        return _gpt2_config(gpt.config), gpt_weights(gpt)
-    if family == GPT_NEOX:
-        return neox_config(gpt.config), _own(neox_weights(gpt))
-    return _rotary_config(gpt.config, family), rotary_weights(gpt, family)
+def biased_parts(config: GPTConfig, family: str) -> set[str]:
+    """The parts that have a bias there, if need be of zeros."""
+    if family == QWEN2:
+        return {"qkv"}
+    attention = config.bias or config.qkv_bias
+    parts = {"qkv", "attention_out"} if attention or family == GPT2 else set()
+    if family in (GPT2, GPT_NEOX):
+        return parts | {"mlp_up", "mlp_down", *NORMS}
+    return parts | ({"mlp_up", "mlp_down"} if config.bias else set())
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
@@ -97,7 +91,27 @@ def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _rotary_config(config: GPTConfig, family: str) -> dict[str, Any]:
+def _neox_config(config: GPTConfig) -> dict[str, Any]:
+    rope = rope_parameters(config)
+    return {
+        "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "hidden_act": activation_name(config.activation),
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.residual == "parallel",
+        "attention_bias": config.bias or config.qkv_bias,
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), config.dropout),
+        # The old form and the new one.
+        "rotary_pct": rope["partial_rotary_factor"],
+        "rotary_emb_base": config.rope_theta,
+        "rope_parameters": rope,
+    }
+
+
+def _llama_config(config: GPTConfig) -> dict[str, Any]:
     rope = rope_parameters(config)
     del rope["partial_rotary_factor"]  # whole heads
     shape = {
@@ -117,89 +131,37 @@ def _rotary_config(config: GPTConfig, family: str) -> dict[str, Any]:
     }
     if config.rope_scaling is not None:
         shape["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
-    if family == QWEN2:
-        return {**shape, "use_sliding_window": False}
-    if family == QWEN3:
-        return {**shape, "use_sliding_window": False, "attention_bias": config.qkv_bias}
-    biased = config.bias or config.qkv_bias
-    return {**shape, "attention_bias": biased, "mlp_bias": config.bias}
+    return shape
 
 
-def gpt_weights(gpt: GPT) -> dict[str, Tensor]:
-    """The weights by GPT-2's names, its matrices (in, out), without padded rows."""
-    config, state = gpt.config, gpt.state_dict()
-    rows, width = config.vocab_size, config.d_model
-    positions = state.get("position_embedding.weight")
-    if positions is None:
-        positions = gpt.sinusoids.to(state["token_embedding.weight"].dtype)
-    weights = {
-        "transformer.wte.weight": state["token_embedding.weight"][:rows],
-        "transformer.wpe.weight": positions,
-    }
-    names = {"final_norm": ("transformer.ln_f", width)}
-    for layer in range(config.n_layer):
-        here, target = f"blocks.{layer}", f"transformer.h.{layer}"
-        names |= {
-            f"{here}.attention_norm": (f"{target}.ln_1", width),
-            f"{here}.qkv": (f"{target}.attn.c_attn", config.qkv_width),
-            f"{here}.attention_out": (f"{target}.attn.c_proj", width),
-            f"{here}.mlp_norm": (f"{target}.ln_2", width),
-            f"{here}.mlp_up": (f"{target}.mlp.c_fc", config.d_ff),
-            f"{here}.mlp_down": (f"{target}.mlp.c_proj", width),
-        }
-    for ours, (theirs, size) in names.items():
-        weight = state[f"{ours}.weight"]
-        weights[f"{theirs}.weight"] = weight.T if weight.dim() == 2 else weight
-        weights[f"{theirs}.bias"] = state.get(f"{ours}.bias", weight.new_zeros(size))
-    if not config.tied_head:
-        weights["lm_head.weight"] = state["head.weight"][:rows]
-    return _own(weights)
-
-
-def rotary_weights(gpt: GPT, family: str) -> dict[str, Tensor]:
-    """The weights by Llama's names, without padded rows."""
-    config, state = gpt.config, gpt.state_dict()
-    rows = config.vocab_size
-    attention_biased = (config.bias or config.qkv_bias) and family in (LLAMA, QWEN3)
-    sizes = [config.n_head * config.head_dim, config.kv_width, config.kv_width]
-    weights = {
-        "model.embed_tokens.weight": state["token_embedding.weight"][:rows],
-        "model.norm.weight": state["final_norm.weight"],
-    }
-    if not config.tied_head:
-        weights["lm_head.weight"] = state["head.weight"][:rows]
-    for layer in range(config.n_layer):
-        here, target = f"blocks.{layer}", f"model.layers.{layer}"
-        weights |= {
-            f"{target}.input_layernorm.weight": state[f"{here}.attention_norm.weight"],
-            f"{target}.post_attention_layernorm.weight": state[f"{here}.mlp_norm.weight"],
-        }
-        if config.qk_norm:
-            weights |= {
-                f"{target}.self_attn.q_norm.weight": state[f"{here}.query_norm.weight"],
-                f"{target}.self_attn.k_norm.weight": state[f"{here}.key_norm.weight"],
-            }
-        for ours, theirs, parts, biased in (
-            ("qkv", [f"self_attn.{part}_proj" for part in "qkv"], sizes,
-             attention_biased or family == QWEN2),
-            ("attention_out", ["self_attn.o_proj"], [config.d_model], attention_biased),
-            ("mlp_up", ["mlp.gate_proj", "mlp.up_proj"], [config.d_ff] * 2, config.bias),
-            ("mlp_down", ["mlp.down_proj"], [config.d_model], config.bias),
-        ):  # fmt: skip
-            weight = state[f"{here}.{ours}.weight"]
-            for name, part in zip(theirs, weight.split(parts), strict=True):
-                weights[f"{target}.{name}.weight"] = part
-            if biased:
-                bias = state.get(f"{here}.{ours}.bias", weight.new_zeros(len(weight)))
-                for name, part in zip(theirs, bias.split(parts), strict=True):
-                    weights[f"{target}.{name}.bias"] = part
-    return _own(weights)
-
-
-def _own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor in memory of its own, as safetensors needs them."""
-    return {name: torch.clone(t, memory_format=torch.contiguous_format)
-            for name, t in weights.items()}  # fmt: skip
+FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]] = {
+    GPT2: ("GPT2LMHeadModel", layouts.GPT2, _gpt2_config),
+    GPT_NEOX: ("GPTNeoXForCausalLM", layouts.NEOX, _neox_config),
+    LLAMA: (
+        "LlamaForCausalLM",
+        layouts.LLAMA,
+        lambda config: {
+            **_llama_config(config),
+            "attention_bias": config.bias or config.qkv_bias,
+            "mlp_bias": config.bias,
+        },
+    ),
+    QWEN2: (
+        "Qwen2ForCausalLM",
+        layouts.LLAMA,
+        lambda config: {**_llama_config(config), "use_sliding_window": False},
+    ),
+    QWEN3: (
+        "Qwen3ForCausalLM",
+        layouts.LLAMA,
+        lambda config: {
+            **_llama_config(config),
+            "use_sliding_window": False,
+            "attention_bias": config.qkv_bias,
+        },
+    ),
+}
+"""For each architecture its class there, the names of its tensors, and its configuration."""
 
 
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:

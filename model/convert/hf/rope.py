@@ -1,4 +1,4 @@
-"""Rotary positions as Hugging Face's configurations say them, and their order of channels.
+"""Rotary positions as Hugging Face's configurations say them.
 
 Reads the new form (`rope_parameters`, of transformers 5) and the old one (`rope_theta` with
 `rope_scaling`, whose kind is `type` or `rope_type`): unscaled, linear, llama3 and yarn. Other kinds
@@ -131,16 +131,6 @@ def _share(config: GPTConfig) -> float:
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down
         share = math.nextafter(share, 1.0)
     return share
-
-
-def half_split(head_dim: int, rotary_dim: int) -> list[int]:
-    """For each channel of a head here the one that it is there, where the first `rotary_dim` are
-    halves of their own: the first halves of those that turn and of those that do not, then the
-    second ones."""
-    turning = rotary_dim // 2
-    still = (head_dim - rotary_dim) // 2
-    first = [*range(turning), *range(rotary_dim, rotary_dim + still)]
-    return [*first, *range(turning, rotary_dim), *range(rotary_dim + still, head_dim)]
 
 
 def reject_part_of_a_head(settings: Settings) -> None:

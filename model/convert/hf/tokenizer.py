@@ -19,8 +19,8 @@ from typing import Any
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
-from logitd.model.convert.hf.config import read_object
 from logitd.model.convert.hf.dialect import from_oniguruma
+from logitd.model.convert.hf.folder import read_object
 from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece
 from logitd.model.convert.hf.word_level import is_word_level, word_level_tokenizer
 from logitd.model.convert.probe import probe_text

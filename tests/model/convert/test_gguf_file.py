@@ -9,7 +9,6 @@ import torch
 
 from logitd.model.convert.exporting import export_model
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.gguf_file import interleaved
 from logitd.model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
 from logitd.model.convert.importing import import_model
 from logitd.model.files import FileError
@@ -72,13 +71,9 @@ def test_names_shapes_and_values_are_read_back(family: str, tmp_path: Path) -> N
         np.testing.assert_array_equal(np.array(stored["blk.1.attn_qkv.weight"].data), queries)
         return
     queries = queries[: info.config.n_head * info.config.head_dim]
-    expected = interleaved(queries, info.config.n_head) if arch == "llama" else queries
+    heads = queries.view(info.config.n_head, 2, -1, queries.shape[1])
+    expected = heads.transpose(1, 2).reshape(queries.shape) if arch == "llama" else queries
     np.testing.assert_array_equal(np.array(stored["blk.1.attn_q.weight"].data), expected)
-
-
-def test_neighbours_are_the_halves_of_a_head() -> None:
-    rows = torch.arange(12)[:, None].expand(12, 2)  # two heads of six channels
-    assert interleaved(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -226,7 +226,7 @@ def test_tensors_of_other_kinds_are_named(
 
 def test_a_name_that_is_none_is_shown(tmp_path: Path) -> None:
     save(tmp_path / "lit", {3: torch.zeros(2)})
-    with pytest.raises(ConvertError, match=r"lit_model\.pth: 3 is not the name of a tensor"):
+    with pytest.raises(ConvertError, match=r"lit_model\.pth holds 3, a Tensor"):
         import_model(tmp_path / "lit", tmp_path / "ours")
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from logitd.model.convert.foreign import Settings, StateDictReader
-from logitd.model.convert.hf.neox import read_neox
-from logitd.model.convert.hf.opt import read_opt
+from logitd.model.convert.hf.config import read_model
 from logitd.model.transformer.config import GPTConfig, gpt2_shape
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids
@@ -181,7 +180,7 @@ def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overri
         )
     )
     prepare(theirs)
-    return imported(theirs, read_neox)
+    return imported(theirs)
 
 
 def opt(**overrides: Any) -> Case:
@@ -197,16 +196,14 @@ def opt(**overrides: Any) -> Case:
         )
     )
     prepare(theirs)
-    return imported(theirs, read_opt)
+    return imported(theirs)
 
 
-def imported(theirs: Any, read: Callable[..., tuple[GPTConfig, dict[str, Tensor]]]) -> Case:
-    """A model of theirs as its reader gives it, with its head."""
+def imported(theirs: Any) -> Case:
+    """A model of theirs as its reader gives it."""
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state, state.__getitem__)
-    config, weights = read(Settings("theirs", theirs.config.to_dict()), reader)
-    if not config.tied_head:
-        weights["head.weight"] = state["lm_head.weight"]
+    config, weights = read_model(Settings("theirs", theirs.config.to_dict()), reader)
     for name, tensor in GPT(config).state_dict().items():
         if name.endswith("attention_out.bias"):  # an import fills in what there is not
             weights.setdefault(name, torch.zeros_like(tensor))
