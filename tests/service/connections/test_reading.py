@@ -1,0 +1,50 @@
+"""Reading and ReplyProgress: the books that a connection keeps, without a connection."""
+
+from logitd.service.connections.limits import (
+    FRAMING_PER_BODY_BYTE,
+    MAX_RAW_HEADER_BYTES,
+    MIN_BYTES_PER_SECOND,
+)
+from logitd.service.connections.reading import Reading, ReadState, ReplyProgress
+
+
+def test_a_request_passes_through_its_states() -> None:
+    reading = Reading(1.0)
+    assert (reading.state, reading.since) == (ReadState.REQUEST, 1.0)
+    reading.begin_head(2.0)
+    assert (reading.state, reading.since) == (ReadState.HEAD, 2.0)
+    reading.begin_body(3.0)
+    assert reading.state is ReadState.BODY
+    reading.end_message()
+    assert reading.state is ReadState.REQUEST
+    reading.stop()
+    assert reading.state is ReadState.NOTHING
+
+
+def test_framing_is_bounded_by_the_body_it_frames() -> None:
+    reading = Reading(0.0)
+    reading.begin_head(0.0)
+    assert not reading.is_too_large(MAX_RAW_HEADER_BYTES)
+    assert reading.is_too_large(1)
+    reading.begin_body(0.0)
+    assert not reading.is_too_large(10**9), "a piece that completes a head is not counted"
+    reading.add_body(10)
+    assert not reading.is_too_large(10 + MAX_RAW_HEADER_BYTES + 10 * FRAMING_PER_BODY_BYTE)
+    assert reading.is_too_large(1)
+
+
+def test_a_reader_without_a_count_has_to_take_something() -> None:
+    progress = ReplyProgress()
+    assert not progress.is_too_slow(0.0, 5.0, unsent=100, acknowledged=None, complete=True)
+    assert not progress.is_too_slow(4.0, 5.0, unsent=99, acknowledged=None, complete=True)
+    assert not progress.is_too_slow(9.0, 5.0, unsent=99, acknowledged=None, complete=True)
+    assert progress.is_too_slow(9.1, 5.0, unsent=99, acknowledged=None, complete=True)
+    assert not progress.is_too_slow(9.1, 5.0, unsent=99, acknowledged=None, complete=False)
+    assert not progress.is_too_slow(9.1, 5.0, unsent=0, acknowledged=None, complete=True)
+
+
+def test_a_reader_with_a_count_has_to_keep_a_rate() -> None:
+    progress, enough = ReplyProgress(), 5 * MIN_BYTES_PER_SECOND
+    assert not progress.is_too_slow(0.0, 5.0, unsent=100, acknowledged=0, complete=True)
+    assert not progress.is_too_slow(5.0, 5.0, unsent=100, acknowledged=enough, complete=True)
+    assert progress.is_too_slow(10.1, 5.0, unsent=100, acknowledged=2 * enough - 1, complete=True)
