@@ -45,10 +45,7 @@ class GenerateSettings(CommandSettings):
     """Settings of `logitd generate`."""
 
     command = "generate"
-    groups: ClassVar = {
-        "prompt": "text",
-        "device": "computation",
-    }
+    groups: ClassVar = {"prompt": "text", "device": "computation"}
 
     prompt: CliPositionalArg[str] = Field(
         description='text to continue; token ids, "0 1 2", where the model has no vocabulary'
@@ -72,9 +69,7 @@ class InspectSettings(CommandSettings):
     """Settings of `logitd inspect`."""
 
     command = "inspect"
-    groups: ClassVar = {
-        "paths": "input",
-    }
+    groups: ClassVar = {"paths": "input"}
     flag_names: ClassVar = {"as_json": "json"}
 
     paths: CliPositionalArg[tuple[Path, ...]] = Field(
@@ -92,9 +87,7 @@ class ExportSettings(CommandSettings):
     """Settings of `logitd export`."""
 
     command = "export"
-    groups: ClassVar = {
-        "checkpoint": "input and output",
-    }
+    groups: ClassVar = {"checkpoint": "input and output"}
 
     checkpoint: CliPositionalArg[Path] = Field(description="checkpoint directory")
     destination: CliPositionalArg[Path] = Field(
@@ -115,10 +108,7 @@ class HealthSettings(CommandSettings):
     """Settings of `logitd health`."""
 
     command = "health"
-    groups: ClassVar = {
-        "url": "server",
-        "live": "question",
-    }
+    groups: ClassVar = {"url": "server", "live": "question"}
 
     url: CliPositionalArg[str | None] = Field(
         None, description="of the server; if not given the one of --host and --port"
@@ -137,11 +127,7 @@ class BenchSettings(CommandSettings):
     """Settings of `logitd bench`."""
 
     command = "bench"
-    groups: ClassVar = {
-        "checkpoint": "model",
-        "device": "computation",
-        "batches": "load",
-    }
+    groups: ClassVar = {"checkpoint": "model", "device": "computation", "batches": "load"}
 
     checkpoint: CliPositionalArg[Path] = Field(
         BUNDLED_CHECKPOINT, description="checkpoint directory"

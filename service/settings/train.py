@@ -40,11 +40,7 @@ class EvalSettings(CommandSettings):
     """Settings of `logitd eval`."""
 
     command = "eval"
-    groups: ClassVar = {
-        "checkpoint": "measurement",
-        "device": "computation",
-        "as_json": "output",
-    }
+    groups: ClassVar = {"checkpoint": "measurement", "device": "computation", "as_json": "output"}
     flag_names: ClassVar = {"as_json": "json"}
 
     checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
@@ -82,9 +78,7 @@ class MergeSettings(CommandSettings):
     """Settings of `logitd merge`."""
 
     command = "merge"
-    groups: ClassVar = {
-        "base": "paths",
-    }
+    groups: ClassVar = {"base": "paths"}
 
     base: CliPositionalArg[Path] = Field(description="checkpoint that the adapter was trained on")
     adapter: CliPositionalArg[Path] = Field(
