@@ -1,5 +1,5 @@
-"""What is wrong with data that a person gave: one error for a caller to catch."""
+"""The error for data that cannot be used."""
 
 
 class DataError(RuntimeError):
-    """Data that cannot be used; the message names the file or the numbers and says what to do."""
+    """Unusable data; the message names the file or the numbers and the fix."""

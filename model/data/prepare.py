@@ -20,7 +20,7 @@ from typing import Any
 
 from logitd.model.data.published_vocabulary import published_vocabulary
 from logitd.model.data.reuse import reuse_shards
-from logitd.model.data.shards import Shard, ShardWriter, open_shard
+from logitd.model.data.shards import Shard, ShardWriter, open_shard, write_shard
 from logitd.model.data.sources.document import Text, TextError
 from logitd.model.data.split import Side, are_many, sides
 from logitd.model.data.vocabulary import (
@@ -67,21 +67,17 @@ def prepare_text(
     many = are_many(text.documents)
     tokenizer = _tokenizer(text, vocabulary, vocab_size, val_fraction, many=many)
     identity = tokenizer_sha256(tokenizer)
-    writers: dict[Side, ShardWriter] = {
-        side: ShardWriter(
-            folder / f"{side}.tokens",
-            vocab_size=tokenizer.vocab_size,
-            tokenizer_sha256=identity,
-        )
-        for side in ("train", "val")
-    }
-    with writers["train"], writers["val"]:
+    paths, vocab = (folder / "train.tokens", folder / "val.tokens"), tokenizer.vocab_size
+    with (
+        write_shard(paths[0], vocab_size=vocab, tokenizer_sha256=identity) as train_writer,
+        write_shard(paths[1], vocab_size=vocab, tokenizer_sha256=identity) as val_writer,
+    ):
+        writers: dict[Side, ShardWriter] = {"train": train_writer, "val": val_writer}
         if text.shards:
             sha256, documents = reuse_shards(text.shards, tokenizer, val_fraction, writers)
         else:
             sha256, documents = _tokenise(text, tokenizer, val_fraction, writers, many=many)
-    train = open_shard(folder / "train.tokens", identity)
-    val = open_shard(folder / "val.tokens", identity)
+    train, val = (open_shard(path, identity) for path in paths)
     record = {
         "name": text.name,
         "licence": text.licence,

@@ -1,7 +1,4 @@
-"""Vocabularies that a training run takes as they are: published ones, ranks, `tokenizer.json`.
-
-The checkpoint's, where a run begins with one, comes with it (`model/training/setup/finetune.py`).
-"""
+"""Vocabularies that are not learned from the text: published ones, ranks, `tokenizer.json`."""
 
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 
 def published_vocabulary(name: str) -> Tokenizer:
-    """A published encoding by its name; a ranks file, or a `tokenizer.json` of Hugging Face's
+    """Read a published encoding by its name; a ranks file, or a `tokenizer.json` of Hugging Face's
     tokenizers, by its path. Raises DataError."""
     try:
         if Path(name).suffix == ".json" and Path(name).is_file():

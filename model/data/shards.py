@@ -7,26 +7,27 @@ A shard is a header of 64 bytes and then the ids, 2 bytes each for vocabularies 
   4 bytes   version, 1
   4 bytes   bytes per id
   8 bytes   ids
-  8 bytes   bytes of text that they stand for, separators not counted
+  8 bytes   bytes of their text, separators not counted
   32 bytes  sha256 of the tokenizer (`vocabulary.tokenizer_sha256`)
 
 Does not tokenise and does not choose what goes where.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from logitd.model.data.errors import DataError
+from logitd.model.files import whole_file
 
 DATA = "data"
-"""Of a run directory, the folder with its shards (`prepare.py`)."""
+"""Folder of a run directory with its shards (`prepare.py`)."""
 
 MAGIC = b"LOGITDTK"
 VERSION = 1
@@ -51,60 +52,41 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes a shard piece by piece. It appears under its name when the writer closes in peace."""
+    """Appends ids to a shard that `write_shard` has opened."""
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> None:
-        self._path = path
-        self._aside = path.with_name(f".{path.name}.part")
-        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        self._vocab_size = vocab_size
-        self._sha256 = tokenizer_sha256
-        self._count = 0
-        self._text_bytes = 0
-
-    def __enter__(self) -> "ShardWriter":
-        self._file: BinaryIO = self._aside.open("wb")
-        self._file.write(bytes(HEADER.size))
-        return self
+    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self.count = self.text_bytes = 0
+        self._file, self._vocab_size = file, vocab_size
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[Any], text_bytes: int) -> None:
-        """Add ids that stand for `text_bytes` bytes."""
+        """Add ids of `text_bytes` bytes of text. Raises ShardError for one outside the
+        vocabulary."""
         ids = np.asarray(token_ids, dtype=np.int64)  # (count,)
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            raise outside(ids, self._count, self._vocab_size, "the text")
+            raise outside(ids, self.count, self._vocab_size, "the text")
         # subtle: numpy wraps ids that do not fit the dtype silently, hence the check above.
-        self._file.write(ids.astype(self._dtype).tobytes())
-        self._count += ids.size
-        self._text_bytes += text_bytes
+        self._file.write(ids.astype(self.dtype).tobytes())
+        self.count += ids.size
+        self.text_bytes += text_bytes
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self._file.seek(0)
-            self._file.write(
-                HEADER.pack(
-                    MAGIC,
-                    VERSION,
-                    self._dtype.itemsize,
-                    self._count,
-                    self._text_bytes,
-                    self._sha256,
-                )
-            )
-        self._file.close()
-        if kind is None:
-            self._aside.replace(self._path)
-        else:
-            self._aside.unlink()
+
+@contextmanager
+def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iterator[ShardWriter]:
+    """Write a shard piece by piece. It gets its name at the end of the block, and is removed if the
+    block raises."""
+    with whole_file(path) as file:
+        file.write(bytes(HEADER.size))
+        writer = ShardWriter(file, vocab_size)
+        yield writer
+        width, count, text_bytes = writer.dtype.itemsize, writer.count, writer.text_bytes
+        file.seek(0)
+        file.write(HEADER.pack(MAGIC, VERSION, width, count, text_bytes, tokenizer_sha256))
 
 
 def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str) -> ShardError:
-    """The error that names an id outside the vocabulary, among ids of which some are; the first
-    of them is the `first`-th of the shard."""
+    """The error that names the first id outside the vocabulary. `first` is the index in the shard
+    of the first of the ids."""
     wrong = (token_ids < 0) | (token_ids >= vocab_size)
     at = int(wrong.argmax())
     return ShardError(
@@ -114,7 +96,7 @@ def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str)
 
 
 def text_bytes_of(path: Path) -> int:
-    """Bytes of the text that a shard stands for, by whatever tokenizer. Raises ShardError."""
+    """Bytes of the text of a shard, by any tokenizer. Raises ShardError."""
     return _header(path)[2]
 
 
@@ -134,7 +116,7 @@ def _header(path: Path) -> tuple[int, int, int, bytes]:
 
 
 def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
-    """Map a shard into memory. Refuses what another tokenizer wrote, and files cut short."""
+    """Map a shard into memory. Raises ShardError for another tokenizer's and for a cut file."""
     width, count, text_bytes, sha256 = _header(path)
     size = path.stat().st_size
     if size != HEADER.size + width * count:

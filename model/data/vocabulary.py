@@ -1,7 +1,7 @@
-"""Vocabulary: the tokenizer of a training run, learned from its text; and how a text is encoded.
+"""Vocabulary: the tokenizer of a training run, learned from its text; and encoding with it.
 
 Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
-is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read one that is made already
+is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read vocabularies
 (`published_vocabulary.py`) or documents, and writes no tokens.
 """
 
@@ -60,8 +60,8 @@ def encode(tokenizer: Tokenizer, piece: str) -> list[int]:
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise unless decoding gives the encoded text back: a split pattern may drop characters. Of
-    words, whose white space is not kept, the ids have to come back."""
+    """Raise TextError unless decoding returns the encoded text: a split pattern may drop
+    characters. For words, which do not keep white space, the ids have to come back."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:
@@ -87,7 +87,7 @@ def _bounded(pieces: Iterable[str]) -> Iterator[str]:
     # subtle: rustbpe panics, past every `except Exception`, on a million spaces in a row.
     total = 0
     for piece in pieces:
-        assert len(piece) <= PIECE, "pieces are bounded where they are read"
+        assert len(piece) <= PIECE, "readers bound the pieces"
         yield piece
         total += len(piece)
         if total >= LEARN_FROM:

@@ -1,1 +1,1 @@
-"""What a checkpoint's loss is on a text, and what quantization adds to it."""
+"""The loss of a checkpoint on a text, and the loss that quantization adds."""

@@ -1,8 +1,8 @@
 """Held-out text: a few thousand tokens that a checkpoint was not trained on.
 
-They come from the text that is named; else from the validation shard of the run that the checkpoint
-is part of; else, for a checkpoint that was trained on Python's own text, from the part of it that
-was held out. Reads no more of a text than it needs, and writes nothing. Does not compute a loss.
+They come from the named text; else from the validation shard of the checkpoint's run; else, for a
+checkpoint that was trained on Python's own text, from the part of it that was held out. Reads no
+more of a text than it needs, writes nothing and computes no loss.
 """
 
 import sysconfig
@@ -24,30 +24,28 @@ from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.text.tokenizer import Tokenizer
 
 WINDOW_TOKENS = 2048
-"""In all windows together."""
+"""Tokens in all windows together."""
 
 MIN_TOKENS = 1024
-"""With fewer, a loss in bits per byte would be noise."""
+"""Fewest tokens whose loss in bits per byte is more than noise."""
 
 WINDOW = 128
 
 READ_BYTES = 2**18
-"""How much of a text is read; windows are spread evenly over it."""
+"""Bytes of a text that are read; windows are spread evenly over them."""
 
 
 @dataclass(frozen=True)
 class HeldOutWindows:
-    """One batch of windows, and where they come from, for people."""
+    """One batch of windows, and the name of their text."""
 
     name: str
     windows: Windows
 
 
 def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOutWindows:
-    """Windows of the text at `path`, or of what the checkpoint itself knows to be held out.
-
-    Raises DataError with the reason when there is no such text, or too little of it.
-    """
+    """Windows of the text at `path`, or of the text that the checkpoint's training held out. Raises
+    DataError if there is no such text, or too little of it."""
     name, shard = _text(checkpoint, path)
     window = min(WINDOW, checkpoint.config.context_length)
     if shard.count <= MIN_TOKENS:
@@ -61,7 +59,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
 
 
 def held_out_text(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
-    """Everything that the checkpoint itself knows to be held out, and what it is, for people."""
+    """The name of the text that the checkpoint's training held out, and all of it."""
     return _text(checkpoint, None, None)
 
 
@@ -96,7 +94,7 @@ def _text(
 
 
 def _documents(path: Path, at_most: int | None) -> list[Document]:
-    """The first documents at a path, as many as are looked at."""
+    """The first documents at a path, of `at_most` bytes or a little more."""
     documents = documents_of_all(each_once(named_files(str(path))), "text")
     chosen, size = [], 0
     for document in documents:
@@ -110,8 +108,7 @@ def _documents(path: Path, at_most: int | None) -> list[Document]:
 
 
 def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int | None) -> Shard:
-    """A shard in memory of the first `limit` bytes (None: of all), as `model/data/prepare.py`
-    would write."""
+    """A shard in memory of the first `limit` bytes, or of all."""
     ids: list[int] = []
     size = 0
     try:
@@ -126,7 +123,7 @@ def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int |
 
 
 def _pieces(documents: Iterable[Document], limit: int | None) -> Iterator[tuple[str, bool]]:
-    """The first `limit` bytes of documents, or all, and after which pieces one has ended."""
+    """The first `limit` bytes of documents, or all, in pieces. True marks the end of a document."""
     for document in documents:
         for piece in document.pieces():
             raw = piece.encode()[:limit]

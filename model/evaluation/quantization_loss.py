@@ -1,9 +1,9 @@
-"""Quantization loss: what int8 or int4 weights, or int8 keys and values, cost, in bits per byte.
+"""Quantization loss: the cost of int8 or int4 weights, or int8 keys and values, in bits per byte.
 
-The decoders that serve compute it: every token of every window of a text goes through a decode
-step, once exact and once quantized. So it counts what a step rounds besides the weights
-(its activations), which a comparison of weights would not see. The loss is defined as in
-`model/training/step/validate.py`. Does not choose the text (`model/evaluation/held_out.py`).
+The serving decoders compute it: every token of every window goes through a decode step, once exact
+and once quantized. So it includes the rounding of activations, unlike a comparison of weights. The
+loss is defined as in `model/training/step/validate.py`. Does not choose the text
+(`model/evaluation/held_out.py`).
 
 Shapes: B windows, T positions, V = vocab_size.
 """
@@ -39,7 +39,7 @@ class QuantizationLoss:
 
     @property
     def relative(self) -> float:
-        """What quantizing adds, as a share of the exact bits."""
+        """Bits that quantizing adds, as a share of the exact ones."""
         return self.quantized / self.exact - 1
 
 
@@ -53,11 +53,9 @@ def quantization_loss(
     quantized: MakeDecoder,
     kept: KVCacheDType = "auto",
 ) -> QuantizationLoss:
-    """The loss of two decoders of one model on the same windows. The keys and values of the second
-    are `kept` so.
-
-    Needs the memory of a second copy of the model meanwhile: a decoder may quantize the weights
-    that it is given.
+    """The loss of two decoders of one model on the same windows. `kept` is the dtype of the keys
+    and values of the second. Needs the memory of a second copy of the model meanwhile, because a
+    decoder may quantize its weights in place.
     """
     text_bytes = int(byte_lengths[targets.numpy()].sum())
     if text_bytes == 0:
@@ -75,7 +73,7 @@ def decode_nats(
     make_decoder: MakeDecoder,
     kept: KVCacheDType = "auto",
 ) -> float:
-    """The nats of all targets together, with a decode step for every input."""
+    """Nats of all targets together, with a decode step for every input."""
     weight = gpt.token_embedding.weight
     rows, length = inputs.shape
     # A cache only as long as the windows, so that its rows are near each other in memory.
@@ -89,8 +87,7 @@ def decode_nats(
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """`decode_nats` of an existing decoder, whatever its cache holds. A target of -100 is not
-    counted."""
+    """`decode_nats` of an existing decoder, with any cache. A target of -100 is not counted."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

@@ -1,10 +1,10 @@
 """Text loss: the loss of a checkpoint on a text, computed as the trainer computes it.
 
 Every token of the text counts exactly once (`rolling_windows` in `model/data/windows.py`); the end
-of a document is a token of zero bytes. In the dtype that a run was trained in, the result on its
-held-out text is what the trainer reported, if that evaluated on all of it (`eval_batches`). In
-windows that overlap (`stride`) it is lower, because tokens have more context. With quantized
-weights, keys or values the decoders that serve compute it, token by token.
+of a document is a token of zero bytes. In the dtype of training, the result on a run's held-out
+text is the trainer's, if that evaluated on all of it (`eval_batches`). In windows that overlap
+(`stride`) it is lower, because tokens have more context. With quantized weights, keys or values the
+serving decoders compute it, token by token.
 
 The text is tokenised onto disk, so it may be larger than memory. Documents follow each other in
 the windows, as in training. Does not compare two losses (`model/evaluation/quantization_loss.py`).
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.model.data.shards import Shard, ShardWriter, open_shard
+from logitd.model.data.shards import Shard, open_shard, write_shard
 from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
@@ -126,11 +126,11 @@ def _windows(
 ) -> Windows:
     context = checkpoint.config.context_length
     if shard.count < 2:
-        raise TextError(f"{name} has {shard.count} tokens; the first predicts the second")
+        raise TextError(f"{name} has {shard.count} tokens; a loss takes 2")
     if stride is not None and stride > context:
         raise TextError(
-            f"stride is {stride}, and the model sees {context} tokens: between two windows some "
-            "would be left out. Give one that is not larger"
+            f"stride is {stride}, above the model's context of {context}: tokens between two "
+            "windows would be left out"
         )
     return rolling_windows(
         shard,
@@ -157,9 +157,8 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
     identity = tokenizer_sha256(tokenizer)
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
         path = Path(folder) / "text.tokens"
-        with ShardWriter(
-            path, vocab_size=tokenizer.vocab_size, tokenizer_sha256=identity
-        ) as writer:
+        vocab_size = tokenizer.vocab_size
+        with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=identity) as writer:
             for document in text.documents:
                 for piece in document.pieces():
                     writer.append(encode(tokenizer, piece), len(piece.encode()))

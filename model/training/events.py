@@ -1,7 +1,7 @@
-"""Events: what happens in a run, one small dataclass for each kind.
+"""Events of a run, one small dataclass for each kind.
 
-`train` hands them to an `EventHandler`, in order, from the thread that trains. The caller decides
-how to show them; `line` gives each as a line of text. Does not print anything.
+`train` hands them to an `EventHandler`, in order, from the thread that trains. `line` formats each
+as a line of text. Prints nothing.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from logitd.model.data.sources.progress import Downloaded, Downloading
 
 @dataclass(frozen=True)
 class Prepared:
-    """The text is tokenised. `data` is what every checkpoint will say of it."""
+    """The text is tokenised. `data` is its record in every checkpoint."""
 
     data: Mapping[str, Any]
     vocab_size: int
@@ -22,7 +22,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Started:
-    """The loop begins, at step 0 or where the run had stopped."""
+    """The loop begins, at step 0 or at the step of a resumed run."""
 
     run: Path
     parameters: int
@@ -38,7 +38,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands, every `log_every` steps."""
+    """Progress of the run, every `log_every` steps."""
 
     step: int
     share: float  # of the run that is done, 0 to 1
@@ -75,7 +75,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Noticed:
-    """A message for the person who trains; the run goes on."""
+    """A message for the user; the run continues."""
 
     message: str
 

@@ -1,1 +1,1 @@
-"""Where documents come from: files, records, downloads, Python's own text."""
+"""Sources of documents: files, records, downloads, Python's own text."""

@@ -1,7 +1,5 @@
-"""Documents: named texts, read in pieces so that one can be larger than memory.
-
-Covers what a document and a text are; the other modules of this folder say where they come from.
-All text is UTF-8.
+"""Documents: named texts, read in pieces so that one can be larger than memory. All text is
+UTF-8. The other modules of this folder find them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +25,8 @@ class Document:
 
     name: str
     pieces: Callable[[], Iterator[str]]
-    size: int | None = None  # bytes in UTF-8; None: nobody knows before it is read
-    drawn_by_name: bool = False  # what decides whether it is held out: its name, or its content
+    size: int | None = None  # bytes in UTF-8; None: not known before it is read
+    drawn_by_name: bool = False  # its name decides whether it is held out, instead of its content
 
     def count_bytes(self) -> int:
         """Bytes in UTF-8, by reading it if need be."""
@@ -36,7 +34,7 @@ class Document:
 
 
 class Documents:
-    """The documents of several sources, one after the other, opened anew by each iteration: of a
+    """The documents of several sources, one after the other, opened again by each iteration: of a
     source with a million documents only one is in memory."""
 
     def __init__(self, *sources: Callable[[], Iterable[Document]]) -> None:
@@ -49,7 +47,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Text:
-    """Documents with what a checkpoint must say of them; or shards that are tokenised already."""
+    """Documents and their record for a checkpoint; or shards that are already tokenised."""
 
     name: str
     licence: str
@@ -79,7 +77,7 @@ def text_document(name: str, text: str, **facts: Any) -> Document:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """A text in memory in pieces, cut behind a line's end where there is one."""
+    """A text in memory in pieces, cut after a line's end if there is one."""
     at = 0
     while len(text) - at > PIECE:
         end = text.rfind("\n", at, at + PIECE) + 1 or at + PIECE

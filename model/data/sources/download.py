@@ -70,7 +70,7 @@ def _checked(url: str) -> httpx.URL:
     except httpx.InvalidURL as error:
         raise TextError(f"{url} is not an address: {error}") from error
     if not address.host:
-        raise TextError(f"{url} is not an address: it names no server")
+        raise TextError(f"{url} is not an address: it does not name a server")
     if address.userinfo:
         raise TextError(
             f"the address of a text on {address.host} contains a user name or a password, which "

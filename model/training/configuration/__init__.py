@@ -1,1 +1,1 @@
-"""What a person can ask of a run: its fields, presets of shapes and recipes, and what follows."""
+"""Settings of a run, presets of shapes and recipes, and the resolved run."""

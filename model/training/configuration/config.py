@@ -6,6 +6,7 @@ value. `model/training/configuration/resolve.py` decides every field once, and t
 with what it returns. Does not import torch and opens no file.
 """
 
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ else:
 
 
 class TrainingConfig(_AllFields):
-    """What to train, on what, for how long, and where to put it."""
+    """The settings of a training run."""
 
     if TYPE_CHECKING:
 
@@ -157,7 +158,7 @@ def run_name(config: TrainingConfig) -> str:
 
 
 def command(config: TrainingConfig) -> str:
-    """The command line of a configuration, without where it runs and writes."""
+    """The command line of a configuration, without devices and paths that it writes."""
     words = ["logitd", "train", "--preset", config.preset]
     for name, field in TrainingConfig.model_fields.items():
         value = getattr(config, name)
@@ -165,17 +166,13 @@ def command(config: TrainingConfig) -> str:
             continue
         flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
+            words.append(flag if value else f"--no-{flag[2:]}")
             continue
         for item in value if isinstance(value, tuple) else (value,):
-            words += [flag, _quoted(str(item))]
-    return " ".join(words)
+            words += [flag, str(item)]
+    return shlex.join(words)
 
 
 _NOT_IN_COMMAND = frozenset(
     {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
 )
-
-
-def _quoted(word: str) -> str:
-    return word if word and all(c.isalnum() or c in "-_./:=+,*" for c in word) else repr(word)

@@ -38,7 +38,7 @@ Steps = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How a model is trained. `TrainingConfig` has the same fields, which may be None there.
+    """The training of a model. `TrainingConfig` has the same fields, which may be None there.
 
     A linear decay is flat, then falls straight over the last `cooldown` share of the run; a cosine
     falls from the peak on. Both end at `final_lr` times the peak.

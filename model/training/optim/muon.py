@@ -4,7 +4,7 @@
 costs more than its arithmetic: stacked, the sixteen 64 x 64 matrices of a model took a
 twelfth of the time, those of 128 x 128 half, and from 192 on there was nothing to gain on a CPU, so
 wider ones are multiplied one by one as before. The optimizer itself stays torch's: it holds the
-learning rates and the momentum, so a state saved by either goes on with the other.
+learning rates and the momentum, so a state saved by either continues with the other.
 
 Sources: Muon by Keller Jordan (2024), https://kellerjordan.github.io/posts/muon/, with the
 coefficients and the learning-rate adjustment of torch.optim.Muon. Not covered: `adjust_lr_fn`,
@@ -27,18 +27,18 @@ from logitd.model.training.distributed.ranks import Ranks
 WIDEST_STACKED = 128
 """Rows up to which matrices are stacked on a CPU. On a GPU all are."""
 STACKED_ELEMENTS = 2**24
-"""Of one stack at most, so that large models need no second copy of all their gradients."""
+"""Elements of a stack at most, so that large models need no second copy of all gradients."""
 
 
 @torch.no_grad()
 def step(
     optimizer: Muon, dtype: torch.dtype, shards: Mapping[Tensor, ParamShard], ranks: Ranks
 ) -> None:
-    """What `optimizer.step()` does, in `dtype`: bfloat16 as torch does it, or float32 where the
-    processor does not multiply bfloat16. Parameters without a gradient are left alone.
+    """`optimizer.step()` in `dtype`: bfloat16 as in torch, or float32 if the processor does not
+    multiply bfloat16. Parameters without a gradient are left alone.
 
-    `shards` says of each parameter which rows of its matrix it is. The update of a divided matrix
-    is gathered and orthogonalised in every process, and each takes its rows.
+    `shards` has the rows of its matrix that each parameter is. The update of a divided matrix is
+    gathered and orthogonalised in every process, and each takes its rows.
     """
     for group in optimizer.param_groups:
         if group["adjust_lr_fn"] is not None:

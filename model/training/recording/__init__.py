@@ -1,1 +1,1 @@
-"""What happens between steps: evaluations, checkpoints and samples, and their order."""
+"""Work between steps: evaluations, checkpoints and samples, and their order."""

@@ -61,7 +61,7 @@ def _head(run: Run, counters: Counters) -> str:
 
 
 def _origin(run: Run) -> str:
-    """How the weights began."""
+    """The origin of the weights."""
     if run.training.base is None:
         return (
             "Trained from scratch on one text; it continues text of that kind and knows nothing "
@@ -88,7 +88,7 @@ def _training(
     evals: Sequence[Mapping[str, Any]],
     reports: Sequence[Mapping[str, Any]],
 ) -> str:
-    """How it was trained, as a table."""
+    """A table of the training."""
     recipe, data, share = run.training.recipe, run.text.record, run.share
     processes = f"processes: {share.ranks.size}, " if share.ranks.size > 1 else ""
     rows = {

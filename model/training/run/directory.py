@@ -37,7 +37,8 @@ LOCK, SAMPLES, PLOT = "run.lock", "samples.txt", "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota, a limit on the size of a file."""
 _STEP = re.compile(r"step-(\d{6,})")
-_SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
+SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
+"""First line of a sample."""
 
 
 class RunDirectory:
@@ -54,8 +55,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
-        """A new run, locked. Rejects a directory that is not empty, that another process trains
-        in, or that cannot be made."""
+        """Create a run, locked. Raises TrainingError for a directory that is not empty, that
+        another process trains in, or that cannot be made."""
         if path.exists() and not path.is_dir():
             raise TrainingError(f"{path} exists already and is not a folder: choose another --out")
         directory = cls(path)
@@ -83,7 +84,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """A run that exists, to be read; who writes takes its lock."""
+        """Open a run that exists, to be read; a writer locks it."""
         if not is_run(path):
             raise TrainingError(f"there is nothing to resume: {path} has no {RUN}")
         return cls(path)
@@ -146,7 +147,7 @@ class RunDirectory:
         write_whole(self.path / RUN, (json.dumps(training.to_dict(), indent=2) + "\n").encode())
 
     def read_training(self) -> ResolvedTraining:
-        """What run.json holds. Raises TrainingError for a file that is damaged."""
+        """Read run.json. Raises TrainingError for a damaged file."""
         path = self.path / RUN
         try:
             document = parse_json(read_regular(path, CONFIG_BYTES))
@@ -176,8 +177,8 @@ class RunDirectory:
         return int(match[1]) if match and link.exists() else None
 
     def prune(self, keep: int, state_step: int | None) -> None:
-        """Remove all checkpoints but the newest `keep`, those that are linked, and that of the
-        step to which a resumed run would go back."""
+        """Remove all checkpoints but the newest `keep`, the linked ones, and that of the saved
+        state, to which a resumed run would go back."""
         kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
         for step, path in list(self.checkpoints().items())[:-keep]:
             if step not in kept:
@@ -201,8 +202,8 @@ class RunDirectory:
             file.write(f"=== step {step}\n{prompt}{text}\n\n")
 
     def rewind(self, step: int) -> None:
-        """Remove what was written after the state of `step` was saved, as it will be written again
-        in the same way, and what a kill left half done."""
+        """Remove everything that was written after the state of `step`, because it will be written
+        again, and unfinished files of a kill."""
         self._sweep()
         kept = [record for record in self.metrics() if record["step"] <= step]
         text = "".join(json.dumps(record) + "\n" for record in kept)
@@ -229,7 +230,7 @@ class RunDirectory:
             return
         with path.open(encoding="utf-8", newline="") as file:
             text = file.read()
-        for head in _SAMPLE.finditer(text):
+        for head in SAMPLE.finditer(text):
             if int(head[1]) > last:
                 write_whole(path, text[: head.start()].encode())
                 return
@@ -257,7 +258,7 @@ class RunDirectory:
 
 
 def _require_empty(path: Path) -> None:
-    """Raise TrainingError where a folder holds anything but the lock."""
+    """Raise TrainingError for a folder with anything but the lock."""
     if all(child.name == LOCK for child in path.iterdir()):
         return
     if not (path / RUN).exists():

@@ -1,7 +1,7 @@
 """Plot: the curves of a run as a picture, from its metrics.
 
-Needs matplotlib, an optional dependency: without it `draw` returns False and the run goes on. Uses
-neither a display nor a global figure.
+Needs matplotlib, an optional dependency: without it `draw` returns False and the run continues.
+Uses neither a display nor a global figure.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from logitd.model.training.step.forward import training_placement
 
 @dataclass(frozen=True)
 class Share:
-    """What one process computes of a run, and where."""
+    """The part of a run that one process computes, and its device."""
 
     ranks: Ranks
     placement: Placement

@@ -1,11 +1,10 @@
-"""Summary: how a training run went, read from its directory.
+"""Summary: the course of a training run, read from its directory.
 
-Covers runs that go on, were interrupted or are finished. Damaged lines are left out, with a note.
-Reads run.json, metrics.jsonl and samples.txt, never the state or a checkpoint, and writes nothing.
+Covers running, interrupted and finished runs. Damaged lines are left out, with a note. Reads
+run.json, metrics.jsonl and samples.txt, never the state or a checkpoint, and writes nothing.
 """
 
 import json
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,16 @@ from logitd.model.checkpoint.beside import METRICS
 from logitd.model.checkpoint.run_folder import RUN, is_run
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PresetError, preset
-from logitd.model.training.run.directory import SAMPLES, RunDirectory
+from logitd.model.training.run.directory import SAMPLE, SAMPLES, RunDirectory
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.lora import LoraShape
 from logitd.model.transformer.size import parameter_count
 
-_SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run, as far as its files tell. None: that has not happened yet, or is not known."""
+    """A run, as far as its files tell. None: not happened yet, or not known."""
 
     path: Path
     preset: str
@@ -55,7 +52,7 @@ class RunSummary:
 
 
 def summarise(path: Path) -> RunSummary:
-    """Summarise the run directory at `path`. Raises TrainingError where it is not one."""
+    """Summarise the run directory at `path`. Raises TrainingError for another folder."""
     if not is_run(path):
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
     training = RunDirectory(path).read_training()
@@ -131,10 +128,10 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
 
 
 def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
-    """The last step at which the model wrote, and what."""
+    """The last step with samples, and these."""
     if not path.is_file():
         return None, ()
-    parts = _SAMPLE.split(path.read_text(encoding="utf-8", errors="replace"))[1:]
+    parts = SAMPLE.split(path.read_text(encoding="utf-8", errors="replace"))[1:]
     if not parts:
         return None, ()
     steps, texts = [int(step) for step in parts[::2]], parts[1::2]
@@ -146,7 +143,7 @@ def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
 def _changes(
     config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs from the preset; the shape is compared only where the preset gave it."""
+    """Differences from the preset; a fine-tuned run has its shape from the checkpoint."""
     try:
         start = preset(config.preset)
         built = start.config(model.vocab_size).to_dict() if shape else {}

@@ -67,8 +67,8 @@ class Forward:
 
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
-    """Resolve "auto": bfloat16 where the device multiplies it natively, which is several times
-    faster, else float32."""
+    """Resolve "auto": bfloat16 if the device multiplies it natively, which is several times faster,
+    else float32."""
     placement = choose_placement(device, "float32", threads)
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"

@@ -23,7 +23,7 @@ CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
 chunk uses the same memory. On a GPU 1 GB, because each chunk adds to the gradient of the whole
 head. The latter is chosen, not measured."""
 MIN_ROWS = 512
-"""Of a chunk, whatever the vocabulary: each adds to the gradient of the whole head."""
+"""Fewest rows of a chunk: each adds to the gradient of the whole head."""
 
 
 def cross_entropy(

@@ -108,7 +108,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 def _mask(a: int, e: int, groups: int, like: Tensor) -> Tensor:
-    """0 where a query of the block sees a key, -inf elsewhere: ((e - a) * G, e)."""
+    """0 for a key that a query of the block sees, -inf for others: ((e - a) * G, e)."""
     hidden = torch.ones(e - a, e, dtype=torch.bool, device=like.device).triu(a + 1)
     mask = torch.zeros(e - a, e, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(hidden, float("-inf")).repeat_interleave(groups, dim=0)

@@ -1,12 +1,12 @@
 """Validation: the loss on fixed windows of the validation tokens.
 
-It has two units. Nats per token is what training lowers, and depends on the vocabulary. Bits per
-byte does not: the nats of all predicted tokens, over the bytes of their text, over ln 2. The end of
-a document is predicted like any token, and has zero bytes.
+It has two units. Training lowers nats per token, which depend on the vocabulary. Bits per byte do
+not: the nats of all predicted tokens, over the bytes of their text, over ln 2. The end of a
+document is predicted like any token, and has zero bytes.
 
 Draws no random numbers and leaves the model as it was, so it does not disturb training. Of several
 processes each computes some of the batches. The sums are added up batch by batch in one order, so
-the result is the same bits whatever their number. Does not choose the windows
+the bits of the result do not depend on their number. Does not choose the windows
 (`model/data/windows.py`).
 """
 
@@ -37,7 +37,7 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """How many equally likely tokens would be as hard to guess."""
+        """Number of equally likely tokens that are as hard to guess."""
         return math.exp(self.loss)
 
 
@@ -53,10 +53,9 @@ def validate(
     *,
     sharded: bool = False,
 ) -> ValidationLoss:
-    """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V).
-
-    Of several ranks each has to call this, and all get the same. `sharded`: each has a part of the
-    model, so none can compute without the others.
+    """The mean loss over all windows, the same on all ranks, which all have to call this. `forward`
+    maps ids (B, T) to logits (B, T, V). `sharded`: each rank has a part of the model, so none can
+    compute without the others.
     """
     training = gpt.training
     gpt.eval()

@@ -1,1 +1,1 @@
-"""How far a run is, and when it ends: its length, a signal, divergence."""
+"""Progress and end of a run: its length, a signal, divergence."""

@@ -1,4 +1,4 @@
-"""Length: how far a run is, and when it ends: by steps, by the clock, or by whichever comes first.
+"""Length: progress of a run and its end, by steps, by the clock, or by whichever comes first.
 
 The learning rate falls with the share of the run that is done
 (`model/training/optim/optimizers.py`), so a run that only the clock ends cools down in time as
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counters:
-    """How far a run is, in all sittings together."""
+    """Progress of a run, in all sittings together."""
 
     step: int = 0
     tokens: int = 0

@@ -1,5 +1,6 @@
 """Shards of another run: trained on as they are, and refused where they do not fit."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from logitd.model.data import reuse as module
 from logitd.model.data.reuse import reuse_shards
-from logitd.model.data.shards import HEADER, ShardError, ShardWriter, open_shard
+from logitd.model.data.shards import HEADER, ShardError, ShardWriter, open_shard, write_shard
 from logitd.model.data.split import MANY
 from logitd.model.data.vocabulary import tokenizer_sha256
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
@@ -29,9 +30,9 @@ def write(path: Path, documents: list[bytes], *, ended: bool = True) -> Path:
     return path
 
 
-def writer(path: Path, tokenizer: Tokenizer = TOKENIZER) -> ShardWriter:
+def writer(path: Path, tokenizer: Tokenizer = TOKENIZER) -> AbstractContextManager[ShardWriter]:
     sha256 = tokenizer_sha256(tokenizer)
-    return ShardWriter(path, vocab_size=tokenizer.vocab_size, tokenizer_sha256=sha256)
+    return write_shard(path, vocab_size=tokenizer.vocab_size, tokenizer_sha256=sha256)
 
 
 def reused(

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from logitd.model.data.shards import HEADER, ShardError, ShardWriter, open_shard
+from logitd.model.data.shards import HEADER, ShardError, open_shard, write_shard
 
 MINE, OTHER = b"m" * 32, b"o" * 32
 
 
 def _write(path: Path, ids: list[int], vocab_size: int = 1000) -> None:
-    with ShardWriter(path, vocab_size=vocab_size, tokenizer_sha256=MINE) as writer:
+    with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=MINE) as writer:
         writer.append(ids, 3 * len(ids))
         writer.append([], 0)
         writer.append(ids[:1], 0)
@@ -65,6 +65,6 @@ def test_cut_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "a", vocab_size=10, tokenizer_sha256=MINE):
+    with write_shard(tmp_path / "a", vocab_size=10, tokenizer_sha256=MINE):
         pass
     assert open_shard(tmp_path / "a", MINE).count == 0
