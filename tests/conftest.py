@@ -36,7 +36,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing here is far away, and to read all certificates takes longer than most tests do."""
+    """Reading all certificates takes longer than most tests do, and every server is local."""
     share_certificates(tmp_path_factory.mktemp("certificates") / "first.pem")
 
 
@@ -51,16 +51,16 @@ def torch_logs_to_the_root() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread_again() -> Iterator[None]:
-    """Whatever number a test sets, or has set by what it calls: left behind, it made all tests of
-    that process several times slower."""
+    """Restore the number of threads after each test: more threads made later tests several times
+    slower."""
     yield
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
-    """What a test draws does not hang upon the tests before it, which each run deals out anew. Not
-    `torch.manual_seed`: that notes down a traceback for each kind of GPU that might come yet."""
+    """Seed each test, so that its draws do not depend on the tests before it. `torch.manual_seed`
+    is slower: it notes a traceback for each kind of GPU."""
     torch.default_generator.manual_seed(0)
 
 

@@ -25,13 +25,13 @@ compile_for_constraints = llguidance.LLTokenizer.from_tiktoken  # type: ignore[a
 
 
 def share_vocabularies() -> None:
-    """From now on, in this process, tiktoken and llguidance compile each vocabulary once."""
+    """Have tiktoken and llguidance compile each vocabulary once in this process."""
     _tiktoken.CoreBPE = _shared
     llguidance.LLTokenizer = SharedForConstraints  # type: ignore[assignment,misc]
 
 
 class SharedForConstraints:
-    """Of `llguidance.LLTokenizer` what a `Compiler` uses."""
+    """Part of `llguidance.LLTokenizer` that a `Compiler` uses."""
 
     @staticmethod
     def from_tiktoken(
@@ -48,8 +48,8 @@ class SharedForConstraints:
 
 
 def share_certificates(path: Path) -> None:
-    """From now on, in this process, httpx trusts one authority, which is read in a moment; it is
-    written to `path`. No test asks a server that the others have signed for."""
+    """Have httpx in this process trust one authority, written to `path`: reading all takes long,
+    and no test asks a remote server."""
     authorities = Path(certifi.where()).read_text(encoding="utf-8")
     first = authorities.partition(END_OF_CERTIFICATE)[0] + END_OF_CERTIFICATE
     path.write_text(first, encoding="utf-8")
@@ -57,7 +57,7 @@ def share_certificates(path: Path) -> None:
 
 
 def _shared(ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], pattern: str) -> Any:
-    """In the order of `CoreBPE`. An error is raised again each time."""
+    """Encoding by the arguments of `CoreBPE`. An error is raised again each time."""
     return _compiled(frozenset(ranks.items()), frozenset(special_tokens.items()), pattern)
 
 

@@ -1,13 +1,11 @@
-"""How many examples hypothesis draws for a property test, by profile.
+"""Number of examples that hypothesis draws for a property test, by profile.
 
-`make test` runs the profile "fast". `make test-slow` runs every property test again, with "full":
-half the number that each test states. Both draw the same examples each time, so that a red run is
-about the change before it, and is red again. All of it, drawn anew each time, is "thorough", for a
-night: `pytest --hypothesis-profile thorough`. An expensive or a cheap test states its own with
-`examples`, so that it scales with the profile; all others take the profile's. What a test found
-once stays with it as an @example, which every profile runs.
-
-This module does not choose: the default is loaded in conftest.py.
+`make test` runs the profile "fast". `make test-slow` runs every property test again with "full":
+half the number that each test states. Both draw the same examples each time, so that a failure is
+about the last change. "thorough" draws all of them anew each time: `pytest --hypothesis-profile
+thorough`. An expensive or a cheap test states its own number with `examples`, so that it scales
+with the profile; all others take the profile's. A failing example that was found stays with its
+test as an @example. This module does not choose: conftest.py loads the default.
 """
 
 from hypothesis import settings

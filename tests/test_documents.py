@@ -148,7 +148,7 @@ def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
 
 @each_document
 def test_flags_exist(document: Path) -> None:
-    """All but those that the changelog says were renamed."""
+    """Flags that the changelog says were renamed are left out."""
     text = document.read_text(encoding="utf-8").split("### Changed")[0]
     assert set(re.findall(r"`(--[a-z][a-z0-9-]*)", text)) - known_flags() == set()
 

@@ -289,7 +289,7 @@ PACKAGES = ("model", "service", "logitd")
 
 
 def modules(package: str) -> Iterator[tuple[str, set[str]]]:
-    """Each module below a package with the modules it imports."""
+    """Modules below a package with the modules that each imports."""
     for path in sorted((ROOT / package).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         yield name, imports(path.read_text(encoding="utf-8"))
@@ -297,7 +297,7 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
 
 @cache  # several tests read all of them
 def imports(source: str) -> set[str]:
-    """What a source imports, inside functions too: modules, and names of them as `module.name`."""
+    """Modules that a source imports, also inside functions, and names of them as `module.name`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -311,7 +311,7 @@ def imports(source: str) -> set[str]:
 
 
 def inside(name: str, rooms: Iterable[str]) -> bool:
-    """Whether a module is one of some rooms, or in one of them."""
+    """True if a module is one of some rooms, or in one of them."""
     return any(name == room or name.startswith(room + ".") for room in rooms)
 
 
@@ -321,7 +321,7 @@ def room_of(name: str) -> str:
 
 
 def forbidden(name: str, imported: set[str]) -> Iterator[str]:
-    """What is wrong with the imports of one module."""
+    """Forbidden imports of one module."""
     room = room_of(name)
     for target in sorted(imported):
         library = target.partition(".")[0]
@@ -354,7 +354,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_rooms_stand_in_order() -> None:
-    """What a room may import is listed before it: no arrow runs back up."""
+    """A room's imports are listed before it, so no arrow runs back up."""
     listed: list[str] = []
     for room, below in ROOMS.items():
         for target in below - set(PACKAGES):

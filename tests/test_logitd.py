@@ -63,7 +63,7 @@ def test_client_import_loads_httpx_numpy_and_nothing_of_the_server() -> None:
 
 @pytest.mark.parametrize("name", ["LLM", "Client"])
 def test_import_works_next_to_a_users_own_model_and_service(tmp_path: Path, name: str) -> None:
-    """Whoever trained a GPT has a model.py: that file must not be imported in place of ours."""
+    """A user's own model.py must not be imported in place of ours."""
     for file in ("model.py", "service.py"):
         (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
     code = f"from logitd import {name}; print({name}.__module__)"

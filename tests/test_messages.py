@@ -173,7 +173,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Each message with the name of what provokes it; without paths and hashes of this run."""
+    """Messages with the name of what provokes each; without paths and hashes of this run."""
 
     def message(provoke: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, ConstraintError)) as caught:

@@ -16,14 +16,14 @@ SLOW_ALONE = {"ray"}
 
 
 def dependencies() -> set[str]:
-    """What serving and training need, extras included."""
+    """Dependencies of serving and training, extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     return {re.split(r"[<>=;\[ ]", line)[0] for lines in lists for line in lines}
 
 
 def licences() -> dict[str, str]:
-    """What the page says of each dependency."""
+    """Licence that the page states of each dependency."""
     rows = PAGE.partition("| dependency | licence |")[2].splitlines()[2:]
     cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("|")]
     return {name: licence for names, licence in cells for name in names.split(", ")}

@@ -131,7 +131,8 @@ def test_same_with_a_python_that_fits_works(clone: Path, version: str) -> None:
 
 @pytest.mark.parametrize("left", ["another Python", "no pip", "no interpreter", "a dead link"])
 def test_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str) -> None:
-    """By a Python that does not fit, an interruption, or an interpreter that was removed since."""
+    """The environment was left by an unsuitable Python, an interruption, or an interpreter that was
+    removed since."""
     interpreter(clone, "3.10")
     interpreter(clone, "3.11")
     python = "3.10" if left == "another Python" else "3.11"
@@ -154,7 +155,7 @@ def test_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str
 
 
 def test_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
-    """As Debian's is before python3-venv is installed; it says so itself."""
+    """Debian's Python says itself that python3-venv is missing."""
     interpreter(clone, "3.11", without_pip=True)
     done = make(clone, "setup", "PYTHON=python3.11")
     assert done.returncode == 2
@@ -179,7 +180,8 @@ def test_torch_comes_from_where_it_was_said(clone: Path, index: str, line: str) 
 
 @pytest.mark.parametrize("index", ["cpu", "https://example.org/whl", ""])
 def test_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, index: str) -> None:
-    """Behind a mirror of packages the tutorial's first line failed, and did not say what works."""
+    """The first line of the tutorial failed behind a mirror of packages, and did not say what
+    works."""
     interpreter(clone, "3.11", index_gone=True)
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
     assert done.returncode != 0

@@ -45,7 +45,7 @@ BESIDES = (
 
 @dataclass(frozen=True)
 class Command:
-    """What a process of `logitd` is given.
+    """Arguments and surroundings of a process of `logitd`.
 
     descriptors  how many files and connections it may have open
     without      modules that are not installed for it
@@ -105,7 +105,7 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """To the process, if it is there."""
+        """Signal the process, if it is there."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

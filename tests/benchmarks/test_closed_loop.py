@@ -35,7 +35,7 @@ def stream(sent: float, *times: float) -> StreamRecord:
 
 
 def test_observed_counts_the_measured_interval_alone() -> None:
-    """From 10 to 20: a stream of the warm-up has tokens and gaps there, and no first token."""
+    """Seconds 10 to 20: a stream of the warm-up has tokens and gaps there, and no first token."""
     observed = Observed()
     records = [
         stream(8.0, 9.0, 10.5, 11.0),

@@ -1,4 +1,4 @@
-"""What is compared with nanoGPT: equal matrices, equal seconds, and files that can be continued."""
+"""Comparison with nanoGPT: equal matrices, equal seconds, and files that can be continued."""
 
 from dataclasses import replace
 from pathlib import Path

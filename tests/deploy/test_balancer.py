@@ -101,7 +101,7 @@ def addresses(replicas: list[ServedProcess]) -> list[str]:
 
 @pytest.fixture
 def client(replicas: list[ServedProcess], tmp_path: Path, free_port: int) -> Iterator[httpx.Client]:
-    """Of the balancer."""
+    """Client of the balancer."""
     with (
         balancer(addresses(replicas), tmp_path, free_port) as url,
         httpx.Client(base_url=url, timeout=60) as client,
@@ -112,7 +112,7 @@ def client(replicas: list[ServedProcess], tmp_path: Path, free_port: int) -> Ite
 def test_stream_passes_as_it_is_written(
     replicas: list[ServedProcess], client: httpx.Client
 ) -> None:
-    """Its first events are here while the server is still writing, and its id goes through."""
+    """The first events arrive while the server is still writing. The request's id passes."""
     named = {"X-Request-ID": "abc"}
     with client.stream("POST", "/generate", json=LONG, headers=named) as reply:
         assert reply.headers["x-request-id"] == "abc"
@@ -143,7 +143,7 @@ def test_requests_go_to_the_one_that_has_fewer(
 def test_replica_that_is_killed_under_load_takes_no_new_request_along(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:
-    """What was being written breaks off, as it must. What comes after is answered, each of it."""
+    """Streams in progress break off. Every later request is answered."""
     lost, _ = replicas
     begun, answers, broken = [], [], []
     stop, killed = threading.Event(), threading.Event()

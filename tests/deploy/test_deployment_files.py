@@ -1,5 +1,4 @@
-"""What deploy/, docker-compose.yml and the Dockerfile say of logitd is true of it: metrics, files,
-settings."""
+"""Metrics, files and settings that deploy/, docker-compose.yml and the Dockerfile name exist."""
 
 import json
 import os
@@ -147,8 +146,7 @@ def stage(name: str) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler here")
 def test_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
-    """Its COPY and RUN, in a folder, without anything installed; of a source that compiles in no
-    time."""
+    """Run the stage's COPY and RUN in a folder without anything installed, with a small source."""
     for line in stage("kernels"):
         if line.startswith("COPY "):
             *sources, place = line.split()[1:]

@@ -78,7 +78,7 @@ class OnRay:
         return [pid for pid, name in self.processes().items() if b"ServeReplica:" in name]
 
     def end(self) -> None:
-        """Whatever still runs. Ray's files are removed where it ends by itself."""
+        """End what still runs. Ray removes its files if it ends by itself."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
@@ -125,7 +125,8 @@ def test_settings_reach_the_replicas(on_ray: OnRay, client: httpx.Client) -> Non
 
 
 def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
-    """Its first events are here long before the last, its id goes through, its ids are right."""
+    """The first events arrive long before the last. The request's id passes, and the ids are
+    right."""
     begun, first, events = time.monotonic(), 0.0, []
     named = {"X-Request-ID": "abc"}
     with client.stream("POST", "/generate", json=LONG, headers=named) as reply:
@@ -143,7 +144,7 @@ def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
 
 
 def test_client_that_goes_ends_its_request(client: httpx.Client) -> None:
-    """More of them than there are slots: each has to be free again."""
+    """More clients leave than there are slots, so each slot has to be free again."""
     for _ in range(12):
         with client.stream("POST", "/generate", json=LONG) as reply:
             next(reply.iter_lines())
@@ -159,8 +160,8 @@ def cached(client: httpx.Client, prompt: str, **headers: str) -> int:
 
 
 def test_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
-    """Each of eight sessions finds all of what it asked before; without a session, which of the
-    two replicas gets a request is left to their load and to chance."""
+    """Each of eight sessions finds all of its earlier prompt. Without a session, load and chance
+    choose the replica."""
     found = Counter[int]()
     for number in range(8):
         prompt = f"{number}" * 320
@@ -279,6 +280,6 @@ def test_every_flag_of_the_server_is_there() -> None:
 def test_replicas_do_not_each_take_a_share_of_what_is_free(
     settings: dict[str, Any], slots: int | None
 ) -> None:
-    """They are on one machine, and start at the same time."""
+    """The replicas are on one machine and start at the same time."""
     deployed = application(RaySettings(_env_file=None, **settings))._bound_deployment
     assert deployed.init_args[0]["slots"] == slots

@@ -13,7 +13,7 @@ from tests.profiles import THOROUGH
 
 
 def times(short: int, long: int) -> int:
-    """How often an attack is tried: `long` in hypothesis' profile "thorough", else `short`."""
+    """Number of tries: `long` in hypothesis' profile "thorough", else `short`."""
     return long if settings().max_examples >= THOROUGH else short
 
 

@@ -74,7 +74,7 @@ def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> Non
 
 
 def _wait_for_slots(server: ServedProcess) -> None:
-    """Until every slot is taken."""
+    """Wait until every slot is taken."""
     deadline = time.monotonic() + 30
     while server.sample("logitd_kv_slots_used") < SLOTS:
         assert time.monotonic() < deadline, "the readers do not get their slots"

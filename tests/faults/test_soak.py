@@ -118,7 +118,7 @@ BROKEN: list[tuple[str, Any]] = [
 
 @dataclass
 class Tally:
-    """What the clients saw, all together."""
+    """Answers that all clients saw together."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0
@@ -228,7 +228,7 @@ class Administrator(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_counters_memory_and_answers_hold_under_everything_at_once(tmp_path: Path) -> None:
-    """In four quarters: memory may grow in the first."""
+    """The run has four quarters; memory may grow in the first."""
     seconds = times(8, 1200)
     for step in STEPS:
         record = training_record(step=step)

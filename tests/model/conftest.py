@@ -49,7 +49,7 @@ def story_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(story_file: Path, out: Path, **given: Any) -> TrainingConfig:
-    """Of a very small model; keyword arguments replace its values."""
+    """Configuration of a very small model; keyword arguments replace its values."""
     values: dict[str, Any] = {
         "data": (str(story_file),),
         "out": out,

@@ -1,7 +1,7 @@
-"""Which combinations of parameters run always, and which in the slow set alone.
+"""Combinations of parameters that run always, and those of the slow set alone.
 
-For tests of many combinations that take their time. Of `combinations` every value of a parameter
-meets every value of each other one in the quick half; of `values` each occurs.
+For tests of many combinations that take their time. Of `combinations`, every value of a parameter
+meets every value of each other one in the quick half; of `values`, each value occurs.
 """
 
 from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ HOSTILE = st.one_of(
 
 @st.composite
 def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
-    """Some bytes changed, left out or put in, or the rest cut off."""
+    """Bytes with some changed, left out or put in, or the rest cut off."""
     result = bytearray(raw)
     for _ in range(draw(st.integers(0, 4))):
         # Headers and ends are what a format lives by.
@@ -46,7 +46,7 @@ def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Each container with each key in it, outermost first."""
+    """Containers with each key in them, outermost first."""
     found: list[tuple[Any, Any]] = []
     keys = list(value) if isinstance(value, dict) else range(len(value))
     for key in keys:

@@ -27,7 +27,7 @@ def test_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_message_says_that_logitd_is_on_an_index() -> None:
-    """There it is not: whoever installed that name would get nothing, or somebody else's."""
+    """The name on an index would be another package, or none."""
     texts = [
         path
         for folder in ("model", "service", "logitd", "checkpoints", "benchmarks")

@@ -23,7 +23,7 @@ from tests.model.full_disk import files_of_at_most
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """What is not a regular file, by what a message calls it; none is removed afterwards."""
+    """Files that are not regular, by what a message calls them; none is removed afterwards."""
     folder.mkdir(exist_ok=True)
     (folder / "directory").mkdir()
     os.mkfifo(folder / "pipe")
@@ -143,7 +143,7 @@ def test_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
 
 
 def test_write_error_names_the_file_and_the_reason(tmp_path: Path) -> None:
-    """Also where a library has no number for it, as NumPy has none for a write cut short."""
+    """NumPy has no number for a write cut short."""
     said = []
     for error in (OSError(28, "No space left on device"), OSError("8 requested and 2 written")):
         with pytest.raises(FileError) as caught, written_to(tmp_path / "new"):

@@ -153,7 +153,7 @@ def test_description_that_is_wrong_is_refused(
 
 
 def test_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
-    """Whoever edits the hash is told of the shape."""
+    """An edited hash is no way around the shape."""
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(tiny_config(n_layer=2)))
     document = json.loads((adapter / "config.json").read_text())
     document["base"]["weights_sha256"] = other.weights_sha256

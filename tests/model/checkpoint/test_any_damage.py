@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_memory() -> Iterator[None]:
-    """What would take a gigabyte more than there is now fails."""
+    """Make every allocation of a gigabyte fail."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + 1024 * MIB
@@ -97,7 +97,7 @@ def test_ranks_of_any_bytes(raw: bytes) -> None:
 
 
 def test_limit_holds() -> None:
-    """So that the tests above can fail."""
+    """The limit makes the tests above able to fail."""
     with pytest.raises(MemoryError):
         bytearray(2048 * MIB)
     assert os.getpid()

@@ -1,4 +1,4 @@
-"""What stands beside a checkpoint: read as far as it can be, left out where it cannot."""
+"""Files beside a checkpoint: read as far as possible, left out if unreadable."""
 
 import json
 from pathlib import Path

@@ -147,7 +147,7 @@ def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
-    """Of 64 MB on disk, 32 MB of bfloat16 stay; the buffers between are 8 MB."""
+    """32 MB of bfloat16 stay of 64 MB on disk; the buffers between are 8 MB."""
     numbers = 16_000_000
     config = tiny_config(context_length=numbers // 32)  # nearly all of it positions
     save_tiny_checkpoint(tmp_path / "large", tiny_gpt(config))

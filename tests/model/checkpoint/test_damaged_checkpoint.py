@@ -218,7 +218,7 @@ def test_context_beyond_memory_is_refused_before_its_tables_are_made(tmp_path: P
 
 
 def test_sparse_file_is_refused_without_reading_it(saved: Path) -> None:
-    """Its header is right about its size, and the configuration is another model's."""
+    """The header is right about the size, and the configuration is another model's."""
     header = {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
     raw = json.dumps(header).encode()
     (saved / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw)

@@ -52,7 +52,7 @@ def test_each_dtype_and_shape_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_tensors_of_several_pieces_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Also where tensors begin anywhere in the file, and pieces end within them."""
+    """Tensors begin anywhere in the file, and pieces end within them."""
     torch.manual_seed(0)
     weights = {
         "a": torch.randn(3, 5),

@@ -1,8 +1,8 @@
-"""What the service computes of a text, by the decoder alone: no engine, a cache of one slot.
+"""Forward as the service computes it, by the decoder alone: no engine, a cache of one slot.
 
 The oracle of served logits, hidden states and attention weights. On a CPU they are the same bits,
-with the same dtype, number of threads and kernels. `GPT.forward` is the definition of what is
-computed; this is how it is computed where it is served.
+with the same dtype, number of threads and kernels. `GPT.forward` defines the values; this is how
+the service computes them.
 """
 
 import torch

@@ -209,8 +209,8 @@ def test_quantized_row_keeps_that_it_is_not_finite(lost: float) -> None:
 
 
 def test_keys_and_values_in_int8_are_those_of_the_dtype_rounded(gpt: GPT) -> None:
-    """Of the first block, which reads none that were rounded. Prompts and steps keep the same, a
-    copied prefix its scales, and what is cleared has none."""
+    """The first block reads no rounded cells. Prompts and steps keep the same, a copied prefix has
+    its scales, and cleared cells have none."""
     length = min(70, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     exact = new_cache(gpt)

@@ -129,8 +129,8 @@ def served(free: int) -> int:
     ],
 )
 def test_unasked_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> None:
-    """There were 16, on any machine: of 32 clients half waited for the other half, and where 16 did
-    not fit nothing was served."""
+    """With 16 slots on any machine, half of 32 clients waited for the other half, and nothing was
+    served if 16 did not fit."""
     assert served(free) == count
 
 

@@ -16,7 +16,7 @@ from tests.model.inference.served import forward_as_served
 
 @pytest.fixture(params=FAMILIES)
 def gpt(request: pytest.FixtureRequest) -> GPT:
-    """With heads that the native kernels cover."""
+    """Model with heads that the native kernels cover."""
     return tiny_gpt(tiny_config(**{**FAMILIES[request.param], "head_dim": 16}))
 
 

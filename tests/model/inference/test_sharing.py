@@ -66,7 +66,7 @@ def test_shares_fit_together(
 def test_unasked_slots_take_a_quarter_of_what_all_weights_leave(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
-    """In equal parts. Where a part has no room for a slot, it has one all the same, if all of them
+    """The parts are equal. A part without room for a slot has one all the same, if all of them
     together fit into what is free."""
     try:
         slots = divide_slots(shapes, SlotBudget(), memory, default=SERVED_SLOTS, gpu=gpu)

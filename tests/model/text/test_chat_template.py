@@ -109,7 +109,7 @@ def test_longer_special_tokens_come_first() -> None:
 
 
 def test_roles_may_be_part_of_a_special_token() -> None:
-    """They come from a closed set."""
+    """Roles come from a closed set."""
     assert render("<|{{ messages[0].role }}|>x", "", special_tokens=["<|user|>"]) == [256, "x"]
 
 
@@ -223,8 +223,8 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
 def test_special_tokens_are_the_templates_whatever_messages_say(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """They are those that are found where messages say something harmless of the same length. White
-    space is kept, because templates trim it."""
+    """The tokens are those of messages that say something harmless of the same length. White space
+    is kept, because templates trim it."""
     harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
     source = source_of(form)
     pieces = render(source, *contents, special_tokens=special_tokens)
@@ -240,7 +240,7 @@ def test_special_tokens_are_the_templates_whatever_messages_say(
 def test_text_is_what_jinja_writes(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """Whatever is hidden from it meanwhile."""
+    """Hidden characters change no text."""
     messages = [{"role": "user", "content": content} for content in contents]
     vocabulary = tokenizer(*special_tokens)
     pieces = compiled(source_of(form)).render(messages, vocabulary)
@@ -253,7 +253,7 @@ def test_message_can_be_a_key() -> None:
 
 
 def test_template_can_look_into_a_message() -> None:
-    """As templates do that leave out what a model thought."""
+    """Some templates leave out what a model thought."""
     source = (
         "{% set content = messages[0].content %}{% if '</think>' in content %}"
         "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ content }}"
@@ -321,7 +321,7 @@ def test_template_refuses_to_render_what_fails(source: str, said: str) -> None:
 
 
 def test_refusal_repeats_what_the_message_said() -> None:
-    """And not what stood for it."""
+    """The refusal does not show the placeholder."""
     assert refusal("{{ raise_exception(messages[0].content) }}", "<|im_end|>").endswith(
         "says: <|im_end|>"
     )
@@ -347,7 +347,7 @@ def test_template_that_takes_for_ever_is_ended(
 
 
 def test_template_cannot_reach_its_deadline() -> None:
-    """What bounds it has a name that no template can write."""
+    """The deadline has a name that no template can write."""
     source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
     assert render(source) == ["001"]
 

@@ -195,7 +195,7 @@ def test_piece_once_shown_is_never_taken_back(ids: list[int]) -> None:
 
 @given(RAGGED_TEXT, st.data())
 def test_every_whole_character_is_shown_and_no_part_of_one(text: str, data: st.DataObject) -> None:
-    """However the bytes are cut into tokens, what is shown is all that is certain."""
+    """The shown text is all that is certain, however the bytes are cut into tokens."""
     raw, ids = text.encode(), []
     while raw:
         token = data.draw(
@@ -320,9 +320,8 @@ MILLION = 1_000_000
     ],
 )
 def test_million_of_anything_is_only_long(character: str) -> None:
-    """With the published patterns a run of about a million spaces overflows tiktoken's stack: a
-    panic that `except Exception` does not catch, in the middle of somebody's request. Ours bounds
-    every run of white space."""
+    """A run of about a million spaces overflows tiktoken's stack with the published patterns: a
+    panic that `except Exception` does not catch. Ours bounds every run of white space."""
     run = character * (MILLION // len(character))
     for text in (run, f"a{run}b"):
         ids = TOKENIZER.encode(text)
@@ -360,7 +359,7 @@ def test_unknown_encoding_is_refused() -> None:
 
 
 def cached_cl100k() -> Path:
-    """Where tiktoken keeps cl100k_base once it has it."""
+    """Place where tiktoken keeps cl100k_base."""
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     name = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"  # the sha1 of its address
     return Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache") / name

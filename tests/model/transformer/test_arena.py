@@ -105,6 +105,6 @@ def test_arena_is_on_large_pages() -> None:
 
 
 def holds(mapping: str, address: int) -> bool:
-    """Whether an entry of smaps is of the memory around an address."""
+    """True if an entry of smaps is of the memory around an address."""
     span = re.search(r"^([0-9a-f]+)-([0-9a-f]+) ", mapping, re.MULTILINE)
     return span is not None and int(span[1], 16) <= address < int(span[2], 16)

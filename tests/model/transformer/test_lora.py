@@ -69,7 +69,7 @@ def test_merged_is_what_was_beside(family: str) -> None:
     targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
 )
 def test_any_rank_alpha_and_targets_merge(rank: int, alpha: float, targets: list[Any]) -> None:
-    """Each map of a fused matrix has a product of its own: written out here row by row."""
+    """Maps of a fused matrix have products of their own, written out here row by row."""
     shape = LoraShape(rank, alpha, tuple(targets))
     config = tiny_config(n_layer=1, n_kv_head=2, activation="swiglu")
     weights = trained_weights(adapted(tiny_gpt(config), shape, b=0.05))

@@ -12,7 +12,7 @@ README = Path(__file__).parents[3] / "model/transformer/README.md"
 
 
 def test_readmes_table_is_the_list() -> None:
-    """With the name that TransformerLens has for each."""
+    """The table has the name that TransformerLens has for each stage."""
     rows = [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")]
         for line in README.read_text(encoding="utf-8").splitlines()

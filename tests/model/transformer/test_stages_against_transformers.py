@@ -46,7 +46,7 @@ def part(index: int, value: Tensor) -> Tensor:
 
 
 def neox_values(value: Tensor) -> Tensor:
-    """Of a projection (T, heads * 3 * head_dim) that holds q, k and v head by head."""
+    """Values of a projection (T, heads * 3 * head_dim) that holds q, k and v head by head."""
     return value.unflatten(-1, (4, 3, 8))[..., 2, :]
 
 
@@ -123,7 +123,8 @@ def our_stages(gpt: GPT, ids: Tensor) -> dict[str, Tensor]:
 
 
 def their_stages(theirs: Any, ids: Tensor, places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """By our names; with the attention weights and rotated keys that they hand out themselves."""
+    """Stages by our names, with the attention weights and rotated keys that their models hand
+    out."""
     seen: dict[str, Tensor] = {}
     handles = []
     for kind, (path, side, read) in places.items():

@@ -121,8 +121,7 @@ def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT
 
 @pytest.mark.parametrize("family", ["gpt2", "modern", "llama", "neox"])
 def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None:
-    """What the midpoint rule misses falls with the square of the steps, where the path is
-    smooth."""
+    """On a smooth path the error of the midpoint rule falls with the square of the steps."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family], n_layer=2)).double()
     with torch.no_grad():  # a smooth model: attention that barely chooses
         for block in gpt.blocks:

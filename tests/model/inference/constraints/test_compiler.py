@@ -52,7 +52,7 @@ def after(constraint: Constraint, text: str | bytes) -> Matcher:
 
 
 def takes(constraint: Constraint, text: str | bytes) -> bool:
-    """Whether a text is one that matches, as a whole."""
+    """True if the whole text matches."""
     try:
         matcher = after(constraint, text)
     except (AssertionError, ConstraintError):
@@ -119,7 +119,7 @@ def test_constraint_takes_matches_alone(kind: Kind, text: str) -> None:
 
 
 def test_property_has_one_spelling() -> None:
-    """By another one it would pass for an additional property, of another type."""
+    """Another spelling would pass for an additional property, of another type."""
     schema = {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
     constraint = compiled("json_schema", {"type": "object", **schema})
     assert takes(constraint, '{"a": null, "b": 1}')
@@ -336,7 +336,7 @@ def test_grammar_text_that_looks_like_a_special_token_is_accepted() -> None:
 
 
 def test_long_message_takes_no_time() -> None:
-    """Nothing that is done to one takes time by the square of its length: that would be minutes."""
+    """Work that grows with the square of the length would take minutes."""
     began = time.monotonic()
     assert len(constraint_module._readable("at 1(8): " + "(" * 500_000)) == 300
     assert time.monotonic() - began < 5
@@ -362,7 +362,7 @@ CHARACTERS = character_tokenizer(dict(enumerate(["<pad>", *'abc {}:"1\n', "é"])
 
 @given(st.data())
 def test_masks_of_characters_are_what_the_expression_lets_through(data: st.DataObject) -> None:
-    """Also where only one text goes on, which is then a character each."""
+    """Forced text comes as one character each."""
     middles = ("".join(m) for length in range(4) for m in itertools.product("cé", repeat=length))
     language = [f"ab{middle}b\n\n1" for middle in middles]
     constraint = Compiler(CHARACTERS).compile(Source("regex", r"ab(c|é){0,3}b\n{2}1"))

@@ -1,4 +1,4 @@
-"""What a schema leaves open is bounded: texts end, still fit the schema, and its own bounds win."""
+"""Bounds of open schemas: texts end and fit the schema, and its own bounds win."""
 
 import json
 from typing import Any

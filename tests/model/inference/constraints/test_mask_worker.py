@@ -32,7 +32,7 @@ def worker() -> Iterator[MaskWorker]:
 
 
 def texts(**config: Any) -> dict[tuple[str, int], Outcome]:
-    """What sequences under four constraints, and one that is free, are given."""
+    """Texts of sequences under four constraints, and of one that is free."""
     gpt = tiny_gpt(tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=COMPILER.vocab_size))
     constrained = [
         generation(
@@ -75,7 +75,7 @@ class Witness:
         return np.ones(40, dtype=bool)
 
     def advance(self, token_id: int) -> None:
-        """Whatever follows, everything may."""
+        """Accept any token."""
 
 
 def test_mask_worker_asks_many_matchers_and_not_few(worker: MaskWorker) -> None:
@@ -112,8 +112,8 @@ class Shared:
 def test_step_that_fails_waits_for_those_that_are_asked(
     worker: MaskWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the thread would work on matchers of sequences that are gone, and the next step would
-    take its word for another."""
+    """Without that, the thread would work on matchers of sequences that are gone, and the next step
+    would take its answers for another step's."""
     gpt, shared = small_gpt(), Shared()
     constraint: TokenConstraint = shared
     driven = Driven(gpt, masks=worker, slots=2 * ENOUGH)

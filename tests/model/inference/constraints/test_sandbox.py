@@ -147,7 +147,7 @@ def test_sandbox_check_can_be_killed(checker: Checker) -> None:
 
 
 def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(checker: Checker) -> None:
-    """It compiles, and no text of it can be written."""
+    """The source compiles, and no text of it can be written."""
     source = Source("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     assert Compiler(byte_tokenizer()).compile(source)
     with pytest.raises(ConstraintError, match="no text matches"):

@@ -28,7 +28,7 @@ ROOM = 128 - len(PROMPT)
 
 
 def written(constraint: TokenConstraint, seed: int, n: int = 3, **fields: Any) -> list[Outcome]:
-    """What the model writes under a constraint, to its end or that of the context."""
+    """Outcomes under a constraint, up to its end or the end of the context."""
     stop = frozenset({COMPILER.end_of_text})
     values: dict[str, Any] = {
         "temperature": 3.0,
@@ -47,7 +47,7 @@ def written_bytes(outcome: Outcome) -> bytes:
 
 
 def begins_a_match(source: Source, text: bytes) -> bool:
-    """Whether a text can still become one that matches: byte by byte, by a vocabulary of bytes."""
+    """True if a text can still become one that matches, byte by byte, in a vocabulary of bytes."""
     matcher = BYTES.compile(source).matcher()
     for byte in text:
         if matcher.complete or not matcher.allowed()[byte]:

@@ -328,7 +328,7 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int = SMALL_VOCAB
 
 @cache
 def text_constraints() -> tuple[TokenConstraint, ...]:
-    """Some for the byte vocabulary; one text ends soon, one late, one when it likes."""
+    """Constraints of the byte vocabulary: one text ends soon, one late, one at any place."""
     compiler = Compiler(byte_tokenizer())
     expressions = ("[ab]{2,4}", "(?:x|[0-9]{3})*", ".{500}")
     return tuple(compiler.compile(Source("regex", expression)) for expression in expressions)
@@ -417,7 +417,7 @@ def advanced(constraint: TokenConstraint, token_ids: Iterable[int]) -> TokenMatc
 
 
 def constraint_is_complete(sampling: SamplingParams, token_ids: Iterable[int]) -> bool:
-    """Whether nothing may follow a completion, because of a constraint."""
+    """True if a constraint lets nothing follow a completion."""
     constraint = sampling.constraint
     return constraint is not None and advanced(constraint, token_ids).complete
 

@@ -149,7 +149,7 @@ def test_attribution_needs_no_slot(gpt: GPT) -> None:
 
 
 def test_attributions_take_turns(gpt: GPT) -> None:
-    """So a long one does not keep a short one waiting; a third waits for the first that ends."""
+    """A long one does not keep a short one waiting; a third waits for the first that ends."""
     driven = Driven(gpt)
     long = ask("long", methods=("integrated_gradients",), steps=50)
     for request in (long, ask("short"), ask("third")):

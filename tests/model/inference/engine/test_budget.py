@@ -83,7 +83,7 @@ class Machine:
         return plan
 
     def streams(self, count: int = 3) -> None:
-        """So many that decode, for long enough to know what that costs."""
+        """Add so many streams, and decode long enough to know their cost."""
         for index in range(count):
             self.add(f"{'s' * (index + 1)}", BLOCK)
         for _ in range(count + WINDOW):
@@ -120,7 +120,7 @@ def test_prefill_has_no_budget_while_nobody_decodes() -> None:
 
 
 def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -> float:
-    """From its first chunk to its first token, beside streams."""
+    """Seconds from a prompt's first chunk to its first token, beside streams."""
     machine = Machine(target, decode=decode, block=block, passing=PASS_WORK * block)
     machine.streams()
     prompt, began = machine.add("prompt", PROMPT), machine.now
@@ -131,15 +131,14 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
 def test_no_prompt_waits_for_a_target(decode: float, block: float) -> None:
-    """In a gap of a nanosecond prompts would be computed a block at a time, each with a decode step
-    of its own, and could come faster than that."""
+    """In a gap of a nanosecond, prompts would be computed a block at a time, each with a decode
+    step of its own, which takes longer."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
     assert bounded <= MOST_DELAY * seconds_of_a_prompt(None, decode, block) * (1 + 1e-9)
 
 
 def test_short_prompts_share_the_time() -> None:
-    """They go through the model together, so the pass is paid once. A block that is begun counts as
-    a whole one."""
+    """Prompts share a pass, which is paid once. A block that is begun counts as a whole one."""
     machine = Machine(DecodeSteps(5))
     machine.streams()
     for index in range(5):
@@ -236,8 +235,8 @@ seconds = st.floats(min_value=1e-5, max_value=10.0)
 def test_no_step_is_longer_than_its_bounds(
     target: TargetGap, decode: float, block: float, passing: float, chunk: int
 ) -> None:
-    """Whatever steps cost: once that is known, a step takes no longer than the target, or than the
-    least that prompts have; and a prompt goes on in every step."""
+    """Once costs are known, a step takes no longer than the target, or than the least that prompts
+    have. A prompt goes on in every step."""
     machine = Machine(target, chunk, decode, block, passing * block)
     machine.streams()
     machine.add("prompt", WINDOW * chunk)
@@ -252,7 +251,7 @@ def test_no_step_is_longer_than_its_bounds(
 
 
 def test_device_whose_work_is_not_timed_has_no_target() -> None:
-    """Nothing is accepted and ignored."""
+    """Accepting the field would ignore it."""
     with pytest.raises(InvalidRequest, match=r"target_gap.*meta"):
         Engine(small_gpt().to("meta"), EngineConfig(target_gap=DecodeSteps(3)))
 

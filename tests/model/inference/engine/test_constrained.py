@@ -46,7 +46,7 @@ CLASSES = ("[a-c]", "[^a]", "[^a-y]", "[0-9]", "[éa]", ".", r"[\]\-]", "[^€-�
 
 
 def expressions() -> st.SearchStrategy[str]:
-    """Those that mean the same to Rust's regex and to Python's re."""
+    """Expressions that mean the same to Rust's regex and to Python's re."""
     return st.recursive(
         st.sampled_from(LETTERS + CLASSES),
         lambda inner: (
@@ -197,8 +197,7 @@ def test_matcher_ends_its_own_sequence_alone(
     max_tokens: int,
     late: bool,
 ) -> None:
-    """Also one of which that is known only when the next token is to be drawn, or when there is no
-    room for one."""
+    """The end may be known only when the next token is due, or when there is no room for one."""
     gpt = small_gpt()
     free = [generation(f"free {i}", [1, 2, i], seed=i, temperature=1.0) for i in range(3)]
     expected = run(gpt, *free)

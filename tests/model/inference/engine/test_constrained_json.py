@@ -90,7 +90,7 @@ def all_of_texts(sizes: tuple[int, int]) -> Any:
 
 
 def schemas() -> st.SearchStrategy[Any]:
-    """Of all keywords that are enforced, small enough that most texts come to their end."""
+    """Schemas of all enforced keywords, small enough that most texts end."""
     leaves = st.one_of(
         st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": ["boolean", "null"]}]),
         texts(),
@@ -115,7 +115,7 @@ def schemas() -> st.SearchStrategy[Any]:
 
 
 def check_json(schema: Any, seed: int) -> int:
-    """How many of three texts were finished; each of them is by the schema, on one line."""
+    """Number of finished texts of three; each fits the schema and is on one line."""
     source = Source("json_schema", json.dumps(schema))
     formats = jsonschema.FormatChecker(["ipv4", "uuid"])  # Python's dates know no year 0
     validator = jsonschema.Draft202012Validator(schema, format_checker=formats)

@@ -121,7 +121,7 @@ def bits(outcome: Outcome) -> object:
 def alone(
     gpt: GPT, pool: list[Request], make_decoder: DecoderMaker, **config: Any
 ) -> dict[tuple[str, int], object]:
-    """Each request on an engine of its own (one slot, so that the n of a prompt are alone too)."""
+    """Outcomes of each request on an engine of its own, with one slot."""
     found = {}
     for request in pool:
         driven = Driven(
@@ -202,7 +202,7 @@ def native(request: pytest.FixtureRequest) -> DecoderMaker:
 def test_company_changes_no_bit_of_native_code(
     name: str, dtype: torch.dtype, native: DecoderMaker
 ) -> None:
-    """Where what was generated is shared as well."""
+    """Native decoders share generated blocks as well."""
     gpt = shape(name, dtype, head_dim=16)
     assert differences(gpt, seed=name, pool_size=POOL, mixes=MIXES, make_decoder=native) == 0
 
@@ -283,9 +283,8 @@ def test_company_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
 def test_step_times_change_no_bit(
     native: DecoderMaker, seed: int, target: TargetGap | None, chunk: int
 ) -> None:
-    """How much of a prompt a step computes follows from what steps have cost. With a clock that
-    jumps as it likes it is another number in every step, and every request comes out as it did
-    alone in steps of 256 positions."""
+    """The time of earlier steps decides how much of a prompt a step computes. With a jumping clock
+    it is another number in every step, and every request has the outcome that it has alone."""
     gpt, rng = shape("modern", head_dim=16), random.Random(seed)
     pool = pool_of_requests(rng, gpt, 8, max_tokens=24)
     for make_decoder in (PlainDecoder, native):
@@ -313,7 +312,7 @@ def test_unpadded_rows_show_their_company(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_pools_are_made_of_every_kind() -> None:
-    """What the mixes claim to cover is in them."""
+    """Check that the mixes contain what they claim to cover."""
     pool = pool_of_requests(random.Random("gpt2"), shape("gpt2"), 60, 8)
     generations = [request for request in pool if isinstance(request, GenerationRequest)]
     assert sum(isinstance(request, OutputsRequest) for request in pool) == 18

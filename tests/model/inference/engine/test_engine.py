@@ -129,6 +129,6 @@ def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
 
 
 def test_engine_refuses_a_model_in_training_mode() -> None:
-    """It would apply its dropout to what it serves, and say nothing."""
+    """Such a model would apply its dropout."""
     with pytest.raises(ValueError, match="training mode"):
         Driven(small_gpt(dropout=0.1).train())

@@ -158,7 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 2), caller=callers, seconds=timeouts)
     def submit_many_rows(self, block: int, caller: str, seconds: int | None) -> None:
-        """More pieces than may be on their way, so that its reader can be behind."""
+        """Ask for more pieces than may be on their way, so that the reader can be behind."""
         self.ask_for_rows([block] * 75, list(range(75)), caller, seconds)
 
     def ask_for_rows(
@@ -177,7 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driven.unfinished)
     @rule(data=st.data(), index=st.none() | st.integers(0, 3))
     def abort(self, data: st.DataObject, index: int | None) -> None:
-        """Of a whole request or of one of its sequences, which may have ended."""
+        """Abort a whole request or one of its sequences, which may have ended."""
         name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
         before = self.driven.unfinished
         gone = {key for key in before if key[0] == name and index in (None, key[1])}
@@ -189,7 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driven.unfinished)
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
-        """Of a piece that was not taken yet, if there is any."""
+        """Grant a piece that was not taken yet, if there is any."""
         name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
         self.take(name)
 
@@ -203,7 +203,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.driven.engine.swapping())
     @rule(other=st.booleans())
     def swap_weights(self, other: bool) -> None:
-        """Those who had come go on; nobody is lost, whatever else happens meanwhile."""
+        """Swap: earlier requests go on, and none is lost."""
         self.swapped = self.swapped or other
         self.driven.swap_weights(OTHER_WEIGHTS if other else GPT_OF_THE_MACHINE)
 
@@ -247,8 +247,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.compared[name] = len(outcome.rows)
 
     def teardown(self) -> None:
-        """Whatever happened: with readers that read, everything ends in as many steps as there is
-        work, and everybody was answered."""
+        """Drain with readers that read: everything ends in as many steps as there is work, and
+        every request is answered."""
         if not hasattr(self, "driven"):
             return
         budget = 2 + sum(CONTEXT // 32 + 1 + asked for asked in self.asked.values())

@@ -75,7 +75,7 @@ def rows_of(outcome: Outcome) -> Any:
 
 @dataclass(frozen=True)
 class Values:
-    """What a lens says of positions and layers: (P, layers, ...) each."""
+    """Numbers of a lens by position and layer: (P, layers, ...) each."""
 
     ids: Any
     logprobs: Any
@@ -102,7 +102,7 @@ def lens_of(gpt: GPT, request: OutputsRequest, **config: Any) -> Values:
 
 
 def same_bits(one: Values, other: Values, positions: Any = slice(None)) -> bool:
-    """Whether `other` is `one` at some of its positions."""
+    """True if `other` is `one` at some of its positions."""
     return all(
         np.array_equal(getattr(one, field.name)[positions], getattr(other, field.name))
         for field in fields(Values)
@@ -129,7 +129,7 @@ def oracle_logprobs(
 
 
 def final_norm(gpt: GPT, x: Tensor) -> Tensor:
-    """By its definition."""
+    """Final norm by its definition."""
     config, norm = gpt.config, gpt.final_norm
     if not config.final_norm:
         return x
@@ -241,7 +241,7 @@ def split_following(outcome: Outcome) -> Values:
 
 
 def test_token_that_follows_is_what_naming_it_and_scoring_it_say(gpt: GPT) -> None:
-    """At the last layer it has the bits of a score."""
+    """The last layer has the bits of a score."""
     positions = range(3, LENGTH - 1)
     every = Lens(layers=LAYERS, top_k=6, token_ids=tuple(range(257)))
     named = lens_of(gpt, ask(every, positions))
@@ -319,7 +319,7 @@ def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
 def test_native_code_gives_the_same_lens(
     library: ctypes.CDLL, family: str, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Its streams are float32, and the weights of either norm are what they are."""
+    """The streams are float32, and the weights of either norm are unchanged."""
     native = partial(NativeDecoder, library, threads=2, quantize=quantize)
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
     every = Lens(layers=LAYERS, top_k=257, token_ids=())

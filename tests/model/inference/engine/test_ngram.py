@@ -35,7 +35,7 @@ def searched(tokens: list[int]) -> tuple[int, int]:
 
 @given(tokens=tokens_of_a_text, looks=st.sets(st.integers(0, 89)))
 def test_repeats_find_the_run_of_a_search(tokens: list[int], looks: set[int]) -> None:
-    """However often it is asked while the text grows."""
+    """The number of searches while the text grows changes nothing."""
     text: list[int] = []
     repeats = Repeats(text)
     for place, token in enumerate(tokens):
@@ -92,7 +92,7 @@ def test_right_guesses_become_long_soon(sequences: int, lengths: list[int]) -> N
 
 @pytest.mark.parametrize(("sequences", "early"), [(1, [0, 1]), (2, [0]), (8, [0])])
 def test_wrong_guesses_are_made_from_time_to_time(sequences: int, early: list[int]) -> None:
-    """What was drawn is said to be always another token."""
+    """The drawn token is always another one."""
     text = [1] * 8
     drafter, steps = Drafter(text), []
     for step in range(400):

@@ -108,7 +108,7 @@ def test_attention_weights_are_the_models_own_to_the_bit(
     "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
 )
 def test_loss_of_a_slot_changes_no_bit(gpt: GPT, wanted: Any) -> None:
-    """Its reader is slow, and after every two pieces somebody else has waited for the slot."""
+    """The reader is slow, and after every two pieces another request has waited for the slot."""
     alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
     driven = Driven(gpt, slots=1, prefill_chunk=32)
     driven.engine._scheduler.output_elements = 1  # pieces of one block

@@ -57,7 +57,7 @@ def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slo
 @settings(max_examples=examples(75))
 @given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
 def test_tokens_are_the_references(commands: list[Ask | Command]) -> None:
-    """With steps of several sizes, too."""
+    """Steps have several sizes."""
     played = Played(batch_invariant=False)
     played.play(commands)
     for request in played.asked:
@@ -80,8 +80,8 @@ def test_tokens_are_the_references(commands: list[Ask | Command]) -> None:
 def test_decoder_that_raises_fails_the_step_that_it_fails_without(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
-    """What is raised by a launch is raised when its tokens are due, and not before: those of the
-    step before it are there. Sequences end by their length, so the forwards are the same."""
+    """An error of a launch is raised when its tokens are due: those of the step before it are
+    there. Sequences end by their length, so the forwards are the same."""
     said = []
     for overlap in (True, False):
         make = partial(GraphDecoder, batch_invariant=True, overlap=overlap)
@@ -112,7 +112,7 @@ def test_device_that_fails_while_it_is_waited_for_fails_nobody_else(
 
 
 def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
-    """And none of them is waited for before the previous one was told."""
+    """No step is waited for before the previous one was told."""
     driven = Played().driven
     device = launching(driven).late
     driven.add(generation("a", [1, 2, 3], max_tokens=10))

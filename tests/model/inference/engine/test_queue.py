@@ -48,7 +48,7 @@ def test_queue_serves_one_caller_by_priority_and_arrival(priorities: list[int]) 
 def test_caller_waits_for_one_sequence_of_each_other_at_most(
     acts: list[tuple[str, bool]],
 ) -> None:
-    """Whatever comes and is admitted in which order."""
+    """Arrivals and admissions come in any order."""
     queue, count = WaitingQueue(), itertools.count()
     lines: dict[str, list[Sequence]] = {caller: [] for caller in CALLERS}
     passed: dict[str, Counter[str]] = {caller: Counter() for caller in CALLERS}

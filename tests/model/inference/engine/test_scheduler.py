@@ -32,7 +32,7 @@ OUTPUT_ELEMENTS = 32
 
 @dataclass(frozen=True)
 class Cell:
-    """What one position of a row holds: the keys and values of the last of these tokens."""
+    """Position of a row: the keys and values of the last of these tokens."""
 
     tokens: tuple[int, ...]
     prefilled: bool
@@ -100,7 +100,8 @@ class Simulation:
         return plan
 
     def check_evictions(self, plan: StepPlan, before: list[Sequence], room: int) -> None:
-        """Nobody loses a slot but to somebody who waits, and whose reader is behind."""
+        """Check that a slot is lost only to a waiting request, and only by a reader that is
+        behind."""
         evicted = [s for s in before if s not in self.scheduler.running]
         assert len(evicted) == plan.evicted
         admitted = [s for s in self.scheduler.running if s not in before]
@@ -236,7 +237,7 @@ def states(sequences: Iterable[Sequence]) -> list[State]:
 
 
 def test_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
-    """While 20 chunks of a prompt are computed, who was running gets a token in every step."""
+    """A running sequence gets a token in every step while 20 chunks of a prompt are computed."""
     simulation = Simulation(slots=3)
     (running,) = simulation.add(generation("short", [1], max_tokens=50))
     simulation.step()
@@ -412,7 +413,8 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:
-    """Their rows take memory. Of more, who has been behind the longest is given up."""
+    """Paused rows take memory: beyond the limit, the reader that is behind the longest is given
+    up."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 200, range(200)) for i in range(6)]
     sequences = [simulation.add(request)[0] for request in requests]
@@ -425,8 +427,8 @@ def test_no_more_are_paused_than_there_are_slots() -> None:
 
 
 def test_readers_that_read_all_go_on_whatever_they_do_to_each_other() -> None:
-    """More large replies than slots, each read as it comes: every one ends, in a number of steps
-    that is bounded by what has to be computed again."""
+    """There are more large replies than slots, each read as it comes. Every one ends, in a number
+    of steps that is bounded by what has to be computed again."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 320, range(320)) for i in range(4)]
     sequences = [simulation.add(request)[0] for request in requests]

@@ -1,5 +1,5 @@
-"""What is inside a forward, handed out and changed by the engine, against its definitions in
-`tests/model/plain_stages.py`: for every family, recorded and changed at every stage."""
+"""Stages of a forward, recorded and changed by the engine, against their definitions in
+`tests/model/plain_stages.py`, for every family and every stage."""
 
 import copy
 import random
@@ -50,12 +50,14 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 @pytest.fixture(scope="module")
 def exact(gpt: GPT) -> GPT:
-    """In float64, so that what differs is what is computed; rows are handed out in float32."""
+    """Model in float64, so that a difference is one of the computation; rows are handed out in
+    float32."""
     return copy.deepcopy(gpt).double()
 
 
 def check_close(value: Tensor, expected: Tensor, what: str = "") -> None:
-    """To 1e-5 of the largest number: the head computes in float32, whatever the model does."""
+    """Compare to 1e-5 of the largest number: the head computes in float32, whatever the model
+    does."""
     expected = expected.to(value.dtype)
     finite = expected[expected.isfinite()]
     scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
@@ -116,7 +118,7 @@ def test_every_stage_is_what_its_definition_says(exact: GPT, prefill_chunk: int)
 def test_stream_the_weights_and_the_logits_are_those_of_their_own_endpoints_to_the_bit(
     gpt: GPT, kept: KVCacheDType
 ) -> None:
-    """Also where keys and values are read as they were rounded."""
+    """Keys and values may be read as rounded."""
 
     def rows(output: Any) -> Tensor:
         return rows_of(run(gpt, ask(output), kv_cache_dtype=kept)["a", 0])
@@ -235,8 +237,8 @@ def changeable(gpt: GPT) -> list[str]:
 
 @pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_change_of_any_stage_is_that_change_by_hand(exact: GPT, count: int | None) -> None:
-    """Each stage in turn, at the positions, heads and with the values of a draw: all stages after
-    it are what the definition gives with the same change. In a hurry, some stages."""
+    """Positions, heads and values are drawn. All later stages are what the definition gives with
+    the same change. The fast test takes some stages."""
     gpt = exact
     rng = random.Random(gpt.config.n_head if count is None else count)
     everything = Activations(stages=tuple(names(gpt)))
@@ -320,7 +322,7 @@ def test_text_goes_on_as_the_changed_model_would(exact: GPT) -> None:
 
 @pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_patch_of_a_prompt_with_itself_changes_nothing(gpt: GPT, count: int | None) -> None:
-    """Of stages that the forward goes on with as they are: to the bit. In a hurry, some stages."""
+    """Stages that the forward uses as they are keep every bit. The fast test takes some stages."""
     rng = random.Random(count)
     for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
         if name.endswith((".scores", ".probs")):

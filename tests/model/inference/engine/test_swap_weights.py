@@ -41,7 +41,7 @@ def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
 
 
 def test_sibling_that_still_waits_belongs_to_what_has_begun() -> None:
-    """With one slot the three sequences run one after the other; the swap comes after the first."""
+    """The three sequences run one after the other in one slot; the swap comes after the first."""
     driven = Driven(OLD, slots=1)
     request = generation("trio", random_prompt(random.Random(1), 50), n=3, max_tokens=4,
                          temperature=1.0)  # fmt: skip
@@ -112,7 +112,7 @@ def test_swap_refuses_a_second_one_while_it_waits() -> None:
 
 
 def test_preparing_changes_nothing() -> None:
-    """Nobody's rows in the cache, whatever decodes."""
+    """Preparing writes no row of the cache."""
     prompt = random_prompt(random.Random(4), 40)
     driven = Driven(OLD)
     driven.add(generation("old", prompt, max_tokens=20))

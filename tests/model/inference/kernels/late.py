@@ -33,7 +33,7 @@ class LateDevice:
 
     @property
     def given(self) -> int:
-        """How much it was given so far."""
+        """Amount of work given so far."""
         return self.done + len(self._queue)
 
     def idle(self) -> bool:
@@ -110,7 +110,7 @@ class LateDecoder(GraphDecoder):
 
 @contextmanager
 def late_buffers(late: LateDevice) -> Iterator[None]:
-    """While this lasts, the buffers that are made are a late device's."""
+    """Make buffers of a late device inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned, "Buffer", partial(LateBuffer, late))
         yield

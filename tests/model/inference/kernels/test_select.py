@@ -1,4 +1,4 @@
-"""Which numbers and which decoder: chosen from what there is, said in words, and without loss."""
+"""Selection of dtype and decoder: by what the machine has, with a reason, and without loss."""
 
 import ctypes
 import os
@@ -228,12 +228,12 @@ with LLM(sys.argv[1], dtype="bfloat16", threads=1, **how) as llm:
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_target_gives_the_same_bits_where_torch_gives_others() -> None:
-    """As on another processor."""
+    """The environment makes torch compute as on another processor."""
     if "x86-64-v3" not in [target.name for target in HERE]:
         pytest.skip("this processor is none of those that the test knows")
 
     def shown(target: str, **environment: str) -> str:
-        """What a target gives, or torch."""
+        """Numbers of a target, or of torch."""
         return subprocess.run(
             [sys.executable, "-c", SHOW, str(BUNDLED), target],
             check=True, capture_output=True, text=True, env={**os.environ, **environment},

@@ -19,7 +19,7 @@ ROW = st.lists(LOGIT, min_size=1, max_size=40)
 
 
 def softmax(row: Sequence[float]) -> list[float]:
-    """By the book."""
+    """Softmax by its definition."""
     weights = [math.exp(x - max(row)) for x in row]
     return [weight / math.fsum(weights) for weight in weights]
 
@@ -77,7 +77,7 @@ def test_named_ids(row: list[float], data: st.DataObject) -> None:
 
 
 def test_numbers_are_plain_python() -> None:
-    """They go into JSON as they are."""
+    """The numbers go into JSON as they are."""
     summary = summarise(np.array([1, 2], dtype=np.float32), top_k=1)
     (token,) = summary.tokens
     kinds = (token.token_id, token.prob, token.logprob, token.rank, summary.mass, summary.entropy)

@@ -1,5 +1,5 @@
-"""What a lens says of rows of logits, against the definitions in `distribution.py` and an oracle in
-NumPy's float64."""
+"""Lens of rows of logits, against the definitions in `distribution.py` and an oracle in NumPy's
+float64."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_rows_are_what_the_definitions_say(data: st.DataObject) -> None:
-    """Also where logits are equal, which few steps between them make likely."""
+    """Few steps between logits make equals likely."""
     width = data.draw(st.integers(1, 40))
     rows = data.draw(st.integers(1, 5))
     steps = data.draw(st.sampled_from([1, 2, 5, 1000]))
@@ -68,7 +68,7 @@ def test_rows_are_what_the_definitions_say(data: st.DataObject) -> None:
 
 
 def test_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In groups of three rows, the last of one alone."""
+    """Groups have three rows, the last of them one."""
     monkeypatch.setattr(under_test, "GROUP_ELEMENTS", 3 * 50_257)
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(4, 50_257, generator=generator)

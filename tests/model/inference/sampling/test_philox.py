@@ -69,7 +69,7 @@ def test_draws_are_uniform_along_each_argument(along: str) -> None:
     )
 )
 def test_uniform_numbers_on_arrays(places: list[tuple[int, int, int]]) -> None:
-    """Few and many, in the types in which a step's draws have them."""
+    """Arrays are short and long, in the types of a step's draws."""
     seeds, positions, indices = zip(*places, strict=True)
     drawn = uniforms(
         np.array(seeds, np.uint64), np.array(positions, np.uint32), np.array(indices, np.uint32)

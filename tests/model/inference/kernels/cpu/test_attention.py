@@ -71,8 +71,7 @@ def test_prompt_in_any_chunks_is_the_bits_of_its_steps(
 def test_attention_weights_are_the_twins(
     library: ctypes.CDLL, heads: tuple[int, int, int], length: int
 ) -> None:
-    """As near to float32 with the same weights as the twin in bfloat16; and the weights that are
-    told are shares of one."""
+    """The weights are as near to float32 as those of the twin in bfloat16, and they sum to one."""
     gpt, ids = gpt_of(*heads), random_ids(length).tolist()
     wanted = AttentionSelection((0, 1), tuple(range(heads[1])), length)
     piece = PrefillInput(ids, 1, 0, states=True, weights=wanted)

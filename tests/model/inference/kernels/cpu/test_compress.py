@@ -36,8 +36,8 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
 
 
 def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
-    """With any bits in a share of the places, but for exponents above `largest`: zeros of either
-    sign, subnormal numbers, and weights of all sizes down to the smallest."""
+    """Weights with any bits in a share of the places, but for exponents above `largest`: zeros of
+    either sign, subnormal numbers, and weights of all sizes down to the smallest."""
     generator = torch.Generator().manual_seed(seed)
     signs, exponents, fractions = (
         torch.randint(0, count, weights.shape, generator=generator)
@@ -134,7 +134,7 @@ def test_products_have_the_bits_of_weights_as_they_are(
 def test_long_rows_meet_many_activations_some_steps_at_a_time(
     library: ctypes.CDLL, count: int, width: int
 ) -> None:
-    """More than the second cache holds: sums are kept from one part of the columns to the next."""
+    """The rows exceed the second cache: sums are kept from one part of the columns to the next."""
     weights = normal(94, width, 0)
     inputs = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
     matrix = compressed(library, weights)
@@ -151,7 +151,7 @@ def products(
     bias: Tensor | None,
     threads: int,
 ) -> tuple[Tensor, Tensor]:
-    """Of a compressed matrix, and of its weights as they are."""
+    """Products of a compressed matrix, and of its weights as they are."""
     here = matrix.described()
     placed = moved(weights, 0)
     there = Matrix(

@@ -58,7 +58,7 @@ def native_config(family: str, **overrides: Any) -> GPTConfig:
 
 
 def quantization(kind: str) -> Quantization:
-    """Of a kind of matrix."""
+    """Quantization of a kind of matrix."""
     return next((name for name in QUANTIZATIONS if name == kind), "none")
 
 
@@ -68,12 +68,12 @@ def new_cache(gpt: GPT, slots: int = SLOTS, kept: KVCacheDType = "auto") -> KVCa
 
 
 def kept_in(kind: str) -> KVCacheDType:
-    """What keys and values are kept in, of a kind of decoder."""
+    """Type of keys and values of a kind of decoder."""
     return "int8" if kind.endswith("cells") else "auto"
 
 
 def same_cells(one: KVCache, slot: int, other: KVCache, there: int, length: int) -> bool:
-    """Whether a slot keeps the bits that another one keeps, up to `length`."""
+    """True if two slots keep the same bits up to `length`."""
     pairs = [(one.keys, other.keys), (one.values, other.values)]
     if one.key_scales is not None and one.value_scales is not None:
         assert other.key_scales is not None
@@ -296,7 +296,7 @@ def test_prompt_is_what_the_twin_makes_of_it(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_is_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
-    """Whatever the chunks; more rows than tiles, and than a sequence's rows attend together. Odd
+    """Chunks of any size, with more rows than tiles and than a sequence's rows attend together. Odd
     vector counts in a head, the last of them half filled in the narrow dtypes."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
@@ -355,7 +355,7 @@ def test_mixed_pass_has_the_bits_of_prompts_and_steps(
 def test_engine_computes_prompts_together_with_the_steps_of_others(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the bits of any other way, also where a chunk leaves no room for rows of a step."""
+    """The bits are the same, also if a chunk leaves no room for rows of a step."""
     passes: list[int] = []
     mixed = NativeDecoder.mixed
 
@@ -392,7 +392,7 @@ def test_engine_computes_prompts_together_with_the_steps_of_others(
 def test_prompts_together_are_the_bits_of_each_alone(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
-    """More rows than the buffers have room for, so that one of the texts is divided."""
+    """The rows exceed the buffers, so one of the texts is divided."""
     gpt = tiny_gpt(native_config(family, n_layer=2))
     gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     cache, lengths = new_cache(gpt, 8, kept_in(kind)), (1, 120, 17, 126, 100)
@@ -435,7 +435,7 @@ def test_prompt_longer_than_the_buffers_goes_through_in_pieces(library: ctypes.C
 def test_slot_hides_what_an_earlier_text_left(
     library: ctypes.CDLL, dtype: torch.dtype, kept: KVCacheDType
 ) -> None:
-    """Not even where it is not a number: keys are read a few at a time and in whole parts."""
+    """Leftovers may be NaN: keys are read a few at a time and in whole parts."""
     gpt = tiny_gpt(native_config("llama", head_dim=48)).to(dtype)
     cache, text = new_cache(gpt, kept=kept), random_ids(45).tolist()
     native = NativeDecoder(library, gpt, cache, threads=2)
@@ -468,7 +468,7 @@ def test_key_that_is_no_number_is_not_lost_in_eight_bits(library: ctypes.CDLL, l
 
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)
 def test_prompt_by_torch_is_the_twins(library: ctypes.CDLL, quantize: Quantization) -> None:
-    """What processors do that multiply many rows slowly; of int8 with the rounded weights."""
+    """Processors that multiply many rows slowly use torch, with the rounded weights of int8."""
     gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
     native = NativeDecoder(
         library, gpt, new_cache(gpt), threads=2, quantize=quantize, prefills=False
@@ -491,7 +491,7 @@ def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> N
 def test_head_of_many_rows_has_the_bits_of_one_thread(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch computes prompts: by as many threads as it has, if that keeps the bits."""
+    """A prompt by torch uses all threads of torch if that keeps the bits."""
     gpt = tiny_gpt(tiny_config(vocab_size=2048, d_model=256, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2, prefills=False)
     keeps_bits = cpu_decoder.head_threads_keep_bits(gpt, 70, native._head_row_groups)
@@ -522,7 +522,7 @@ def test_head_of_many_rows_has_the_bits_of_one_thread(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_head_is_the_models(library: ctypes.CDLL, family: str, dtype: torch.dtype) -> None:
-    """For any number of rows, and a row alone as among others."""
+    """The number of rows changes no bit of a row."""
     gpt = tiny_gpt(native_config(family)).to(dtype)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
     hidden = torch.randn(DRAFTED_ROWS, gpt.config.d_model).to(dtype)
@@ -631,7 +631,7 @@ def test_quantized_decoder_computes_with_its_rounded_weights(
 def test_quantized_weights_are_one_stream(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"]
 ) -> None:
-    """Each in an arena of its own, most of them had no large page."""
+    """In arenas of their own, most matrices had no large page."""
     gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
     kept = [

@@ -231,10 +231,9 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
 def test_every_target_is_built_and_uses_what_it_says(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether this processor runs it or not. Each takes 20 seconds of a core: where it runs, what
-    the tests of the decoders have built of the same sources is looked at as it is. Where it does
-    not, nobody else builds it, and with less optimisation it takes half of that: the instructions
-    are those that the sources ask for."""
+    """A build takes 20 seconds of a core. A target that runs here is built with the decoders'
+    flags, so other tests use it too. Other targets are built with less optimisation, which takes
+    half as long and keeps the instructions."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     target = target_named(name)
@@ -260,7 +259,7 @@ def arm_compiler() -> list[str]:
 
 @pytest.mark.slow
 def test_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
-    """As fast as that goes: nobody runs it here."""
+    """The build is as fast as possible: it does not run here."""
     built = tmp_path / "kernels.so"
     source = library.SOURCES / library.MAIN_SOURCE
     subprocess.run([*arm_compiler(), *library.FLAGS, "-O1", "-o", built, source], check=True)

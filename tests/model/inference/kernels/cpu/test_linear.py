@@ -46,7 +46,7 @@ def needs_tiles(library: ctypes.CDLL) -> None:
 
 
 def rounded_rows(inputs: Tensor) -> Tensor:
-    """What int8 and int4 make of activations: each row in 127 steps of its largest."""
+    """Activations as int8 and int4 round them: each row in 127 steps of its largest."""
     largest = inputs.abs().amax(dim=1, keepdim=True)
     steps = torch.full_like(largest, 127) / largest  # 127 / largest takes a reciprocal first
     return (inputs * steps).round().double() * (largest / 127).double()
@@ -108,7 +108,7 @@ def test_products_are_the_twins(
 def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
-    """They meet the weights some at a time, and one is left over."""
+    """Rows meet the weights some at a time, and one is left over."""
     if kind == "int8_strips":
         needs_tiles(library)
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_strips_of_int8_have_the_bits_of_its_rows(
 def test_quantized_products_have_the_same_bits_on_every_target(
     kind: Literal["int8", "int4"], target: KernelTarget
 ) -> None:
-    """They are sums of integers, whatever multiplies them."""
+    """The products are sums of integers."""
     try:
         libraries = [load_library(target=one).functions for one in ("auto", target)]
     except KernelsUnavailable as reason:

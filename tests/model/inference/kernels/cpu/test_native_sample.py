@@ -91,9 +91,8 @@ def test_samples_what_its_twin_samples(
 def test_edge_of_a_nucleus_is_found_wherever_it_lies(
     decoders: dict[int, NativeDecoder], spread: float, top_k: int, top_p: float
 ) -> None:
-    """In rows that are flat, where it is among equals, and in steep ones, where it is right below
-    the largest: sought in a range of logits that is halved, whatever their size is. Equals come
-    from both ends of the vocabulary."""
+    """The edge is among equals in flat rows, and right below the largest in steep ones. It is
+    sought by halving a range of logits. Equals come from both ends of the vocabulary."""
     width = WIDTHS[-1]
     row = spread * torch.randn(1, width, generator=torch.Generator().manual_seed(7))
     row[0, -3:] = row[0, :3] = row.max()

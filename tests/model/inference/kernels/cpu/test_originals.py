@@ -28,14 +28,14 @@ IDS = torch.tensor([[5, 9, 2, 14, 3, 3, 8], [1, 1, 4, 0, 7, 12, 6]])
 
 
 def bfloat16_gpt(seed: int = 0) -> GPT:
-    """With matrices of several pages, and a head of its own."""
+    """Model with matrices of several pages, and a head of its own."""
     torch.manual_seed(seed)
     config = native_config("llama", d_model=128, d_ff=256, vocab_size=64, tied_head=False)
     return tiny_gpt(config).bfloat16()
 
 
 def in_other_form(gpt: GPT, library: ctypes.CDLL, quantize: Quantization) -> int:
-    """How many of a GPT's matrices its decoder does not read."""
+    """Number of a GPT's matrices that its decoder does not read."""
     compresses = quantize == "none" and bool(library.logitd_has_tiles())
     return len(list(matrices(gpt))) if compresses or quantize != "none" else 0
 
@@ -73,7 +73,7 @@ def test_matrices_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Qua
 
 
 def test_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
-    """Its rows are looked up, whatever the head's products read."""
+    """The embedding looks up rows of the head."""
     gpt = tiny_gpt(native_config("gpt2", d_model=128, d_ff=256)).bfloat16()
     NativeDecoder(
         library, gpt, new_cache(gpt), threads=1, quantize="int8", owns_weights=True
@@ -126,7 +126,7 @@ def given(outcomes: Mapping[tuple[str, int], Any]) -> Any:
 def test_engine_that_owns_its_weights_gives_the_same_bits(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Also what torch computes of them, for which they come back."""
+    """Matrices come back for what torch computes."""
     gpt, make = bfloat16_gpt(), partial(NativeDecoder, library, threads=1, quantize=quantize)
     kept = given(run(copy.deepcopy(gpt), *requests(), make_decoder=make))
     owner = partial(make, owns_weights=True)

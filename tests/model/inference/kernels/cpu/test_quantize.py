@@ -1,5 +1,5 @@
-"""What matrices are rounded to: near enough, packed as the kernels say, and never with a sum that
-their integers cannot hold."""
+"""Rounded matrices: near enough, packed as the kernels read them, and never with a sum that their
+integers cannot hold."""
 
 import ctypes
 from typing import get_args

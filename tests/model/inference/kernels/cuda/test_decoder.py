@@ -43,12 +43,12 @@ is off by more than 1; of thousands of single logits one or the other is off by 
 
 
 def off(found: Tensor, expected: Tensor) -> float:
-    """Of rows (R, V) the one that is off by most, as a share of how its logits spread."""
+    """Largest error of rows (R, V), as a share of how the logits of a row spread."""
     return float(((found - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
 
 
 class Counting:
-    """What the device records, counted: how many recordings there were, how often they ran."""
+    """Capture that counts its recordings and their runs."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.capture = capture_for(torch.device(device))
@@ -108,7 +108,7 @@ class Pair:
         return self.graph.decode(*rows), self.plain.decode(*rows)
 
     def poison(self) -> None:
-        """What slots hold behind their sequences is nothing that a sum survives."""
+        """Fill what slots hold behind their sequences with numbers that no sum survives."""
         for cache in self.caches:
             for slot, written in enumerate(cache._written):
                 cache.keys[:, slot, :, :written] = math.nan
@@ -274,7 +274,7 @@ def test_more_rows_than_there_is_room_for_are_refused() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_tokens_are_sampled_from_what_was_decoded(device: str, batch_invariant: bool) -> None:
-    """By the recorded sampling, and from rows that are others: both give the twin's tokens."""
+    """The recorded sampling and other rows both give the twin's tokens."""
     counting = Counting(device)
     pair = Pair(tiny_gpt().to(device), 6, batch_invariant=batch_invariant, capture=counting)
     for slot in range(6):

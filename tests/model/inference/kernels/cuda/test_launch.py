@@ -168,9 +168,9 @@ def test_launching_waits_for_nothing_and_collecting_for_one_step() -> None:
 
 @pytest.mark.parametrize(("device", "make"), MAKERS)
 def test_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
-    """What is not finite gives no token, and the step behind is under way with that row: it must
-    have some id to go on with. The row beside it gets what it gets alone, and a sequence that has
-    the slot afterwards sees nothing of it."""
+    """Numbers that are not finite give no token while the next step is under way with that row,
+    which needs some id to go on with. The row beside it gets what it gets alone, and the slot's
+    next sequence sees nothing of it."""
     prompts = {1: [1, 2, 3], 2: [4, 5, 6, 7]}
     decoder, alone = (begun(make, prompts, device) for _ in range(2))
     decoder._cache.values[:, 1, :, :2] = math.nan

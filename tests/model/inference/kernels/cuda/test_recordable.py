@@ -1,8 +1,8 @@
-"""What a GPU is to record may not ask it for a number, nor compute beside it by mistake.
+"""Recorded work asks a GPU for no number, and computes nothing beside it.
 
-Held to that on torch's meta device, whose tensors have shapes and no numbers: there `tolist`,
-`item` and a branch on a value raise, and so does arithmetic with a tensor that was left on the CPU.
-Not seen are indices on the CPU, and what CUDA alone computes (`is_cuda`).
+The check is on torch's meta device, whose tensors have shapes and no numbers: there `tolist`,
+`item` and a branch on a value raise, and so does arithmetic with a tensor on the CPU. Not covered
+are indices on the CPU, and what CUDA alone computes (`is_cuda`).
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class NoBuffer:
         self.turn += 1
 
     def wait(self) -> None:
-        """It is always there."""
+        """Return at once."""
 
 
 @pytest.fixture(autouse=True)

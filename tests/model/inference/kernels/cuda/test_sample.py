@@ -117,7 +117,7 @@ def test_dropped_ids_are_not_sampled_at_the_edges_of_the_interval(
 
 
 def test_sums_that_fall_by_a_rounding_take_no_dropped_id() -> None:
-    """As sums of a GPU may, which are made of pieces."""
+    """Sums of a GPU are made of pieces and may fall by a rounding."""
     hair = 2**-53
     probs = torch.tensor([[0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
     cumulated = torch.tensor([[0.5, 0.5 + 2 * hair, 1.0, 1.0]], dtype=torch.float64)

@@ -25,7 +25,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def served_gpt(dtype: torch.dtype) -> GPT:
-    """As wide as small models that are served: there classes of rows differ from the tiny ones'."""
+    """Model as wide as small models that are served: there classes of rows differ from the tiny
+    ones'."""
     return tiny_gpt(
         tiny_config(d_model=256, head_dim=64, n_head=4, d_ff=1024, vocab_size=2048, n_layer=1)
     ).to(dtype)
