@@ -21,9 +21,10 @@ fields of its endpoint as keywords. Not here: chat templates, JSON and queue lim
 import dataclasses
 import logging
 import math
+import operator
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,6 +107,9 @@ Prompts = Prompt | Sequence[Prompt]
 Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
+
+OF_REPLIES = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
+"""Fields that say how a server answers: they mean nothing here."""
 
 logger = logging.getLogger("logitd")
 
@@ -258,11 +262,14 @@ class LLM:
                     yield _completion(piece, plan.n)
 
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
-        """Logits (T, V): row i predicts the token after token i."""
+        """Logits (T, V): row i predicts the token after token i; of the columns `token_ids`, if
+        given."""
+        _refuse(fields, "top_k")
         return self._arrays(LOGITS, prompt=prompt, **fields)["logits"]
 
     def probs(self, prompt: Prompt, **fields: Any) -> npt.NDArray[np.float64]:
         """Probabilities (V,) of the token that follows."""
+        _refuse(fields, "top_k", "token_ids", "positions")
         row = self._arrays(LOGITS, prompt=prompt, positions="last", **fields)["logits"][0]
         return np.exp(log_softmax(row))
 
@@ -287,7 +294,7 @@ class LLM:
         position and layer: the likeliest ids, rank and logprob of `token_ids`, entropy and the
         divergence of the model's own answer."""
         given = {"positions": "all", "prompt": prompt, **fields}
-        (request,) = cast(Outputs, self._plan(LENS, **given)).requests
+        request = _only(cast(Outputs, self._plan(LENS, **given)).requests)
         lens = cast(Lens, request.output)
         rows = self._compute([request]).rows[request.request_id]  # (layers, numbers) each
         return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
@@ -299,7 +306,7 @@ class LLM:
         on: by token of the prompt ("gradient_times_input", "integrated_gradients"), and by head and
         MLP ("direct")."""
         given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
-        (request,) = cast(Record, self._plan(ATTRIBUTIONS, **given)).requests
+        request = _only(cast(Record, self._plan(ATTRIBUTIONS, **given)).requests)
         return self._compute([request]).attributions[request.request_id]
 
     def sweep(
@@ -337,7 +344,7 @@ class LLM:
     ) -> list[Score]:
         """How likely each continuation is after the prompt; without any, the prompt itself."""
         given = {"prompt": prompt, "continuations": continuations or None, **fields}
-        (request,) = cast(Record, self._plan(SCORE, **given)).requests
+        request = _only(cast(Record, self._plan(SCORE, **given)).requests)
         tokens = self._compute([request]).tokens
         count = len(sequence_lengths(request))
         return [_score(tokens[request.request_id, index]) for index in range(count)]
@@ -378,13 +385,14 @@ class LLM:
         """The token ids of a prompt. Special tokens in a text are plain text; if the model has no
         vocabulary, a text is refused."""
         if not isinstance(prompt, str):
-            return tuple(int(token_id) for token_id in prompt)
+            return tuple(map(operator.index, prompt))
         return tuple(encode_text(prompt, self.tokenizer))
 
     # How operations run
 
     def _plan(self, operation: Operation, **fields: Any) -> Plan:
         """The plan of a request, with what it needs computed first."""
+        _refuse(fields, *OF_REPLIES)
         body = parse(operation.body, fields)
         planning = operation.plan(body, Subject(self.checkpoint))
         answer: Any = None
@@ -424,7 +432,7 @@ class LLM:
     def _arrays(self, operation: Operation, **fields: Any) -> dict[str, Floats]:
         """The arrays of one prompt, at all positions unless `fields` choose some."""
         plan = cast(Outputs, self._plan(operation, **{"positions": "all", **fields}))
-        (request,) = plan.requests
+        request = _only(plan.requests)
         rows = np.stack(self._compute([request]).rows[request.request_id])
         return {
             array.name: np.moveaxis(part, 0, array.position_axis)
@@ -464,9 +472,28 @@ class LLM:
         self._mailboxes[event.request_id].extend(ended)
 
 
+def _refuse(fields: Mapping[str, Any], *names: str) -> None:
+    """Raise InvalidRequest for fields that a call cannot honour."""
+    for name in names:
+        value = fields.get(name)
+        if value is not None and value is not False:
+            raise InvalidRequest(f"{name} has no meaning in this call; leave it out", name)
+
+
+def _only(requests: Sequence[Any]) -> Any:
+    """The request of a method that takes one prompt. Raises InvalidRequest for several."""
+    if len(requests) > 1:
+        raise InvalidRequest(
+            f"there are {len(requests)} prompts; this method takes one: call it for each", "prompt"
+        )
+    return requests[0]
+
+
 def _as_dict(params: SamplingParams) -> dict[str, Any]:
     """The fields of a body; not `dataclasses.asdict`, which would copy a compiled constraint."""
-    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    # Ids of NumPy cannot be keys of JSON.
+    return {**fields, "logit_bias": {int(i): bias for i, bias in params.logit_bias.items()}}
 
 
 def _operation(name: str) -> Operation:

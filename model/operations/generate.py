@@ -271,7 +271,7 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     prompts = encode_all(body.prompts, "prompt", subject)
     constraint: Constraint | None = None if source is None else (yield Compile(source))
     changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
-    seed = secrets.randbits(63) if body.seed is None else body.seed  # JSON's readers take 63 bits
+    seed = new_seed() if body.seed is None else body.seed
     requests = [
         GenerationRequest(
             request_id=new_id("gen"),
@@ -300,6 +300,11 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     return Completions(
         requests, body.n, body.stop_texts, body.echo, body.logprobs, body.prompt_logprobs
     )
+
+
+def new_seed() -> int:
+    """A seed for a body without one: 63 bits, because readers of JSON take no more."""
+    return secrets.randbits(63)
 
 
 def constraint_source(body: GenerateRequest) -> Source | None:

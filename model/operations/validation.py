@@ -3,7 +3,9 @@
 The same in process and over HTTP.
 """
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -63,16 +65,28 @@ PYTHON_VALUES = (
 
 
 def parse(body: type[Body], fields: Mapping[str, Any]) -> Body:
-    """A body from Python values, which may be NumPy arrays, tuples and `Intervention`s. Raises
+    """A body from Python values, which may be NumPy arrays, sequences and `Intervention`s. Raises
     InvalidRequest for fields that do not fit."""
+    members = (orjson.dumps(name) + b":" + _json(name, value) for name, value in fields.items())
     try:
-        text = orjson.dumps(fields, default=_plain, option=PYTHON_VALUES)
-    except TypeError as error:
-        raise InvalidRequest(f"a field cannot be sent as JSON: {error}") from error
-    try:
-        return body.model_validate_json(text)
+        return body.model_validate_json(b"{" + b",".join(members) + b"}")
     except ValidationError as error:
         raise describe_errors(error, body.model_fields) from error
+
+
+def _json(name: str, value: Any) -> bytes:
+    """The value of a field as JSON."""
+    with suppress(TypeError):
+        text = orjson.dumps(value, default=_plain, option=PYTHON_VALUES)
+        if b"null" not in text:  # which it also writes for NaN and infinities
+            return text
+    subject = "the prompt" if name == "prompt" else name
+    try:
+        return json.dumps(value, default=_plain, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{subject} is not UTF-8 text", name) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{subject} cannot be sent as JSON: {error}", name) from error
 
 
 def _plain(value: Any) -> Any:
@@ -90,8 +104,12 @@ def _plain(value: Any) -> Any:
             }
             takes_factor = value.operation in ("scale", "add")
             return {**given, "factor": value.factor} if takes_factor else given
-        case _ if hasattr(value, "tolist"):  # an array that is not contiguous
+        case _ if hasattr(value, "tolist"):  # an array that orjson does not take
             return value.tolist()
+        case Mapping():
+            return dict(value)
+        case Sequence() if not isinstance(value, (bytes, bytearray, memoryview)):
+            return list(value)
     raise TypeError(f"{type(value).__name__} has no place in a request")
 
 

@@ -6,7 +6,7 @@ is written, in the modules beside this one.
 """
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -53,10 +53,10 @@ RESPONSES = {
 }
 
 
-def router() -> APIRouter:
-    """The routes of all operations."""
+def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
+    """The routes of operations."""
     routes = APIRouter()
-    for operation in OPERATIONS:
+    for operation in operations:
         routes.add_api_route(
             operation.path,
             endpoint_of(operation),

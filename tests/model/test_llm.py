@@ -203,13 +203,15 @@ def test_stages_and_interventions_are_those_of_the_definition(llm: LLM, gpt: GPT
     for stage, value in values.items():
         np.testing.assert_allclose(value, expected[stage][:, [2]].detach(), atol=1e-4)
     assert not values[name].any()
-    changed = llm.logits("a prompt", [zero])
+    changed = llm.logits("a prompt", interventions=[zero])
     np.testing.assert_allclose(changed, expected["logits"].detach(), atol=1e-3)
-    assert llm.probs("a prompt", [zero]).argmax() == changed[-1].argmax()
+    assert llm.probs("a prompt", interventions=[zero]).argmax() == changed[-1].argmax()
     greedy = SamplingParams(max_tokens=1, seed=0, temperature=0)
     (completion,) = llm.generate("a prompt", greedy, interventions=[zero])
     assert completion.token_ids == (changed[-1].argmax(),)
-    assert llm.score("a prompt", [], [zero])[0].logprob != llm.score("a prompt")[0].logprob
+    assert (
+        llm.score("a prompt", interventions=[zero])[0].logprob != llm.score("a prompt")[0].logprob
+    )
 
 
 def test_attributions_are_those_of_the_model(llm: LLM, gpt: GPT) -> None:
@@ -244,19 +246,19 @@ def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
     grid = llm.sweep("a prompt", ablate, ["layers", "heads"], token=97, minus=98)
     assert grid.shape == (3, 4)
     zero = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(2,))
-    row = llm.logits("a prompt", [zero])[-1].astype(np.float64)
+    row = llm.logits("a prompt", interventions=[zero])[-1].astype(np.float64)
     assert grid[1, 2] == row[97] - row[98]
     patched = llm.patch("a prompt", "b prompt", token=97)
     assert patched.shape == (3, 8)
     assert len(set(patched[-1, :-1])) == 1, "no later block carries another position to the last"
     value = llm.activations("b prompt", "blocks.0.output")["blocks.0.output"][:1]
     first = Intervention(stage="blocks.0.output", operation="set", positions=(0,), values=value)
-    assert patched[0, 0] == llm.logits("a prompt", [first])[-1, 97]
+    assert patched[0, 0] == llm.logits("a prompt", interventions=[first])[-1, 97]
     with pytest.raises(InvalidRequest, match="layers"):
         llm.sweep("a", Intervention(stage="embedding", operation="zero"), ["layers"], 97)
     with pytest.raises(InvalidRequest, match=r"vary.*\[8, 32\]"):
         llm.sweep("a", replace(first, values=llm.hidden_states("a prompt")[0]), ["layers"], 97)
-    with pytest.raises(InvalidRequest, match=r"stage.*\[8, 32\]"):
+    with pytest.raises(InvalidRequest, match=r"^vary: .* 8 positions.* 3 tokens"):
         llm.patch("abc", "b prompt", token=97)
 
 

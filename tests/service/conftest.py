@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.operations import generate
 from logitd.model.transformer.gpt import GPT
-from logitd.service.api.requests import resolve
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,
@@ -36,7 +36,7 @@ def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeds of requests that bring none. Drawn anew, sixteen samples of three words were one
     word in one run of forty, and the test that they differ failed for no change of the code."""
     rng = random.Random(0)
-    monkeypatch.setattr(resolve, "new_seed", lambda: rng.getrandbits(63))
+    monkeypatch.setattr(generate, "new_seed", lambda: rng.getrandbits(63))
 
 
 @pytest.fixture(scope="session")

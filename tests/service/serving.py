@@ -21,13 +21,15 @@ import uvicorn
 
 from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.load import LoadedModel, load_model
+from logitd.model.inference.load import LoadedModel as LoadedWeights
+from logitd.model.inference.load import load_model
 from logitd.service.app.app import create_app
 from logitd.service.app.server import uvicorn_config
 from logitd.service.connections.limits import connection_limits
 from logitd.service.connections.open_connections import OpenConnections
-from logitd.service.core.models import Served
+from logitd.service.core.models import LoadedModel
 from logitd.service.core.state import ServiceState
+from logitd.service.schemas.status import ErrorDetail, ErrorReply
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
@@ -35,6 +37,9 @@ from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 TEST_TIMEOUT = 60.0
 """Seconds after which something that should happen at once counts as never; machines are busy."""
 
+
+LARGEST_ERROR = 4096
+"""Bytes that an error may take, whatever was sent."""
 
 Checkpoints = Path | Mapping[str, Path]
 """What is served: one checkpoint, or several by the names that they are given."""
@@ -76,7 +81,7 @@ class Serving:
         return document
 
     @property
-    def served(self) -> Served:
+    def served(self) -> LoadedModel:
         """The model of requests that name none."""
         return self.state.models.served[0]
 
@@ -92,6 +97,10 @@ class Serving:
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def refused(self, path: str, body: Any, status: int = 400, **headers: str) -> ErrorDetail:
+        """The error of a reply that must be one."""
+        return error_of(self.post(path, body, **headers), status)
 
     def generate(self, prompt: Any, **fields: Any) -> Any:
         return self.json("/generate", {"prompt": prompt, **fields})
@@ -215,7 +224,7 @@ def held_loading() -> Iterator[threading.Event]:
     """Services that begin in this block do not load before the event is set."""
     gate = threading.Event()
 
-    def load(*arguments: Any, **flags: Any) -> LoadedModel:
+    def load(*arguments: Any, **flags: Any) -> LoadedWeights:
         assert gate.wait(TEST_TIMEOUT)
         return load_model(*arguments, **flags)
 
@@ -225,6 +234,16 @@ def held_loading() -> Iterator[threading.Event]:
             yield gate
         finally:
             gate.set()
+
+
+def error_of(response: httpx.Response, status: int = 400) -> ErrorDetail:
+    """The error of a response that must be one: a sentence, in one shape and few bytes."""
+    assert response.status_code == status, response.text[:500]
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.content) <= LARGEST_ERROR
+    error = ErrorReply.model_validate(response.json()).error
+    assert len(error.message.split()) >= 3, "a sentence"
+    return error
 
 
 def engine_of(server: Serving) -> Engine:

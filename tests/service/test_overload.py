@@ -12,8 +12,8 @@ import pytest
 
 from logitd.model.inference.constraints.compiler import Source
 from logitd.model.inference.constraints.sandbox import Checker
-from logitd.service.api.responses import sse
-from logitd.service.schemas.base import ErrorReply
+from logitd.service.api import sse
+from logitd.service.schemas.status import ErrorReply
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
@@ -122,7 +122,7 @@ def test_a_full_queue_is_reported_before_a_text_is_encoded(
         occupy(server, stack)
         accepted = Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
-        monkeypatch.setattr("logitd.service.api.requests.encode.encode_text", encode)
+        monkeypatch.setattr("logitd.model.operations.prompts.encode_text", encode)
         for path, body in POSTS.items():
             queue_full(server.post(path, body))
         assert encoded == []
@@ -245,9 +245,7 @@ def test_what_the_queue_never_holds_is_refused_for_good(elements_server: Serving
         ("/logits", {"prompt": [long_prompt(4006)] * 2, "positions": "all"}, 8012 * 257),
         ("/score", {"prompt": long_prompt(8012)}, 8011 * 257),
     ):
-        response = elements_server.post(path, body)
-        assert response.status_code == 400
-        error = ErrorReply.model_validate(response.json()).error
+        error = elements_server.refused(path, body)
         assert error.message == (
             f"the request asks for {elements} output elements (positions times width), the queue "
             f"never holds more than {limit}. Ask for fewer prompts or positions at once, or raise "

@@ -54,7 +54,7 @@ def by_llm(llm: LLM, text: str, stride: int) -> list[dict[str, Any] | None]:
         if len(window) <= first:
             continue
         (score,) = llm.score(window[:first], [window[first:]])
-        lens = llm.lens(window, TOP_K, EVERY_ID)[first - 1 : -1]
+        lens = llm.lens(window, top_k=TOP_K, token_ids=EVERY_ID)[first - 1 : -1]
         for token, own, layers in zip(window[first:], score.logprobs, lens, strict=True):
             logprobs = [layer.logprobs[token].item() for layer in layers]
             logprobs[-1] = float(np.float32(own))

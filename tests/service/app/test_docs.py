@@ -5,37 +5,17 @@ from typing import Any
 
 import pytest
 
-from logitd.service.schemas.activations import ActivationsRequest
+from logitd.model.operations.activations import ActivationsRequest
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import RequestBody
+from logitd.model.operations.sweep import SweepRequest
+from logitd.model.operations.tokenize import DetokenizeRequest
 from logitd.service.schemas.admin import ReloadRequest
-from logitd.service.schemas.attributions import AttributionsRequest
-from logitd.service.schemas.base import RequestBody
-from logitd.service.schemas.generate import GenerateRequest
-from logitd.service.schemas.lens import LensRequest
 from logitd.service.schemas.openai import ChatRequest, CompletionRequest
-from logitd.service.schemas.sweep import SweepRequest
-from logitd.service.schemas.tensors import (
-    AttentionRequest,
-    HiddenStatesRequest,
-    LogitsRequest,
-    ProbsRequest,
-    ScoreRequest,
-)
-from logitd.service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 from tests.service.serving import Serving
 
 BODIES: dict[str, type[RequestBody]] = {
-    "/generate": GenerateRequest,
-    "/logits": LogitsRequest,
-    "/probs": ProbsRequest,
-    "/score": ScoreRequest,
-    "/hidden_states": HiddenStatesRequest,
-    "/attention": AttentionRequest,
-    "/activations": ActivationsRequest,
-    "/sweep": SweepRequest,
-    "/lens": LensRequest,
-    "/attributions": AttributionsRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
+    **{operation.path: operation.body for operation in OPERATIONS},
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
 }
@@ -54,6 +34,7 @@ QUEUED = (
     "/v1/chat/completions",
 )
 """Bodies that become work of the engine."""
+UNQUEUED = ("/tokenize", "/detokenize")
 GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
     "/tokenizer_info",
@@ -79,7 +60,7 @@ def references(value: Any) -> list[str]:
 
 
 def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any]) -> None:
-    assert set(document["paths"]) == {*BODIES, *GETS, "/admin/reload"}
+    assert set(document["paths"]) == {*QUEUED, *UNQUEUED, *GETS, "/admin/reload"}
     for path, methods in document["paths"].items():
         assert set(methods) == {"get" if path in GETS else "post"}
         for operation in methods.values():

@@ -18,7 +18,7 @@ from logitd.service.app.app import create_app
 from logitd.service.app.middleware import EXPOSED_HEADERS
 from logitd.service.connections.limits import MAX_HEADER_BYTES
 from logitd.service.log import JsonFormatter
-from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.status import ErrorReply
 from tests.service.serving import (
     Serving,
     events,

@@ -15,7 +15,7 @@ import pytest
 
 from logitd.service.app.server import serve
 from logitd.service.core.models import Models
-from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.status import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd import LogitdError, MalformedReplyError, UnavailableError
+from logitd.model.operations.generate import GenerateRequest
 from logitd.service.client import calls
 from logitd.service.client.calls import Answer, Call
-from logitd.service.schemas.generate import GenerateRequest
 from tests.service.client.test_reading import JSON
 from tests.service.client.test_streaming import CHUNKS, TAIL, places
 

@@ -1,7 +1,6 @@
 """Client and AsyncClient against a real server: every call gives what its endpoint gives."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,9 @@ import pytest
 
 import logitd
 from logitd import AsyncClient, Client, LogitdError, UnavailableError
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.operation import Operation
 from logitd.service.app.app import create_app
-from logitd.service.schemas import generate as schemas
-from logitd.service.schemas import tensors as numbers
-from logitd.service.schemas import tokenizer as tokenizer_schemas
-from logitd.service.schemas.activations import ActivationsRequest
-from logitd.service.schemas.attributions import AttributionsRequest
-from logitd.service.schemas.base import RequestBody
-from logitd.service.schemas.lens import LensRequest
-from logitd.service.schemas.sweep import SweepRequest
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled
@@ -185,51 +178,21 @@ def test_health_is_told_while_nothing_else_is_answered(
 # What the two sides know of each other
 
 
-EXAMPLES = [
-    (model, summary)
-    for model in (
-        schemas.GenerateRequest,
-        tokenizer_schemas.TokenizeRequest,
-        tokenizer_schemas.DetokenizeRequest,
-        numbers.LogitsRequest,
-        numbers.ProbsRequest,
-        numbers.ScoreRequest,
-        numbers.HiddenStatesRequest,
-        numbers.AttentionRequest,
-        ActivationsRequest,
-        SweepRequest,
-        LensRequest,
-        AttributionsRequest,
-    )
-    for summary in model.examples
-]
-
-
-@pytest.mark.parametrize(("model", "summary"), EXAMPLES, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(
+    ("operation", "summary"),
+    [(operation, summary) for operation in OPERATIONS for summary in operation.body.examples],
+    ids=lambda one: str(getattr(one, "name", one))[:30],
+)
 def test_every_example_of_the_endpoints_can_be_asked(
-    server: Serving, connect: Connect, model: type[RequestBody], summary: str
+    server: Serving, connect: Connect, operation: Operation, summary: str
 ) -> None:
-    body = dict(model.examples[summary])
+    body = dict(operation.body.examples[summary])
     client = connect(server.url)
-    if body.pop("stream", False) and model is schemas.GenerateRequest:
+    if body.pop("stream", False) and operation.name == "generate":
         assert client.stream(**body).result().usage.completion_tokens > 0
         return
-    call: dict[type[RequestBody], Callable[..., Any]] = {
-        schemas.GenerateRequest: client.generate,
-        tokenizer_schemas.TokenizeRequest: client.tokenize,
-        tokenizer_schemas.DetokenizeRequest: client.detokenize,
-        numbers.LogitsRequest: client.logits,
-        numbers.ProbsRequest: client.probs,
-        numbers.ScoreRequest: client.score,
-        numbers.HiddenStatesRequest: client.hidden_states,
-        numbers.AttentionRequest: client.attention,
-        ActivationsRequest: client.activations,
-        SweepRequest: client.sweep,
-        LensRequest: client.lens,
-        AttributionsRequest: client.attributions,
-    }
-    given = body.pop("tokens" if model is tokenizer_schemas.DetokenizeRequest else "prompt")
-    result = call[model](given, **body)
+    given = body.pop("tokens" if operation.name == "detokenize" else "prompt")
+    result = getattr(client, operation.name)(given, **body)
     assert all(one.request_id for one in (result if isinstance(result, list) else [result]))
 
 

@@ -2,44 +2,39 @@
 
 import pytest
 
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import PositionRange, RequestBody
+from logitd.model.operations.interventions import Intervention, Source
+from logitd.model.operations.operation import Operation
+from logitd.model.operations.processing import Processing
 from logitd.service.client import fields
-from logitd.service.schemas import generate as schemas
-from logitd.service.schemas import tensors as numbers
-from logitd.service.schemas import tokenizer as tokenizer_schemas
-from logitd.service.schemas.activations import ActivationsRequest
-from logitd.service.schemas.attributions import AttributionsRequest
-from logitd.service.schemas.base import PositionRange, RequestBody
-from logitd.service.schemas.interventions import Intervention, Source
-from logitd.service.schemas.lens import LensRequest
-from logitd.service.schemas.sweep import SweepRequest
 
 ARGUMENTS = {"prompt", "stream"}
 """No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""
 
 
+ARGUMENTS_OF = {
+    "logits": {"top_k"},
+    "activations": {"stages"},
+    "sweep": {"vary", "over"},
+    "detokenize": {"tokens"},
+}
+"""More arguments of some calls."""
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_fields_are_those_of_the_endpoint(operation: Operation) -> None:
+    name = f"{operation.name.title().replace('_', '')}Fields"
+    known = set(getattr(fields, name).__annotations__)
+    arguments = ARGUMENTS | ARGUMENTS_OF.get(operation.name, set())
+    assert known == set(operation.body.model_fields) - arguments
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs", "more"),
-    [
-        (fields.GenerateFields, schemas.GenerateRequest, ARGUMENTS),
-        (fields.LogitsFields, numbers.LogitsRequest, ARGUMENTS | {"top_k"}),
-        (fields.HiddenStatesFields, numbers.HiddenStatesRequest, ARGUMENTS),
-        (fields.AttentionFields, numbers.AttentionRequest, ARGUMENTS),
-        (fields.ActivationsFields, ActivationsRequest, ARGUMENTS | {"stages"}),
-        (fields.Source, Source, set()),
-        (fields.LensFields, LensRequest, ARGUMENTS),
-        (fields.AttributionsFields, AttributionsRequest, ARGUMENTS),
-        (fields.SweepFields, SweepRequest, ARGUMENTS | {"vary", "over"}),
-        (fields.ProbsFields, numbers.ProbsRequest, ARGUMENTS),
-        (fields.ScoreFields, numbers.ScoreRequest, ARGUMENTS),
-        (fields.TokenizeFields, tokenizer_schemas.TokenizeRequest, ARGUMENTS),
-        (fields.DetokenizeFields, tokenizer_schemas.DetokenizeRequest, {"tokens"}),
-        (fields.Processing, numbers.Processing, set()),
-    ],
+    ("ours", "theirs"), [(fields.Source, Source), (fields.Processing, Processing)]
 )
-def test_fields_are_those_of_the_endpoint(
-    ours: type, theirs: type[RequestBody], more: set[str]
-) -> None:
-    assert set(ours.__annotations__) == set(theirs.model_fields) - more
+def test_fields_are_those_of_the_object(ours: type, theirs: type[RequestBody]) -> None:
+    assert set(ours.__annotations__) == set(theirs.model_fields)
 
 
 @pytest.mark.parametrize(

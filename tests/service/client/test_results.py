@@ -5,13 +5,19 @@ from dataclasses import MISSING, fields
 import pytest
 from pydantic import BaseModel
 
+from logitd.model.operations import (
+    attributions,
+    body,
+    generate,
+    probs,
+    score,
+    tokenize,
+    tokens,
+)
 from logitd.service import client
 from logitd.service.client import errors, results
 from logitd.service.client import fields as client_fields
-from logitd.service.schemas import attributions
-from logitd.service.schemas import generate as schemas
-from logitd.service.schemas import tensors as numbers
-from logitd.service.schemas import tokenizer as tokenizer_schemas
+from logitd.service.schemas import status
 
 OURS = {"request_id"}
 """What comes from a reply's header."""
@@ -31,17 +37,17 @@ def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (results.Checkpoint, schemas.CheckpointName),
-        (results.TopToken, schemas.TopToken),
-        (results.Token, schemas.Token),
-        (results.ScoredPrompt, schemas.ScoredPrompt),
-        (results.Choice, schemas.Choice),
-        (results.Usage, schemas.Usage),
-        (results.Timings, schemas.Timings),
-        (results.Generation, schemas.GenerateReply),
-        (results.TokenProb, numbers.TokenProb),
-        (results.PromptProbs, numbers.PromptProbs),
-        (results.Probs, numbers.ProbsReply),
+        (results.Checkpoint, body.CheckpointName),
+        (results.TopToken, tokens.TopToken),
+        (results.Token, tokens.Token),
+        (results.ScoredPrompt, generate.ScoredPrompt),
+        (results.Choice, generate.Choice),
+        (results.Usage, generate.Usage),
+        (results.Timings, generate.Timings),
+        (results.Generation, generate.GenerateReply),
+        (results.TokenProb, tokens.TokenProb),
+        (results.PromptProbs, probs.PromptProbs),
+        (results.Probs, probs.ProbsReply),
         (results.TargetToken, attributions.TargetToken),
         (results.AttributedToken, attributions.AttributedToken),
         (results.PathSummary, attributions.PathSummary),
@@ -49,18 +55,18 @@ def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
         (results.DirectContributions, attributions.DirectContributions),
         (results.PromptAttributions, attributions.PromptAttributions),
         (results.Attributions, attributions.AttributionsReply),
-        (results.TextScore, numbers.TextScore),
-        (results.PromptScores, numbers.PromptScores),
-        (results.ScoreUsage, numbers.ScoreUsage),
-        (results.Scores, numbers.ScoreReply),
-        (results.Piece, tokenizer_schemas.Piece),
-        (results.Tokenized, tokenizer_schemas.TokenizeReply),
-        (results.Detokenized, tokenizer_schemas.DetokenizeReply),
-        (results.TokenizerInfo, tokenizer_schemas.TokenizerInfo),
-        (results.QuantizationInfo, schemas.QuantizationInfo),
-        (results.ModelStatus, schemas.ModelStatus),
-        (results.Info, schemas.Info),
-        (results.Health, schemas.Health),
+        (results.TextScore, score.TextScore),
+        (results.PromptScores, score.PromptScores),
+        (results.ScoreUsage, score.ScoreUsage),
+        (results.Scores, score.ScoreReply),
+        (results.Piece, tokenize.Piece),
+        (results.Tokenized, tokenize.TokenizeReply),
+        (results.Detokenized, tokenize.DetokenizeReply),
+        (results.TokenizerInfo, status.TokenizerInfo),
+        (results.QuantizationInfo, status.QuantizationInfo),
+        (results.ModelStatus, status.ModelStatus),
+        (results.Info, status.Info),
+        (results.Health, status.Health),
     ],
 )
 def test_members_are_those_of_the_reply(ours: type, theirs: type[BaseModel]) -> None:

@@ -17,7 +17,7 @@ from logitd import (
     MalformedReplyError,
     StreamError,
 )
-from logitd.service.api.responses import sse
+from logitd.service.api import sse
 from logitd.service.client.streaming import EventDecoder, StreamState
 from tests.service.client.test_reading import JSON
 

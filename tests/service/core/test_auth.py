@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from logitd.service.app.app import create_app
 from logitd.service.app.server import serve
 from logitd.service.core.auth import KEY_FILE_BYTES, ApiKeyError, ApiKeys, is_public, read_api_keys
-from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.status import ErrorReply
 from logitd.service.settings.serve import ServeSettings
 from tests.service.serving import (
     Serving,

@@ -13,7 +13,7 @@ from logitd.service.core.auth import ApiKeyError, read_api_keys
 from logitd.service.core.errors import ApiError
 from logitd.service.core.key_limits import KeyLimit, KeyLimits
 from logitd.service.engine.admission import Limit
-from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.status import ErrorReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.service.serving import eventually, request_bytes, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt

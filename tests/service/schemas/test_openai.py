@@ -9,9 +9,9 @@ import pytest
 from annotated_types import BaseMetadata
 from pydantic import BaseModel, ValidationError
 
+from logitd.model.operations.body import ReplyBody, RequestBody
+from logitd.model.operations.generate import GenerateRequest
 from logitd.service.schemas import openai as schemas
-from logitd.service.schemas.base import RequestBody
-from logitd.service.schemas.generate import GenerateRequest
 from logitd.service.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
 
 REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]
@@ -33,7 +33,7 @@ NUMBERS = [
 MODELS = [
     value
     for value in vars(schemas).values()
-    if isinstance(value, type) and issubclass(value, BaseModel) and value is not BaseModel
+    if isinstance(value, type) and issubclass(value, (RequestBody, ReplyBody))
 ]
 UNSUPPORTED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},

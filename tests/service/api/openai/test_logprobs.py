@@ -14,6 +14,7 @@ from logitd.model.inference.engine.events import (
     TokenEvent,
 )
 from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.model.operations.completion import Completion
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from logitd.service.api.openai.logprobs import (
     PlacedToken,
@@ -22,7 +23,6 @@ from logitd.service.api.openai.logprobs import (
     completion_logprobs,
     token_name,
 )
-from logitd.service.api.responses.text import Completion
 from tests.model.factories import byte_tokenizer
 
 END = 256
@@ -99,14 +99,16 @@ def grown(
     limit: int | None = None,
 ) -> tuple[str, list[PlacedToken]]:
     """Text and tokens of a choice that is looked at after some tokens, and at its end."""
-    one = Completion(tokenizer or byte_tokenizer(), index=0, prompt_index=0, stop=stop,
+    tokenizer = tokenizer or byte_tokenizer()
+    one = Completion(tokenizer, index=0, prompt_index=0, stop=stop,
                      stop_token_ids=frozenset({END}), echo=list(echo))  # fmt: skip
     shown = ShownTokens(prompt_tokens=len(echo), limit=limit)
     text, placed = "", []
 
     def look() -> None:
         nonlocal text
-        if (choice := one.take()) is not None:
+        if (piece := one.take()) is not None:
+            choice = piece.to_json(tokenizer)
             text += choice["text"]
             placed.extend(shown.push(choice))
             for each in placed:
@@ -166,8 +168,9 @@ def test_a_token_that_the_cut_goes_through_is_listed_whole() -> None:
     one = Completion(tokenizer, index=0, prompt_index=0, stop=("c",), stop_token_ids=frozenset())
     for token_id in (97, 256, 101):
         one.push(event(token_id))
-    choice = one.take()
-    assert choice is not None
+    piece = one.take()
+    assert piece is not None
+    choice = piece.to_json(tokenizer)
     text, placed = choice["text"], ShownTokens().push(choice)
     assert (text, listed(placed)) == ("ab", [(97, 0), (256, 1)])
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
+from logitd.model.operations.generate import GenerateRequest
 from logitd.service.api.openai.translate import (
     constraint_names,
     native_chat,
     native_completion,
     param_names,
 )
-from logitd.service.core.errors import ApiError, bad_request
-from logitd.service.schemas.generate import GenerateRequest
+from logitd.service.core.errors import EXPECTED, ApiError, as_api_error, bad_request
 from logitd.service.schemas.openai import ChatRequest, CompletionRequest
 from tests.model.factories import chat_tokenizer
 
@@ -60,10 +60,11 @@ def set_fields(native: GenerateRequest) -> dict[str, Any]:
 
 
 def refused(call: Any, **fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EXPECTED) as caught:
         call(**fields)
-    assert caught.value.status == 400
-    return caught.value
+    error = as_api_error(caught.value)
+    assert error.status == 400
+    return error
 
 
 def test_fields_of_the_same_name_are_taken_over() -> None:

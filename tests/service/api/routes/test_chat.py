@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from logitd.service.schemas.base import ErrorReply
 from logitd.service.schemas.openai import ChatReply
+from logitd.service.schemas.status import ErrorReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import examples
 from tests.service.serving import TEST_TIMEOUT, Serving, events, serving

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from logitd.model.transformer.gpt import GPT
-from logitd.service.schemas.base import ErrorReply
 from logitd.service.schemas.openai import CompletionReply
+from logitd.service.schemas.status import ErrorReply
 from tests.profiles import examples
 from tests.service.serving import Serving, events, serving
 

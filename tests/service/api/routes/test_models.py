@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from logitd.service.schemas.base import ErrorReply
 from logitd.service.schemas.openai import ModelList
+from logitd.service.schemas.status import ErrorReply
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import Serving, serving
 

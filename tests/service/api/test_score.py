@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from logitd.model.operations.score import ScoreReply
 from logitd.model.transformer.gpt import GPT
-from logitd.service.schemas.base import ErrorReply
-from logitd.service.schemas.tensors import ScoreReply
-from tests.service.serving import Serving, serving
-
-PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
+from tests.service.api.asking import PROMPT
+from tests.service.serving import Serving
 
 
 def score(server: Serving, prompt: Any = PROMPT, **fields: Any) -> ScoreReply:
@@ -83,18 +81,6 @@ def test_scores_are_the_bits_of_prompt_logprobs(server: Serving) -> None:
     assert prompt.score.model_dump()["tokens"] == generated
 
 
-def test_many_prompts_with_and_without_continuations(server: Serving) -> None:
-    prompts: list[Any] = [PROMPT, "x", [256, 3]]
-    reply = score(server, prompts, continuations=["a", [98, 99]])
-    assert [prompt.index for prompt in reply.prompts] == [0, 1, 2]
-    for given, found in zip(prompts, reply.prompts, strict=True):
-        assert score(server, given, continuations=["a", [98, 99]]).prompts[0].continuations == (
-            found.continuations
-        )
-    whole = score(server, prompts)
-    assert [p.score.scored_tokens for p in whole.prompts if p.score] == [len(PROMPT) - 1, 0, 1]
-
-
 def test_one_token_scores_nothing(server: Serving) -> None:
     (prompt,) = score(server, "x", logprobs=0).prompts
     assert prompt.score is not None
@@ -107,53 +93,3 @@ def test_a_prompt_and_its_continuation_may_fill_the_context(server: Serving) -> 
     (prompt,) = score(server, "x" * 100, continuations=["y" * 28]).prompts
     assert prompt.continuations is not None
     assert prompt.continuations[0].scored_tokens == 28
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": "x" * 129}, "prompt"),
-        ({"continuations": []}, "continuations"),
-        ({"continuations": ["a", ""]}, "continuations"),
-        ({"continuations": [[257]]}, "continuations"),
-        ({"continuations": ["x" * 70]}, "continuations"),
-        ({"continuations": ["x" * 129]}, "continuations"),
-        ({"continuations": ["x"] * 65}, "continuations"),
-        ({"continuations": "x"}, "continuations"),
-        ({"logprobs": 258}, "logprobs"),
-        ({"logprobs": -1}, "logprobs"),
-        ({"max_tokens": 1}, "max_tokens"),
-    ],
-)
-def test_what_has_no_score_is_refused(server: Serving, fields: dict[str, Any], param: str) -> None:
-    response = server.post("/score", {"prompt": PROMPT, **fields})
-    assert response.status_code == 400, response.text
-    assert ErrorReply.model_validate(response.json()).error.param == param
-
-
-@pytest.mark.parametrize("wrong", [[1.5], [None], [["a"]], ["a", {}]])
-def test_a_wrong_continuation_is_told_in_words(server: Serving, wrong: Any) -> None:
-    response = server.post("/score", {"prompt": PROMPT, "continuations": wrong})
-    assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert message.startswith("continuations must be a list of strings and of lists of token ids")
-
-
-def test_the_reply_is_bounded(server: Serving) -> None:
-    with serving(server.served.checkpoint.path, max_reply_elements=200 * 64) as small:
-        assert small.post("/score", {"prompt": "x" * 99}).status_code == 200
-        response = small.post("/score", {"prompt": "x" * 99, "logprobs": 5})
-        assert response.status_code == 400
-        assert "594 logprobs; 200 are allowed" in response.json()["error"]["message"]
-
-
-def test_a_timeout_is_504(server: Serving) -> None:
-    response = server.post("/score", {"prompt": PROMPT, "timeout": 1e-9})
-    assert response.status_code == 504
-
-
-def test_the_reply_names_its_model(server: Serving) -> None:
-    reply = score(server)
-    assert reply.model == reply.checkpoint.name == "tiny"
-    assert reply.id.startswith("score-")

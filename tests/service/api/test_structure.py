@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from logitd.service.api.requests import structure
-from logitd.service.api.requests.structure import Structure, count_structure
+from logitd.service.api import structure
+from logitd.service.api.structure import Structure, count_structure
 
 TEXTS = st.text(st.sampled_from('ab"\\,:[]{}\n é'), max_size=12)
 VALUES = st.recursive(

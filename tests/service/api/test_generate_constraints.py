@@ -18,8 +18,7 @@ from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_sandbox import HOSTILE, SLOW
-from tests.service.api.requests.test_resolve import refusal
-from tests.service.serving import Serving, events, eventually, request_bytes, serving
+from tests.service.serving import Serving, error_of, events, eventually, request_bytes, serving
 from tests.service.spelling import END_OF_TEXT_ID
 
 SCHEMA: dict[str, Any] = {
@@ -199,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(server: Serving, name: str) -> None:
     fields, param, words = REFUSED[name]
-    error = refusal(server.post("/generate", {"prompt": "x", "max_tokens": 4, **fields}))
+    error = server.refused("/generate", {"prompt": "x", "max_tokens": 4, **fields})
     assert error.param == param
     assert words in error.message
     assert server.generate("x", max_tokens=1)
@@ -208,7 +207,7 @@ def test_what_is_refused(server: Serving, name: str) -> None:
 def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> None:
     """It compiles and begins well; the checking process does not come so far."""
     dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
-    error = refusal(server.post("/generate", {"prompt": "x", "grammar": dead_end}))
+    error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
     assert (error.param, error.code) == ("grammar", "constraint_failed")
     assert error.message == "grammar: no text matches from here on"
     chunks = events(
@@ -241,7 +240,7 @@ def test_what_takes_too_long_to_compile_is_refused_while_others_go_on(hasty: Ser
         began = time.monotonic()
         assert hasty.generate("x", max_tokens=2)
         asked += time.monotonic() - began < 0.3
-    error = refusal(answers[0])
+    error = error_of(answers[0])
     assert "more than 0.5 s to compile" in error.message
     assert asked > 3, "the event loop or the engine was held up"
     assert hasty.sample("logitd_constraints_total", outcome="timed_out") == 1
@@ -266,7 +265,7 @@ def test_a_client_that_leaves_during_compilation(checkpoint_path: Path, streamed
 
 def test_a_timeout_counts_the_compilation(server: Serving) -> None:
     fields = {"prompt": "x", "timeout": 1e-9, "regex": "[a-z]{3}[0-9]{4}"}
-    error = refusal(server.post("/generate", fields), 504)
+    error = server.refused("/generate", fields, 504)
     assert error.code == "deadline_exceeded"
 
 
@@ -276,7 +275,7 @@ def test_without_llguidance_it_is_said_how_to_install_it(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with serving(checkpoint_path) as server:
         for kind, given in CONSTRAINTS.items():
-            error = refusal(server.post("/generate", {"prompt": "x", kind: given}))
+            error = server.refused("/generate", {"prompt": "x", kind: given})
             assert error.param == kind
             assert "pip install llguidance" in error.message
         assert server.generate("x", max_tokens=2)["choices"]

@@ -24,8 +24,7 @@ from logitd.service.core.models import Models
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import EngineDriver, OnCompute
-from logitd.service.schemas.base import ErrorReply
-from logitd.service.schemas.generate import CardReply, Health, Info, Version
+from logitd.service.schemas.status import CardReply, ErrorReply, Health, Info, Version
 from tests.service.engine.harness import no_weights
 from tests.service.serving import (
     TEST_TIMEOUT,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from logitd.service.api.responses.sse import DONE, KEEP_ALIVE, StreamedResponse, event
+from logitd.service.api.sse import DONE, KEEP_ALIVE, StreamedResponse, event
 from logitd.service.core.errors import unavailable
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from logitd.model.operations.probs import ProbsReply
 from logitd.model.transformer.gpt import GPT
-from logitd.service.schemas.base import ErrorReply
-from logitd.service.schemas.tensors import ProbsReply
 from tests.service.serving import Serving
 
 PROMPT = "for i in "
@@ -123,60 +122,9 @@ def test_the_perplexity_of_the_prompts_themselves(server: Serving, gpt: GPT) -> 
     assert "perplexity" not in server.json("/probs", {"prompt": PROMPT})["prompts"][0]
 
 
-def test_many_prompts_of_all_kinds(server: Serving) -> None:
-    prompts: list[Any] = [PROMPT, "x", [256, 3], list(PROMPT.encode()), "é" * 64]
-    reply = probs(server, prompts, top_k=4)
-    assert [prompt.index for prompt in reply.prompts] == [0, 1, 2, 3, 4]
-    assert reply.prompts[3].token_ids == list(PROMPT.encode())
-    assert reply.prompts[3].tokens == reply.prompts[0].tokens
-    for prompt, found in zip(prompts, reply.prompts, strict=True):
-        (alone,) = probs(server, prompt, top_k=4).prompts
-        assert (alone.tokens, alone.entropy) == (found.tokens, found.entropy)
-
-
-def test_the_reply_names_its_model(server: Serving) -> None:
-    reply = probs(server)
-    assert reply.model == reply.checkpoint.name == "tiny"
-    assert reply.stage == "raw"
-    assert reply.id.startswith("probs-")
-
-
 def test_it_is_the_distribution_that_generate_draws_from(server: Serving) -> None:
     choice = server.generate(PROMPT, max_tokens=1, logprobs=5, seed=2)["choices"][0]
     (prompt,) = probs(server, top_k=5).prompts
     for top, token in zip(choice["tokens"][0]["top"], prompt.tokens, strict=True):
         assert (top["id"], top["rank"]) == (token.id, token.rank)
         assert top["logprob"] == pytest.approx(token.logprob, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_k": 258}, "top_k"),
-        ({"top_k": 0}, "top_k"),
-        ({"token_ids": [257]}, "token_ids"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [1], "top_k": 1}, None),
-        ({"prompt": "x" * 129}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"temperature": 1}, "temperature"),
-        ({"tokens": ["ab"]}, "tokens"),
-        ({"tokens": [""]}, "tokens"),
-        ({"tokens": []}, "tokens"),
-        ({"tokens": ["a"], "token_ids": [1]}, None),
-        ({"processing": {"top_k": 1}}, None),
-        ({"stage": "processed", "processing": {"top_p": 0}}, "processing"),
-    ],
-)
-def test_what_has_no_answer_is_refused(
-    server: Serving, fields: dict[str, Any], param: str | None
-) -> None:
-    response = server.post("/probs", {"prompt": PROMPT, **fields})
-    assert response.status_code == 400
-    assert ErrorReply.model_validate(response.json()).error.param == param
-
-
-def test_a_timeout_is_504(server: Serving) -> None:
-    response = server.post("/probs", {"prompt": PROMPT, "timeout": 1e-9})
-    assert response.status_code == 504
-    assert ErrorReply.model_validate(response.json()).error.type == "timeout_error"

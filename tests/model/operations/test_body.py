@@ -1,4 +1,4 @@
-"""Schemas: bodies are read strictly, and described for people."""
+"""Bodies of all operations: read strictly, and described for people."""
 
 import json
 from typing import Any
@@ -8,23 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from logitd.service.schemas import generate as schemas
-from logitd.service.schemas import tokenizer as tokenizer_schemas
-from logitd.service.schemas.base import RequestBody
-from logitd.service.schemas.generate import GenerateRequest
-from logitd.service.schemas.tensors import LogitsRequest, ProbsRequest
-from logitd.service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
+from logitd.model.inference.constraints.compiler import Source
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import ReplyBody, RequestBody
+from logitd.model.operations.generate import GenerateRequest, constraint_source
+from logitd.model.operations.logits import LogitsRequest
 
-REQUESTS: list[type[RequestBody]] = [
-    *(GenerateRequest, LogitsRequest, ProbsRequest, TokenizeRequest, DetokenizeRequest),
-]
-MODELS = [
-    value
-    for value in {**vars(schemas), **vars(tokenizer_schemas)}.values()
-    if isinstance(value, type) and issubclass(value, BaseModel) and value is not BaseModel
-]
+REQUESTS = [operation.body for operation in OPERATIONS]
 NUMBERS = [
-    (model, name)
+    pytest.param(model, name, id=f"{model.__name__} {name}")
     for model in REQUESTS
     for name, field in model.model_fields.items()
     if field.annotation in (int, float, int | None, float | None)
@@ -32,14 +25,20 @@ NUMBERS = [
 
 
 def read(model: type[RequestBody], **fields: Any) -> Any:
-    return model.model_validate_json(json.dumps({"prompt": "a", **fields}))
+    smallest = {**next(iter(model.examples.values())), **fields}
+    return model.model_validate_json(json.dumps(smallest))
+
+
+def models_of(base: type[BaseModel]) -> list[type[BaseModel]]:
+    """All models below one, those of the operations among them."""
+    return [one for kind in base.__subclasses__() for one in (kind, *models_of(kind))]
 
 
 @pytest.mark.parametrize("model", REQUESTS)
 def test_examples_are_accepted_and_differ(model: type[RequestBody]) -> None:
     bodies = [model.model_validate_json(json.dumps(one)) for one in model.examples.values()]
     assert len({body.model_dump_json() for body in bodies}) == len(bodies) >= 2
-    assert all(len(summary.split()) > 2 for summary in model.examples)
+    assert all(len(summary.split()) > 1 for summary in model.examples)
 
 
 @pytest.mark.parametrize("model", REQUESTS)
@@ -50,30 +49,35 @@ def test_every_model_and_field_of_a_request_is_described(model: type[RequestBody
     assert missing == []
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_no_model_takes_what_it_does_not_know(model: type[BaseModel]) -> None:
-    assert model.model_config["extra"] == "forbid"
+def test_no_model_takes_what_it_does_not_know_and_none_changes_once_read() -> None:
+    requests, replies = models_of(RequestBody), models_of(ReplyBody)
+    assert {*REQUESTS} < {*requests}
+    assert len(replies) > 30
+    for model in (*requests, *replies):
+        assert model.model_config["extra"] == "forbid", model
+    body = read(GenerateRequest)
+    with pytest.raises(ValidationError):
+        body.n = 5
 
 
 @pytest.mark.parametrize(("model", "name"), NUMBERS)
-@pytest.mark.parametrize(
-    "value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "true", '"1"', "[1]", "{}",
-              "-1e300", "1" + "0" * 400, "-" + "9" * 5000],
-    ids=lambda value: value[:9],
-)  # fmt: skip
-def test_no_number_takes_what_is_none(model: type[RequestBody], name: str, value: str) -> None:
-    with pytest.raises(ValidationError):
-        model.model_validate_json(f'{{"prompt": "a", "{name}": {value}}}')
+def test_no_number_takes_what_is_none(model: type[RequestBody], name: str) -> None:
+    smallest = json.dumps(next(iter(model.examples.values())))[:-1]
+    for value in ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "true", '"1"', "[1]", "{}",
+                  "-1e300", "1" + "0" * 400, "-" + "9" * 5000):  # fmt: skip
+        with pytest.raises(ValidationError):
+            model.model_validate_json(f'{smallest}, "{name}": {value}}}')
 
 
 @pytest.mark.parametrize(("model", "name"), NUMBERS)
 def test_whole_numbers_are_whole(model: type[RequestBody], name: str) -> None:
-    if model.model_fields[name].annotation in (int, int | None):
-        with pytest.raises(ValidationError):
-            read(model, **{name: 1.5})
-        assert getattr(read(model, **{name: 1}), name) == 1
-    else:
+    annotation = model.model_fields[name].annotation
+    if annotation in (float, float | None):
         assert getattr(read(model, **{name: 1}), name) == 1.0, "1 is a good way to write 1.0"
+        return
+    with pytest.raises(ValidationError) as caught:
+        read(model, **{name: 1.5})
+    assert {error["loc"][0] for error in caught.value.errors()} == {name}
 
 
 @pytest.mark.parametrize(
@@ -96,12 +100,6 @@ def test_any_text_is_a_prompt(text: str) -> None:
         assert GenerateRequest.model_validate_json(raw).prompt == text
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"1"', "null"])
-def test_no_bias_takes_what_is_no_number(value: str) -> None:
-    with pytest.raises(ValidationError, match="logit_bias"):
-        GenerateRequest.model_validate_json(f'{{"prompt": "a", "logit_bias": {{"1": {value}}}}}')
-
-
 @pytest.mark.parametrize(
     "prompt", ["a", [], [0], [1, 2, 3], ["a"], [[1], "a", []], ["a", [1, 2]], [[1, 2], [3]]]
 )
@@ -119,6 +117,12 @@ def test_no_other_prompt_is_taken(prompt: Any) -> None:
         read(GenerateRequest, prompt=prompt)
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"1"', "null"])
+def test_no_bias_takes_what_is_no_number(value: str) -> None:
+    with pytest.raises(ValidationError, match="logit_bias"):
+        GenerateRequest.model_validate_json(f'{{"prompt": "a", "logit_bias": {{"1": {value}}}}}')
+
+
 @pytest.mark.parametrize(
     ("stop", "texts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([], []), (["x"] * 64, ["x"] * 64)]
 )
@@ -132,39 +136,28 @@ def test_stop_texts_are_few_short_and_not_empty(stop: Any) -> None:
         read(GenerateRequest, stop=stop)
 
 
-def test_columns_are_chosen_once() -> None:
-    for model in (LogitsRequest, ProbsRequest):
-        with pytest.raises(ValidationError, match="give one of them"):
-            read(model, token_ids=[1], top_k=1)
-        with pytest.raises(ValidationError):
-            read(model, token_ids=[])
-
-
 @pytest.mark.parametrize("positions", ["last", "all", [0], [-1, 5], [0] * 9])
 def test_positions(positions: Any) -> None:
-    assert read(LogitsRequest, positions=positions).positions == positions
+    body = LogitsRequest.model_validate_json(json.dumps({"prompt": "a", "positions": positions}))
+    assert body.positions == positions
 
 
 @pytest.mark.parametrize(
-    "positions",
-    [[], "first", "", 0, [0.5], ["last"], [True], [2**31], [-(10**40)], None, {}, {"at": 1}],
+    ("fields", "source"),
+    [
+        ({}, None),
+        ({"regex": "a"}, Source("regex", "a")),
+        ({"grammar": 'start: "a"'}, Source("grammar", 'start: "a"')),
+        ({"choice": ["b", "a"]}, Source("choice", '["b", "a"]')),
+        ({"json_schema": {"b": 1, "a": 1.0}}, Source("json_schema", '{"b": 1, "a": 1.0}')),
+    ],
 )
-def test_no_other_positions_are_taken(positions: Any) -> None:
-    with pytest.raises(ValidationError):
-        read(LogitsRequest, positions=positions)
+def test_the_source_of_a_constraint_keeps_every_order(fields: Any, source: Source | None) -> None:
+    assert constraint_source(read(GenerateRequest, **fields)) == source
 
 
-@pytest.mark.parametrize("name", ["inputs", "max_new_tokens"])
-def test_names_of_other_servers_are_unknown(name: str) -> None:
-    for model in (GenerateRequest, LogitsRequest, ProbsRequest):
-        with pytest.raises(ValidationError) as caught:
-            model.model_validate_json(json.dumps({"prompt": "a", name: "b"}))
-        assert [(e["type"], e["loc"]) for e in caught.value.errors()] == [
-            ("extra_forbidden", (name,))
-        ]
-
-
-def test_bodies_do_not_change_once_read() -> None:
-    body = read(GenerateRequest)
-    with pytest.raises(ValidationError):
-        body.n = 5
+def test_a_number_that_json_cannot_hold_is_no_schema() -> None:
+    body = GenerateRequest.model_validate_json('{"prompt": "x", "json_schema": {"const": 1e999}}')
+    with pytest.raises(InvalidRequest, match="number that is too large") as caught:
+        constraint_source(body)
+    assert caught.value.param == "json_schema"

@@ -12,21 +12,22 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from logitd.service.schemas.base import MAX_IDS, ErrorReply
-from logitd.service.schemas.tokenizer import (
+from logitd.model.operations.body import MAX_IDS
+from logitd.model.operations.tokenize import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,
     TokenizeListReply,
     TokenizeReply,
-    TokenizerInfo,
 )
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.service.schemas.status import TokenizerInfo
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
     client,
+    error_of,
     eventually,
     request_bytes,
     serving,
@@ -60,11 +61,6 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
-def refusal(response: httpx.Response, status: int = 400) -> Any:
-    assert response.status_code == status, response.text[:300]
-    return ErrorReply.model_validate(response.json()).error
-
-
 # What evaluation programs with a remote tokenizer send, and what they read of the answers
 
 
@@ -90,9 +86,9 @@ def test_a_remote_tokenizer_sends_its_key(checkpoint_path: Path) -> None:
     with serving(checkpoint_path, api_keys="eval=0123456789") as server:
         body = {"prompt": "ab", "add_special_tokens": False}
         for path, sent in [("/tokenize", body), ("/detokenize", {"tokens": [97]})]:
-            refusal(server.post(path, sent), 401)
+            server.refused(path, sent, 401)
             assert server.post(path, sent, Authorization="Bearer 0123456789").status_code == 200
-        refusal(server.client.get("/tokenizer_info"), 401)
+        error_of(server.client.get("/tokenizer_info"), 401)
         headers = {"Authorization": "Bearer 0123456789"}
         assert server.client.get("/tokenizer_info", headers=headers).status_code == 200
 
@@ -145,17 +141,6 @@ def test_several_texts(merging: Serving) -> None:
     assert only["tokens"] == TOKENIZER.encode("the")
 
 
-def test_a_reply_names_its_weights(merging: Serving) -> None:
-    one = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})]
-    several = [("/tokenize", {"prompt": ["a"]}), ("/detokenize", {"tokens": [[1]]})]
-    for path, body in [*one, *several]:
-        reply = merging.json(path, body)
-        assert reply["id"].startswith("tokens-")
-        assert reply["model"] == reply["checkpoint"]["name"] == "merging"
-        checkpoint = merging.served.checkpoint
-        assert reply["checkpoint"]["weights_sha256"] == checkpoint.weights_sha256
-
-
 def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) -> None:
     text = f"a{END_OF_TEXT}"
     plain = merging.json("/tokenize", {"prompt": text, "special_tokens": "text"})["tokens"]
@@ -186,7 +171,7 @@ def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str
     assert sum(map(len, pieces(ask(MAX_PIECES, pieces=True)))) == MAX_PIECES
     assert set(pieces(ask(MAX_PIECES + 1))) == {None}
     assert set(pieces(ask(5 if form == "one text" else 6, pieces=False))) == {None}
-    error = refusal(ask(MAX_PIECES + 1, pieces=True))
+    error = error_of(ask(MAX_PIECES + 1, pieces=True))
     assert error.param == "pieces"
     assert f"has {MAX_PIECES + 1} tokens; at most {MAX_PIECES}" in error.message
 
@@ -279,7 +264,7 @@ def test_ids_whose_text_is_larger_than_a_body_may_be(checkpoint_path: Path) -> N
         fits = 5000 // name
         assert len(server.json("/detokenize", {"tokens": [256] * fits})["bytes"]) == fits * name
         for tokens in ([256] * (fits + 1), [[256] * fits, [256]]):
-            error = refusal(server.post("/detokenize", {"tokens": tokens}))
+            error = server.refused("/detokenize", {"tokens": tokens})
             assert error.param == "tokens"
             assert f"has {(fits + 1) * name} bytes; 5000 are allowed" in error.message
             assert "--max-body-bytes" in error.message
@@ -313,62 +298,6 @@ def test_a_vocabulary_without_an_end_of_text(tmp_path: Path) -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(
-    "prompt", [[], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None]],
-    ids=lambda value: str(value)[:20],
-)  # fmt: skip
-def test_only_texts_are_tokenized(merging: Serving, prompt: Any) -> None:
-    error = refusal(merging.post("/tokenize", {"prompt": prompt}))
-    assert error.param == "prompt"
-    assert error.message == (
-        "this endpoint takes a text or a list of 1 to 4096 texts; token ids are what /detokenize "
-        "takes"
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"prompt": None}, "prompt", "this endpoint takes a text"),
-        (
-            {"add_special_tokens": True},
-            "add_special_tokens",
-            "this vocabulary adds no token to a text",
-        ),
-        ({"add_special_tokens": 0}, "add_special_tokens", "valid boolean"),
-        ({"special_tokens": "both"}, "special_tokens", "'ids' or 'text'"),
-        ({"pieces": "yes"}, "pieces", "valid boolean"),
-        ({"text": "a"}, "text", "unknown field 'text'; did you mean 'prompt'?"),
-        ({"max_new_tokens": 5}, "max_new_tokens", "unknown field 'max_new_tokens'"),
-        ({"inputs": "a"}, "inputs", "unknown field 'inputs'; did you mean 'prompt'?"),
-        ({"model": 5}, "model", "valid string"),
-    ],
-)
-def test_a_field_that_cannot_be_honoured(
-    merging: Serving, fields: dict[str, Any], param: str, message: str
-) -> None:
-    error = refusal(merging.post("/tokenize", {"prompt": "a", **fields}))
-    assert error.param == param
-    assert message in error.message
-
-
-@pytest.mark.parametrize(
-    "tokens", ["a", None, 5, ["a"], [1.5], [True], [-1], [[-1]], [2**31], [1, [1]], [[[1]]], {}],
-    ids=str,
-)  # fmt: skip
-def test_only_ids_are_detokenized(merging: Serving, tokens: Any) -> None:
-    error = refusal(merging.post("/detokenize", {"tokens": tokens}))
-    assert error.param == "tokens"
-    assert error.message.startswith("tokens must be a list of token ids (integers from 0")
-
-
-@pytest.mark.parametrize("tokens", [[268], [0, 2**31 - 1], [[1], [268]]])
-def test_an_id_outside_the_vocabulary(merging: Serving, tokens: Any) -> None:
-    error = refusal(merging.post("/detokenize", {"tokens": tokens}))
-    assert error.param == "tokens"
-    assert "outside the vocabulary of 268 ids (0 to 267)" in error.message
-
-
 def test_a_text_that_the_pattern_gives_up_on(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         ranks={bytes([byte]): byte for byte in range(256)},
@@ -377,20 +306,7 @@ def test_a_text_that_the_pattern_gives_up_on(tmp_path: Path) -> None:
     )
     with serving(save_tiny_checkpoint(tmp_path / "slow", tokenizer=tokenizer).path) as server:
         for path in ("/tokenize", "/generate"):
-            error = refusal(server.post(path, {"prompt": "x" * 60}))
+            error = server.refused(path, {"prompt": "x" * 60})
             assert error.param == "prompt"
             assert error.message.startswith("the prompt cannot be tokenized: ")
         assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3
-
-
-def test_what_is_missing_is_named(merging: Serving) -> None:
-    assert refusal(merging.post("/tokenize", {})).message == "prompt is required"
-    assert refusal(merging.post("/detokenize", {})).message == "tokens is required"
-
-
-def test_another_model_is_not_here(merging: Serving) -> None:
-    bodies: dict[str, Any] = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
-    for path, body in bodies.items():
-        error = refusal(merging.post(path, {**body, "model": "other"}), 404)
-        assert (error.param, error.code) == ("model", "model_not_found")
-        assert merging.post(path, {**body, "model": "merging"}).status_code == 200

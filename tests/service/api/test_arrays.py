@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.service.api.responses.tensors.encoding import (
+from logitd.model.operations.body import DType
+from logitd.service.api.arrays import (
     JSON_ELEMENTS,
     PART_BYTES,
-    DType,
     TensorSpec,
     byte_parts,
     encoded,

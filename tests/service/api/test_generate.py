@@ -12,9 +12,10 @@ import torch
 from logitd.model.inference import reference
 from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.operations.generate import Choice, GenerateReply, Timings, Usage
+from logitd.model.operations.tokens import Token, TopToken
 from logitd.model.transformer.gpt import GPT
-from logitd.service.schemas.base import ErrorReply
-from logitd.service.schemas.generate import Choice, GenerateReply, Timings, Token, TopToken, Usage
+from logitd.service.schemas.status import ErrorReply
 from tests.service.serving import Serving, events, read_until, request_bytes
 from tests.service.spelling import (
     ALPHABET,
@@ -67,16 +68,9 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
 # One reply
 
 
-def test_a_reply_is_what_the_schema_says(server: Serving) -> None:
-    reply = GenerateReply.model_validate(
-        server.generate([PROMPT, [1, 2]], n=2, max_tokens=6, logprobs=2, seed=9)
-    )
+def test_counts_and_times_of_a_reply(server: Serving) -> None:
+    reply = GenerateReply.model_validate(server.generate([PROMPT, [1, 2]], n=2, max_tokens=6))
     assert re.fullmatch(r"gen-[0-9a-f]{32}", reply.id)
-    assert reply.model == reply.checkpoint.name == "tiny"
-    assert (reply.checkpoint.step, reply.checkpoint.val_loss) == (7, 2.5)
-    assert reply.checkpoint.weights_sha256 == server.served.checkpoint.weights_sha256
-    assert reply.seed == 9
-    assert [(c.index, c.prompt_index) for c in reply.choices] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert reply.usage.prompt_tokens == len(PROMPT) + 2
     assert reply.usage.completion_tokens == sum(len(c.token_ids) for c in reply.choices)
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
@@ -410,21 +404,9 @@ def test_logprobs_of_no_other_and_of_all_tokens(server: Serving) -> None:
         )
 
 
-def test_the_model_may_be_named(server: Serving) -> None:
-    assert server.generate(PROMPT, max_tokens=1, model="tiny")["model"] == "tiny"
-    for path in ("/generate", "/logits", "/probs"):
-        response = server.post(path, {"prompt": PROMPT, "model": "gpt-4"})
-        assert response.status_code == 404
-        error = ErrorReply.model_validate(response.json()).error
-        assert (error.param, error.code) == ("model", "model_not_found")
-        assert "not served here, 'tiny' is" in error.message
-
-
 def test_a_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:
     ended = speller.finished("timeout")
-    response = speller.post("/generate", {"prompt": "a", "timeout": 0.1, "ignore_eos": True})
-    assert response.status_code == 504
-    error = ErrorReply.model_validate(response.json()).error
+    error = speller.refused("/generate", {"prompt": "a", "timeout": 0.1, "ignore_eos": True}, 504)
     assert (error.type, error.code) == ("timeout_error", "deadline_exceeded")
     speller.wait_idle()
     assert speller.finished("timeout") == ended + 1

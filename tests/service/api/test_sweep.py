@@ -10,8 +10,7 @@ import pytest
 
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sweep import make_grid
-from logitd.service.schemas.base import ErrorReply
-from logitd.service.schemas.sweep import SweepReply
+from logitd.model.operations.sweep import SweepReply
 from tests.model.factories import tiny_config
 from tests.service.serving import Serving
 
@@ -107,58 +106,6 @@ def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
     with server.client.stream("POST", "/sweep", json=body) as response:
         next(response.iter_lines())
     server.wait_idle()
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"vary": ABLATE, "over": []}, "over", "at least 1"),
-        ({"vary": ABLATE, "over": ["heads", "heads"]}, None, "an axis twice"),
-        (
-            {"vary": {"stage": "embedding", "operation": "zero"}, "over": ["layers"]},
-            "over",
-            "embedding has no layers",
-        ),
-        (
-            {"vary": {"stage": "blocks.*.output", "operation": "zero"}, "over": ["heads"]},
-            "over",
-            "blocks.0.output has no heads",
-        ),
-        ({"vary": {**ABLATE, "stage": "blocks.*.what"}, "over": ["layers"]}, "vary", "vary: no st"),
-        ({"vary": ABLATE, "over": ["layers"], "token": "ab"}, "token", "'ab' is 2 tokens"),
-        ({"vary": ABLATE, "over": ["layers"], "token_id": 300}, "token_id", "300"),
-        ({"vary": ABLATE, "over": ["layers"], "token_id": 1, "minus_id": 1}, "minus", "is 0"),
-        ({"vary": ABLATE, "over": ["layers"], "position": 16}, "positions", "16 tokens"),
-        ({"vary": PATCH, "over": ["layers"], "prompt": "ab"}, "vary", "values for 16 positions"),
-        (
-            {"vary": {**ABLATE, "operation": "set", "values": [1.0]}, "over": ["layers"]},
-            "vary",
-            "vary: values have the shape [1, 1]",
-        ),
-        (
-            {"vary": {**PATCH, "from": {"prompt": ""}}, "over": ["layers"]},
-            "vary",
-            "vary: what is read from another prompt: the prompt is empty",
-        ),
-        (
-            {
-                "vary": ABLATE,
-                "interventions": [{**ABLATE, "heads": [0], "positions": [99]}],
-                "over": ["layers"],
-            },
-            "interventions",
-            "interventions[0]: positions has 99",
-        ),
-    ],
-)
-def test_refusals_name_what_is_wrong(
-    server: Serving, fields: dict[str, Any], param: str | None, message: str
-) -> None:
-    response = server.post("/sweep", {"prompt": PROMPT, **fields})
-    assert response.status_code == 400, response.text
-    error = ErrorReply.model_validate(response.json()).error
-    assert message in error.message
-    assert error.param == param
 
 
 def test_too_many_cells_are_refused_with_their_number(server: Serving) -> None:

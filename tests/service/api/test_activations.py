@@ -1,30 +1,24 @@
 """POST /activations and GET /stages: any stage by its name, in every form; and interventions, in
 the body of every endpoint that computes."""
 
-import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import safetensors.numpy
 import torch
 
+from logitd.model.operations.activations import ActivationsReply
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import stages_of
-from logitd.service.schemas.activations import ActivationsReply, StagesReply
-from logitd.service.schemas.base import ErrorReply
+from logitd.service.schemas.status import StagesReply
 from tests.model.plain_stages import plain_stages
+from tests.service.api.asking import IDS, PROMPT, Array, npy, tensors
 from tests.service.serving import Serving, serving
 
-PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
-IDS = list(PROMPT.encode())
 OTHER = "Another text, as long as the first, which has fifty-nine by"
-JSON, NPY, SAFETENSORS = "application/json", "application/x-npy", "application/vnd.safetensors"
-Array = npt.NDArray[Any]
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +33,13 @@ def expected(gpt: GPT) -> Mapping[str, Array]:
 def activations(
     server: Serving, stages: Sequence[str], prompt: Any = PROMPT, **fields: Any
 ) -> dict[str, Array]:
-    body = {"prompt": prompt, "stages": list(stages), **fields}
-    response = server.post("/activations", body, Accept=SAFETENSORS)
-    assert response.status_code == 200, response.text
-    return dict(safetensors.numpy.load(response.content))
+    found = tensors(server, "/activations", prompt=prompt, stages=list(stages), **fields)
+    return {name: value.numpy() for name, value in found.items()}
 
 
 def close(value: Array, expected: Array, what: str = "") -> None:
     scale = max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0)))
     np.testing.assert_allclose(value, expected, rtol=0, atol=2e-4 * scale, err_msg=what)
-
-
-def refusal(server: Serving, path: str, fields: dict[str, Any], accept: str = "*/*") -> Any:
-    response = server.post(path, {"prompt": PROMPT, **fields}, Accept=accept)
-    assert response.status_code == 400, response.text
-    return ErrorReply.model_validate(response.json()).error
 
 
 # What is handed out
@@ -69,23 +55,6 @@ def test_all_stages_are_what_their_definitions_say(
     for name in names:
         assert tensors[name].shape == expected[name].shape, name
         close(tensors[name], expected[name], name)
-
-
-def test_the_three_forms_have_the_same_numbers(server: Serving) -> None:
-    fields: dict[str, Any] = {"positions": [0, 31, 32, -1], "heads": [1, -1]}
-    (tensor,) = (
-        value
-        for name, value in activations(server, ["blocks.1.attention.q"], **fields).items()
-        if name.startswith("blocks")
-    )
-    assert tensor.shape == (4, 2, 8)
-    body = {"prompt": PROMPT, "stages": ["blocks.1.attention.q"], **fields}
-    response = server.post("/activations", body, Accept=NPY)
-    assert np.array_equal(np.load(io.BytesIO(response.content), allow_pickle=False), tensor)
-    (prompt,) = ActivationsReply.model_validate(server.json("/activations", body)).prompts
-    assert list(prompt.stages) == ["blocks.1.attention.q"]
-    assert prompt.positions == [0, 31, 32, len(IDS) - 1]
-    assert np.array_equal(np.array(prompt.stages["blocks.1.attention.q"], np.float32), tensor)
 
 
 def test_several_stages_and_prompts_in_one_reply(server: Serving) -> None:
@@ -116,26 +85,6 @@ def test_the_same_twice_to_the_bit(server: Serving, gpt: GPT) -> None:
     names = [stage.name for stage in stages_of(gpt.config)]
     once, twice = (activations(server, names, positions="all") for _ in range(2))
     assert all(np.array_equal(once[name], twice[name]) for name in once)
-
-
-@pytest.mark.parametrize(
-    ("fields", "accept", "param", "message"),
-    [
-        ({"stages": ["blocks.0.attention.queries"]}, JSON, "stages", "blocks.N.attention.q"),
-        ({"stages": ["blocks.3.output"]}, JSON, "stages", "from 0 to 2"),
-        ({"stages": []}, JSON, "stages", "at least 1"),
-        ({"stages": ["embedding"], "heads": [0]}, JSON, "heads", "none"),
-        ({"stages": ["blocks.*.attention.q"], "heads": [4]}, JSON, "heads", "has 4 heads"),
-        ({"stages": ["embedding"], "positions": [99]}, JSON, "positions", "59 tokens"),
-        ({"stages": ["blocks.*.attention.q"]}, NPY, "stages", "these stages are 3"),
-    ],
-)
-def test_refusals_name_what_is_wrong(
-    server: Serving, fields: dict[str, Any], accept: str, param: str, message: str
-) -> None:
-    error = refusal(server, "/activations", fields, accept)
-    assert error.param == param
-    assert message in error.message
 
 
 def test_the_list_of_stages_is_the_models(server: Serving, gpt: GPT) -> None:
@@ -175,13 +124,6 @@ def without_head(name: str, value: torch.Tensor) -> torch.Tensor:
 def ablated(gpt: GPT) -> Mapping[str, Array]:
     stages = plain_stages(gpt, IDS, without_head)
     return {name: value.detach().numpy() for name, value in stages.items()}
-
-
-def npy(server: Serving, path: str, **fields: Any) -> Array:
-    response = server.post(path, {"prompt": PROMPT, **fields}, Accept=NPY)
-    assert response.status_code == 200, response.text
-    loaded: Array = np.load(io.BytesIO(response.content), allow_pickle=False)
-    return loaded
 
 
 def test_every_endpoint_computes_the_changed_forward(
@@ -283,70 +225,6 @@ def test_company_changes_no_bit(server: Serving) -> None:
         assert reply["choices"][0] == (alone if index % 2 else plain)
 
 
-@pytest.mark.parametrize(
-    ("intervention", "message"),
-    [
-        ({"stage": "logits", "operation": "zero"}, "logits cannot be changed; use logit_bias"),
-        ({"stage": "blocks.9.output", "operation": "zero"}, "no stage matches 'blocks.9.output'"),
-        ({"stage": "embedding", "operation": "scale"}, "'scale' needs a factor"),
-        ({"stage": "embedding", "operation": "zero", "factor": 2}, "'zero' takes no factor"),
-        ({"stage": "embedding", "operation": "add"}, "needs values or from"),
-        (
-            {"stage": "embedding", "operation": "set", "values": [1.0, 2.0]},
-            "values have the shape [1, 2]; embedding takes [32]",
-        ),
-        (
-            {"stage": "embedding", "operation": "set", "values": [[1.0], [1.0, 2.0]]},
-            "lists of different lengths",
-        ),
-        (
-            {"stage": "embedding", "operation": "add", "values": [1e300] * 32},
-            "within float32",
-        ),
-        ({"stage": "embedding", "operation": "set", "values": "a"}, ".values must be a list of"),
-        ({"stage": "embedding", "operation": "zero", "positions": "x"}, ".positions must be 'all'"),
-        ({"stage": "embedding", "operation": "zero", "heads": [0]}, "none"),
-        (
-            {"stage": "blocks.0.attention.v", "operation": "zero", "heads": [4]},
-            "blocks.0.attention.v has 4 heads",
-        ),
-        ({"stage": "embedding", "operation": "zero", "positions": [59]}, "59 tokens"),
-        ({"stage": "embedding", "operation": "zero", "positions": "generated"}, "nothing is gen"),
-        (
-            {"stage": "embedding", "operation": "set", "from": {"prompt": "x", "positions": [1]}},
-            "the prompt has 1 tokens",
-        ),
-        (
-            {"stage": "embedding", "operation": "set", "from": {"prompt": "abc"}},
-            "values for 3 positions, and the prompt has 59 tokens",
-        ),
-        (
-            {"stage": "embedding", "operation": "set", "from": {"prompt": ""}},
-            "what is read from another prompt: the prompt is empty",
-        ),
-    ],
-)
-def test_what_cannot_be_carried_out_is_refused_by_its_place(
-    server: Serving, intervention: dict[str, Any], message: str
-) -> None:
-    every_layer = {"stage": "blocks.*.output", "operation": "scale", "factor": 1.0}
-    error = refusal(server, "/logits", {"interventions": [every_layer, intervention]})
-    assert error.param is not None
-    assert error.param.startswith("interventions")
-    assert message in error.message
-    assert "interventions[1]" in error.message
-
-
-@pytest.mark.parametrize("path", ["/generate", "/lens"])
-def test_what_blows_the_logits_up_is_said_to_have_done_so(server: Serving, path: str) -> None:
-    """It was answered 500, as a bug of the server."""
-    blown = {"stage": "blocks.*.output", "operation": "scale", "factor": 1e30}
-    error = refusal(server, path, {"interventions": [blown]})
-    assert error.param == "interventions"
-    assert error.code == "intervention_failed"
-    assert "not finite" in error.message
-
-
 def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
     """What requests bring along is held until they end, and so are its elements."""
     patch = {"stage": "blocks.*.mlp.hidden", "operation": "set", "from": {"prompt": OTHER}}
@@ -357,14 +235,3 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
         assert response.status_code == 400, response.text
         assert "60000" in response.text
         assert small.served.engine.open_elements == 0
-
-
-def test_interventions_times_layers_times_prompts_are_bounded(server: Serving) -> None:
-    """256 on all layers of 64 prompts kept everybody waiting for half a minute."""
-    zero = {"stage": "blocks.*.output", "operation": "zero"}
-    fields = {"prompt": ["a"] * 64, "interventions": [zero] * 43}
-    error = refusal(server, "/logits", fields)
-    assert error.param == "interventions"
-    assert "there would be 8256 interventions" in error.message
-    assert "8192 are allowed" in error.message
-    assert server.post("/logits", {**fields, "interventions": [zero] * 42}).status_code == 200

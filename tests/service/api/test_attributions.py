@@ -14,21 +14,20 @@ from logitd.model.inference.attribution.task import (
     MAX_STEPS,
     METHODS,
     AttributionTask,
+    Method,
+)
+from logitd.model.operations.attributions import (
+    AttributionsReply,
+    AttributionsRequest,
+    PromptAttributions,
 )
 from logitd.model.transformer.gpt import GPT
 from logitd.service.core.model_metrics import StepKind
 from logitd.service.engine.admission import Load
-from logitd.service.schemas.attributions import (
-    AttributionsReply,
-    AttributionsRequest,
-    Method,
-    PromptAttributions,
-)
-from logitd.service.schemas.base import ErrorReply
+from tests.service.api.asking import PROMPT
 from tests.service.serving import Serving, eventually, request_bytes, serving
 from tests.service.spelling import long_prompt, spelled
 
-PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
 LONG: dict[str, Any] = {
     "prompt": long_prompt(3000),
     "methods": ["integrated_gradients"],
@@ -103,15 +102,6 @@ def test_the_likeliest_token_and_one_method_are_the_default(server: Serving) -> 
     assert "integrated_gradients" not in reply["prompts"][0]["tokens"][0]
 
 
-def test_a_prompt_among_many_is_the_prompt_alone(server: Serving) -> None:
-    asked: dict[str, Any] = {"methods": METHODS, "steps": 2}
-    together = attributions(server, prompt=[PROMPT, "x", [256, 3]], **asked)
-    assert [prompt.index for prompt in together] == [0, 1, 2]
-    for prompt, alone in zip(together, (PROMPT, "x", [256, 3]), strict=True):
-        (own,) = attributions(server, prompt=alone, **asked)
-        assert prompt.model_copy(update={"index": 0}) == own
-
-
 def test_the_numbers_of_the_schema_are_those_of_the_engine(server: Serving) -> None:
     assert get_args(Method) == METHODS
     limits = AttributionsRequest.model_json_schema()["properties"]["steps"]["anyOf"][0]
@@ -129,53 +119,6 @@ def test_pieces_and_steps_are_counted(checkpoint_path: Path) -> None:
         assert server.sample("logitd_attribution_pieces_total") == 2 * 3 + 1
         steps = sum(server.sample("logitd_step_seconds_count", kind=kind) for kind in StepKind)
         assert steps == 2 * 3 + 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"prompt": ""}, "prompt", "the prompt is empty"),
-        ({"prompt": "x" * 129}, "prompt", "the model's context is 128"),
-        ({"prompt": ["x"] * 65}, "prompt", "65 sequences"),
-        ({"token": "ab"}, "token", "'ab' is 2 tokens"),
-        ({"minus": ""}, "minus", "is 0 tokens"),
-        ({"token": "a", "token_id": 1}, None, "give one of them"),
-        ({"minus": "a", "minus_id": 1}, None, "give one of them"),
-        ({"token_id": 257}, "token_id", "outside the vocabulary of 257 ids"),
-        ({"minus_id": 300}, "minus_id", "token id 300"),
-        ({"token": "a", "minus": "a"}, "minus", "token and minus are both 97"),
-        ({"position": 59}, "position", "the prompt has 59 tokens"),
-        ({"position": -60}, "position", "-60"),
-        ({"methods": []}, "methods", "methods"),
-        ({"methods": ["saliency"]}, "methods", "'gradient_times_input'"),
-        ({"methods": ["direct", "direct"]}, None, "names a method twice"),
-        ({"steps": 4}, None, "steps is given and methods has no 'integrated_gradients'"),
-        ({"baseline": "zero"}, None, "baseline is given"),
-        ({"methods": ["integrated_gradients"], "steps": 513}, "steps", "512"),
-        ({"methods": ["integrated_gradients"], "baseline": 257}, "baseline", "token id 257"),
-        ({"methods": ["integrated_gradients"], "baseline": "mean"}, None, "zero"),
-        ({"interventions": []}, "interventions", "unknown field"),
-    ],
-)
-def test_refusals_name_what_is_wrong(
-    server: Serving, fields: dict[str, Any], param: str | None, message: str
-) -> None:
-    response = server.post("/attributions", {"prompt": PROMPT, **fields})
-    assert response.status_code == 400, response.text
-    error = ErrorReply.model_validate(response.json()).error
-    assert message in error.message
-    assert error.param == param or param is None
-
-
-def test_the_reply_is_bounded(server: Serving) -> None:
-    with serving(server.served.checkpoint.path, max_reply_elements=100 * 64) as small:
-        assert small.post("/attributions", {"prompt": "x" * 100}).status_code == 200
-        response = small.post("/attributions", {"prompt": ["x" * 100, "y"]})
-        assert response.status_code == 400
-        expected = "the reply could list 101 tokens and parts; 100 are allowed"
-        assert expected in response.json()["error"]["message"]
-        body = {"prompt": "x" * 80, "methods": ["direct"]}
-        assert small.post("/attributions", body).status_code == 400
 
 
 def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
@@ -235,11 +178,3 @@ def test_it_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
                 assert server.post("/attributions", {"prompt": "c" * 300}).status_code == 200
         server.wait_idle()
         assert server.served.admission._open.total == Load(), "what was counted is given back"
-
-
-def test_the_reply_names_its_model(server: Serving) -> None:
-    response = server.post("/attributions", {"prompt": "x"})
-    reply = AttributionsReply.model_validate(response.json())
-    assert reply.model == reply.checkpoint.name == "tiny"
-    assert reply.id.startswith("attributions-")
-    assert "prefill" in response.headers["server-timing"]
