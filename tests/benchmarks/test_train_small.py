@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train_small import Outcome, configuration, fewer, of_passes
+from logitd.model.training.configuration.autosize import SIZES, Choice, Measured
 from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.setup.autosize import SIZES, Choice, Measured
-from logitd.model.training.setup.resolve import resolve_config
-from logitd.model.training.step.forward import training_placement
+from logitd.model.training.configuration.resolve import resolve
 from tests.model.conftest import story
 
 OUTCOME = Outcome(
@@ -43,7 +42,7 @@ def test_configurations_have_one_size_and_the_same_steps(text: Path) -> None:
     tokens = (long.steps or 0) * SIZES[2].batch_size * SIZES[2].context_length
     assert tokens == pytest.approx(6 * 0.9 * text.stat().st_size / 2.65, rel=0.2)
     assert (adapted.vocab_size, long.vocab_size) == (512, SIZES[2].vocab_size)
-    models = [resolve_config(config).model(512) for config in (adapted, long)]
+    models = [resolve(config).model for config in (adapted, long)]
     assert len({(model.n_layer, model.d_model, model.context_length) for model in models}) == 1
     few = [of_passes(side, asked, 2, 1.0) for side in ("adapted", "long")]
     assert few[0] == few[1]
@@ -52,7 +51,7 @@ def test_configurations_have_one_size_and_the_same_steps(text: Path) -> None:
 def test_configurations_in_minutes_have_the_measured_steps(text: Path) -> None:
     asked = TrainingConfig(data=(str(text),), minutes=2)
     choice = Choice(SIZES[1], 10_000.0, {SIZES[1]: 10_000.0})
-    measured = Measured(choice, 1e6, None, training_placement("cpu", "float32", 1))
+    measured = Measured(choice, 1e6, None, "float32, 1 threads")
     adapted, long = (configuration(side, asked, measured) for side in ("adapted", "long"))
     assert (adapted.d_model, adapted.minutes) == (long.d_model, long.minutes) == (96, 2)
     assert (long.vocab_size, long.dropout) == (1024, None)

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ Damage = Callable[[Path], object]
 def section(name: str, **change: Any) -> Damage:
     """Change fields of a section of config.json."""
     return lambda path: edit_config(path, lambda document: document[name].update(change))
+
+
+def config(change: Callable[[dict[str, Any]], object]) -> Damage:
+    return lambda path: edit_config(path, change)
+
+
+def _fill(number: float, weights: dict[str, Tensor]) -> None:
+    weights["blocks.2.mlp_up.weight"].fill_(number)
+
+
+def _set_version(version: object, document: dict[str, Any]) -> None:
+    document["format_version"] = version
+
+
+def _remove(name: str, document: dict[str, Any]) -> None:
+    del document[name]
 
 
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
@@ -122,7 +139,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     **{
         f"{number} in a tensor": (
-            tensors(lambda weights, number=number: weights["blocks.2.mlp_up.weight"].fill_(number)),
+            tensors(partial(_fill, number)),
             "blocks.2.mlp_up.weight.*NaN",
         )
         for number in (float("nan"), float("inf"), float("-inf"))
@@ -133,9 +150,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     **{
         f"version {version!r}": (
-            lambda path, version=version: edit_config(
-                path, lambda document: document.update(format_version=version)
-            ),
+            config(partial(_set_version, version)),
             f"format_version {version!r}.*1",
         )
         for version in (0, 2, "1", None)
@@ -146,7 +161,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "config is a list": (config_text(b"[1]"), f"{CONFIG}.*object"),
     **{
         f"no {name}": (
-            lambda path, name=name: edit_config(path, lambda document: document.pop(name)),
+            config(partial(_remove, name)),
             f"{CONFIG}.*'{name}'",
         )
         for name in ("model", "tokenizer", "training", "files")

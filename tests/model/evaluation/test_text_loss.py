@@ -127,7 +127,7 @@ def test_threads_are_left_as_they_were(tiny: Path, short: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, short: Path, tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="stride is 65.* 64"):
+    with pytest.raises(TextError, match=r"stride is 65.* 64"):
         text_loss(tiny, [str(short)], stride=65)
     with pytest.raises(TextError, match="lies in no run directory"):
         text_loss(tiny)

@@ -31,10 +31,18 @@ VARIED: dict[str, Any] = {"vary": ABLATE, "over": ["layers"]}
 Row = tuple[dict[str, Any], str | None, str]
 """Fields beside those of SMALLEST, the field that is named, and part of the sentence."""
 
+NO_TEXTS: tuple[Any, ...] = (
+    [], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None],
+)  # fmt: skip
+NO_IDS: tuple[Any, ...] = (
+    "a", None, 5, ["a"], [1.5], [True], [-1], [[-1]], [2**31], [1, [1]], [[[1]]], {},
+)  # fmt: skip
+EMPTY: tuple[Any, ...] = ("", [], [""], [[]], ["a", ""], ["a", []], [[1], []])
+
 PROMPTS: list[Row] = [
     *(
         ({"prompt": prompt}, "prompt", "the prompt is empty; give at least one token")
-        for prompt in ("", [], [""], [[]], ["a", ""], ["a", []], [[1], []])
+        for prompt in EMPTY
     ),
     *(
         ({"prompt": prompt}, "prompt", "context is 128")
@@ -250,8 +258,7 @@ REFUSED: dict[str, list[Row]] = {
         *(
             ({"prompt": prompt}, "prompt", "this endpoint takes a text or a list of 1 to 4096 texts"
              "; token ids are what /detokenize takes")
-            for prompt in ([], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {},
-                           ["a"] * 4097, [None])
+            for prompt in NO_TEXTS
         ),
         ({"add_special_tokens": True}, "add_special_tokens", "adds no token to a text"),
         ({"add_special_tokens": 0}, "add_special_tokens", "valid boolean"),
@@ -262,8 +269,7 @@ REFUSED: dict[str, list[Row]] = {
     "detokenize": [
         *(
             ({"tokens": tokens}, "tokens", "tokens must be a list of token ids (integers from 0")
-            for tokens in ("a", None, 5, ["a"], [1.5], [True], [-1], [[-1]], [2**31], [1, [1]],
-                           [[[1]]], {})
+            for tokens in NO_IDS
         ),
         *(
             ({"tokens": tokens}, "tokens", "outside the vocabulary of 257 ids (0 to 256)")

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from logitd import LogitdError, MalformedReplyError, UnavailableError
 from logitd.model.operations.generate import GenerateRequest
-from logitd.service.client import calls
+from logitd.service.client import (
+    Attention,
+    Attributions,
+    HiddenStates,
+    LensReadings,
+    Probs,
+    Scores,
+    calls,
+)
 from logitd.service.client.calls import Answer, Call
 from tests.service.client.test_reading import JSON
 from tests.service.client.test_streaming import CHUNKS, TAIL, places
@@ -21,15 +29,15 @@ CALLS: dict[str, Call[Any]] = {
     "generate": calls.generate("a", {}),
     "logits": calls.logits("a", None, {}),
     "top_k": calls.logits(["a", "b"], 3, {}),
-    "hidden_states": calls.hidden_states("a", {}),
-    "attention": calls.attention("a", {}),
+    "hidden_states": calls.arrays("/hidden_states", HiddenStates, {"prompt": "a"}),
+    "attention": calls.arrays("/attention", Attention, {"prompt": "a"}),
     "activations": calls.activations("a", "embedding", {}),
     "stages": calls.stages(),
-    "lens": calls.lens("a", {}),
-    "attributions": calls.attributions("a", {}),
-    "sweep": calls.sweep("a", {"stage": "embedding", "operation": "zero"}, ["positions"], {}),
-    "probs": calls.probs("a", {}),
-    "score": calls.score("a", {}),
+    "lens": calls.record("/lens", LensReadings, {"prompt": "a"}),
+    "attributions": calls.record("/attributions", Attributions, {"prompt": "a"}),
+    "sweep": calls.patch("a", "b", "embedding", ["positions"], {}),
+    "probs": calls.record("/probs", Probs, {"prompt": "a"}),
+    "score": calls.record("/score", Scores, {"prompt": "a"}),
     "tokenize": calls.tokenize("a", {}),
     "tokenize many": calls.tokenize(["a"], {}),
     "detokenize": calls.detokenize([1], {}),

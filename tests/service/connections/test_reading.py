@@ -1,5 +1,8 @@
 """Reading and ReplyProgress: the books that a connection keeps, without a connection."""
 
+from collections.abc import Callable
+from functools import partial
+
 from logitd.service.connections.limits import (
     FRAMING_PER_BODY_BYTE,
     MAX_RAW_HEADER_BYTES,
@@ -10,15 +13,23 @@ from logitd.service.connections.reading import Reading, ReadState, ReplyProgress
 
 def test_a_request_passes_through_its_states() -> None:
     reading = Reading(1.0)
-    assert (reading.state, reading.since) == (ReadState.REQUEST, 1.0)
-    reading.begin_head(2.0)
-    assert (reading.state, reading.since) == (ReadState.HEAD, 2.0)
-    reading.begin_body(3.0)
-    assert reading.state is ReadState.BODY
-    reading.end_message()
-    assert reading.state is ReadState.REQUEST
-    reading.stop()
-    assert reading.state is ReadState.NOTHING
+    states = [(reading.state, reading.since)]
+    changes: list[Callable[[], None]] = [
+        partial(reading.begin_head, 2.0),
+        partial(reading.begin_body, 3.0),
+        reading.end_message,
+        reading.stop,
+    ]
+    for change in changes:
+        change()
+        states.append((reading.state, reading.since))
+    assert states == [
+        (ReadState.REQUEST, 1.0),
+        (ReadState.HEAD, 2.0),
+        (ReadState.BODY, 2.0),
+        (ReadState.REQUEST, 2.0),
+        (ReadState.NOTHING, 2.0),
+    ]
 
 
 def test_framing_is_bounded_by_the_body_it_frames() -> None:

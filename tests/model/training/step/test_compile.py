@@ -120,7 +120,7 @@ def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train(configure(out=whole, **options))
     _train_until(4, configure(out=halves, **options))
-    assert RunDirectory(halves).read_description().config.compile == "on"
+    assert RunDirectory(halves).read_training().config.compile == "on"
     monkeypatch.undo()
     notices: list[str] = []
     train(

@@ -1,7 +1,7 @@
 """From OpenAI's bodies to the native one, field by field."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -62,7 +62,7 @@ def set_fields(native: GenerateRequest) -> dict[str, Any]:
 def refused(call: Any, **fields: Any) -> ApiError:
     with pytest.raises(EXPECTED) as caught:
         call(**fields)
-    error = as_api_error(caught.value)
+    error = as_api_error(cast(ApiError, caught.value))
     assert error.status == 400
     return error
 
