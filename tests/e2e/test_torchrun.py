@@ -62,7 +62,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def configuration(text: Path, out: str, **given: Any) -> TrainingConfig:
+def configuration(text: Path, out: str, **given: Any) -> Any:
+    """A TrainingConfig with `out`."""
     values = SHAPE | RECIPE | {"data": (str(text),), "out": text.parent / out} | given
     return TrainingConfig(**values)
 
@@ -207,8 +208,6 @@ def test_two_processes_are_one_that_accumulates_two_batches_to_the_bit(text: Pat
     resume = TrainingConfig(out=two.out, resume=True, steps=6)
     train(resume, lambda event: notices.append(str(event)))
     assert any("processes 1, was 2" in notice for notice in notices)
-    assert two.out is not None
-    assert one.out is not None
     assert losses(one.out) == losses(two.out)
     weights = [read_state(run / "state" / "state.pt")["weights"] for run in (one.out, two.out)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -219,8 +218,6 @@ def test_two_processes_go_on_where_one_stopped(text: Path) -> None:
     resumed = configuration(text, "resumed", steps=3)
     train(one)
     train(resumed)
-    assert one.out is not None
-    assert resumed.out is not None
     code, _, err = Forked(TrainingConfig(out=resumed.out, resume=True, steps=6)).finish()
     assert code == 0, err
     assert losses(one.out) == losses(resumed.out)
@@ -233,8 +230,6 @@ def test_a_batch_is_divided_where_accumulation_is_not(text: Path) -> None:
     train(one)
     code, _, err = Forked(two).finish()
     assert code == 0, err
-    assert one.out is not None
-    assert two.out is not None
     pairs = list(zip(losses(one.out), losses(two.out), strict=True))
     assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-3) for a, b in pairs)
 
@@ -243,7 +238,6 @@ def test_a_batch_is_divided_where_accumulation_is_not(text: Path) -> None:
 def test_a_signal_to_any_stops_all_at_the_same_step(text: Path, to: str) -> None:
     """SIGTERM as a cluster sends it to torchrun, or to a process that does not lead."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000)
-    assert config.out is not None
     started: Group
     if to == "torchrun":
         started = torchrun = Torchrun(config)
@@ -267,7 +261,6 @@ def test_the_clock_of_the_first_process_ends_all(text: Path) -> None:
     code, out, err = Forked(config).finish()
     assert code == 0, err
     assert "serve it" in out
-    assert config.out is not None
     rates = [each["learning_rate"] for each in read(config.out / "metrics.jsonl")
              if each["kind"] == "train"]  # fmt: skip
     assert rates
@@ -281,7 +274,6 @@ def test_a_process_that_is_killed_ends_the_others_with_a_sentence(
     """Where they share a model, most of the traffic is torch's own, and so was the last word: a
     traceback. With torchrun and where nobody ends the others."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000, shard=shard)
-    assert config.out is not None
     started = start(config)
     wait_for_step(started, config.out / "metrics.jsonl", 4)
     os.kill(started.workers()[1], signal.SIGKILL)
@@ -308,8 +300,6 @@ def test_a_shared_model_is_one_that_each_process_has_to_the_bit(
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)
-    assert one.out is not None
-    assert two.out is not None
     started = Forked(two)
     train(one)
     code, out, err = started.finish()
@@ -335,7 +325,6 @@ def test_a_shared_model_is_one_that_each_process_has_to_the_bit(
 def test_adapters_of_a_shared_model_are_those_of_a_whole_one(text: Path) -> None:
     base = configuration(text, "base", steps=2)
     train(base)
-    assert base.out is not None
     found = []
     for name, shard in (("whole", "off"), ("shared", "on")):
         config = TrainingConfig(
@@ -357,7 +346,6 @@ def test_several_processes_fine_tune_what_one_does(text: Path, shard: str) -> No
     base: the first loss was that of neither."""
     base = configuration(text, "base", steps=12)
     train(base)
-    assert base.out is not None
     runs = []
     for name, processes in (("one", 1), ("two", 2)):
         config = TrainingConfig(
@@ -397,8 +385,6 @@ def test_a_shared_model_is_compiled_or_not(
     code, out, err = Forked(shared).finish(timeout=300)
     assert code == 0, err
     assert ("not compiled, so steps take longer" in out) == (works != "everywhere")
-    assert whole.out is not None
-    assert shared.out is not None
     pairs = list(zip(losses(whole.out), losses(shared.out), strict=True))
     assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-4) for a, b in pairs)
 
@@ -409,14 +395,12 @@ def test_a_refusal_is_said_once(text: Path) -> None:
     code, _, err = Forked(config, processes=3).finish()
     assert code == 1
     assert err.count("a step has 8 sequences (batch_size 4 x accumulate 2), which 3 processes") == 1
-    assert config.out is not None
     assert not config.out.exists()
 
 
 def test_a_group_has_one_lock_and_a_second_group_is_told_so(text: Path) -> None:
     config = configuration(text, "run", steps=100_000)
     first = Forked(config)
-    assert config.out is not None
     wait_for_step(first, config.out / "metrics.jsonl", 2)
     code, _, err = Forked(config.model_copy(update={"resume": True})).finish()
     assert code == 1

@@ -97,27 +97,21 @@ def test_several_texts_are_documents_in_a_row(tiny: Path, tmp_path: Path) -> Non
     )
 
 
-def test_rounded_weights_are_measured_by_the_decoder(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rounded", [{"quantize": "int8", "stride": 40}, {"kv_cache_dtype": "int8"}]
+)
+def test_rounded_numbers_are_measured_by_the_decoder(
+    tiny: Path, tmp_path: Path, rounded: dict[str, Any]
+) -> None:
     path = tmp_path / "text.txt"
     path.write_text(story(20), encoding="utf-8")
     exact = text_loss(tiny, [str(path)], dtype="float32", threads=1).evaluation
-    measured = text_loss(
-        tiny, [str(path)], dtype="float32", threads=1, quantize="int8", stride=40, batch_size=3
-    )
+    measured = text_loss(tiny, [str(path)], dtype="float32", threads=1, batch_size=3, **rounded)
     assert measured.evaluation.tokens == exact.tokens
     assert measured.evaluation.text_bytes == exact.text_bytes
     assert 0 < abs(measured.evaluation.loss / exact.loss - 1) < 0.05
-    assert measured.quantize == "int8"
-
-
-def test_rounded_keys_and_values_are_measured_by_the_decoder(tiny: Path, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text(story(20), encoding="utf-8")
-    exact = text_loss(tiny, [str(path)], dtype="float32", threads=1).evaluation
-    measured = text_loss(tiny, [str(path)], dtype="float32", threads=1, kv_cache_dtype="int8")
-    assert measured.evaluation.tokens == exact.tokens
-    assert 0 < abs(measured.evaluation.loss / exact.loss - 1) < 0.05
-    assert measured.kv_cache_dtype == "int8"
+    for name, value in rounded.items():
+        assert getattr(measured, name) == value
 
 
 def test_threads_are_left_as_they_were(tiny: Path, short: Path) -> None:

@@ -246,19 +246,13 @@ def test_another_context_needs_positions_that_are_computed(
             assert resolved(config)[1].context_length == context
 
 
-def test_a_longer_context_is_trained_and_saved(tune: Tune) -> None:
-    result = train(tune(context_length=64, steps=2))
-    info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
-    assert info.config.context_length == 64
-    assert gpt(torch.zeros(1, 64, dtype=torch.int64)).logits.isfinite().all()
-
-
-def test_a_longer_context_may_scale_the_positions(tune: Tune) -> None:
+def test_a_longer_context_is_trained_and_may_scale_the_positions(tune: Tune) -> None:
     """No weight depends on that; the checkpoint says it, and what continues it keeps it."""
     scaling = RopeScaling(kind="yarn", factor=2.0, original_context_length=32)
     result = train(tune(context_length=64, steps=2, rope_scaling=scaling))
-    info, _ = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
-    assert info.config.rope_scaling == scaling
+    info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
+    assert (info.config.context_length, info.config.rope_scaling) == (64, scaling)
+    assert gpt(torch.zeros(1, 64, dtype=torch.int64)).logits.isfinite().all()
     again = resolved(tune(from_checkpoint=result.best, context_length=48))[1]
     assert again.rope_scaling == scaling
 

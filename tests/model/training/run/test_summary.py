@@ -2,17 +2,16 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.run_folder import is_run
-from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.summary import differences, summarise
 from logitd.model.training.trainer import train
-from tests.model.conftest import Configure
+from tests.model.conftest import configuration
 from tests.model.training.test_trainer import StopAt
 
 
@@ -20,34 +19,11 @@ from tests.model.training.test_trainer import StopAt
 def runs(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Path:
     """A run that is finished and one that Ctrl-C ended."""
     folder = tmp_path_factory.mktemp("runs")
-    make: Configure = _configure(story_file)
-    train(make(out=folder / "whole"))
-    train(make(out=folder / "broken", d_model=16, log_every=1, checkpoint_every=100), StopAt(7))
+    shape = {"n_layer": 1, "n_head": 1, "checkpoint_every": 12, "sample_every": None}
+    train(configuration(story_file, folder / "whole", **shape))
+    shape |= {"d_model": 16, "log_every": 1, "checkpoint_every": 100}
+    train(configuration(story_file, folder / "broken", **shape), StopAt(7))
     return folder
-
-
-def _configure(story_file: Path) -> Configure:
-    def make(**given: Any) -> TrainingConfig:
-        values: dict[str, Any] = {
-            "data": (str(story_file),),
-            "vocab_size": 320,
-            "n_layer": 1,
-            "n_head": 1,
-            "d_model": 32,
-            "context_length": 32,
-            "steps": 12,
-            "batch_size": 4,
-            "threads": 1,
-            "dtype": "float32",
-            "log_every": 2,
-            "eval_every": 6,
-            "eval_batches": 2,
-            "checkpoint_every": 12,
-            "sample_tokens": 4,
-        }
-        return TrainingConfig(**{**values, **given})
-
-    return make
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
 ) -> None:
     """By torch's own compiler, and with what `auto` was resolved to: the second half would compute
     in other bits if it were decided anew."""
-    monkeypatch.setattr("logitd.model.training.step.compile.LONG_OPERATIONS", 1.0)
+    monkeypatch.setattr("logitd.model.training.configuration.resolve.LONG_OPERATIONS", 1.0)
     options: dict[str, Any] = {
         "dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4, "n_layer": 1,
     }  # fmt: skip
