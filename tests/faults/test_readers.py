@@ -28,10 +28,8 @@ LONGEST = 10.0
 
 def test_slow_readers_of_large_replies_take_no_slot_from_others(tmp_path: Path) -> None:
     """Twice as many readers as slots, each far slower than its rows are computed."""
-    flags = (
-        *("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1"),
-        *("--slots", str(SLOTS), "--max-queue", "64"),
-    )
+    flags = [*("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1")]
+    flags += ["--slots", str(SLOTS), "--max-queue", "64"]
     stop = threading.Event()
     with ServedProcess(*flags, cold=True) as server:
         before = resident_mib(server)

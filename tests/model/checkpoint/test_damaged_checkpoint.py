@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +34,21 @@ def section(name: str, **change: Any) -> Damage:
     return lambda path: edit_config(path, lambda document: document[name].update(change))
 
 
-def config(change: Callable[[dict[str, Any]], object]) -> Damage:
-    return lambda path: edit_config(path, change)
-
-
-def _fill(number: float, weights: dict[str, Tensor]) -> None:
-    weights["blocks.2.mlp_up.weight"].fill_(number)
-
-
-def _set_version(version: object, document: dict[str, Any]) -> None:
-    document["format_version"] = version
-
-
-def _remove(name: str, document: dict[str, Any]) -> None:
-    del document[name]
-
-
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     return lambda path: edit_weights(path, change)
+
+
+def filled(number: float) -> Damage:
+    return tensors(lambda weights: weights["blocks.2.mlp_up.weight"].fill_(number))
+
+
+def version(value: object) -> Damage:
+    return lambda path: edit_config(path, lambda document: document.update(format_version=value))
+
+
+def without(name: str) -> Damage:
+    """Leave a section of config.json out."""
+    return lambda path: edit_config(path, lambda document: document.pop(name))
 
 
 def removed(name: str) -> Damage:
@@ -139,7 +135,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     **{
         f"{number} in a tensor": (
-            tensors(partial(_fill, number)),
+            filled(number),
             "blocks.2.mlp_up.weight.*NaN",
         )
         for number in (float("nan"), float("inf"), float("-inf"))
@@ -149,11 +145,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "final_norm.weight.*torch.int64",
     ),
     **{
-        f"version {version!r}": (
-            config(partial(_set_version, version)),
-            f"format_version {version!r}.*1",
+        f"version {value!r}": (
+            version(value),
+            f"format_version {value!r}.*1",
         )
-        for version in (0, 2, "1", None)
+        for value in (0, 2, "1", None)
     },
     "empty config": (config_text(b""), f"{CONFIG}.*JSON"),
     "half a config": (config_text(b'{"format_version": 1'), f"{CONFIG}.*JSON"),
@@ -161,7 +157,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "config is a list": (config_text(b"[1]"), f"{CONFIG}.*object"),
     **{
         f"no {name}": (
-            config(partial(_remove, name)),
+            without(name),
             f"{CONFIG}.*'{name}'",
         )
         for name in ("model", "tokenizer", "training", "files")
