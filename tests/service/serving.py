@@ -256,6 +256,29 @@ def client(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, trust_env=False, verify=False, timeout=TEST_TIMEOUT)
 
 
+class Poster:
+    """A request in a thread of its own."""
+
+    def __init__(self, server: Serving, path: str, body: Any) -> None:
+        self._response: httpx.Response | None = None
+
+        def post() -> None:
+            with client(server.url) as http:
+                self._response = http.post(path, json=body)
+
+        self._thread = threading.Thread(target=post)
+        self._thread.start()
+
+    @property
+    def answered(self) -> bool:
+        return self._response is not None
+
+    def response(self) -> httpx.Response:
+        self._thread.join(TEST_TIMEOUT)
+        assert self._response is not None
+        return self._response
+
+
 def occupy(server: Serving, stack: ExitStack) -> None:
     """Hold the one slot of a service of the spelling checkpoint for as long as the stack is open:
     by a generation that outlasts anything a test does meanwhile."""

@@ -31,12 +31,6 @@ def test_text_of_several_prompts(server: Serving) -> None:
     assert result.llm_output["token_usage"]["prompt_tokens"] == 3
 
 
-def test_text_stops(speller: Serving) -> None:
-    model = OpenAI(**settings(speller, model="spelling", max_tokens=20))
-    assert model.invoke("a", stop=["g"]) == "bcdef"
-    assert "".join(model.stream("a", stop=["g"])) == "bcdef"
-
-
 def test_chat_invoke_and_stream(chatter: Serving) -> None:
     messages = [SystemMessage("Be brief."), HumanMessage("What is é?"), AIMessage("A letter."),
                 HumanMessage([{"type": "text", "text": "And ö?"}])]  # fmt: skip
@@ -64,11 +58,3 @@ def test_chat_logprobs(chatter: Serving) -> None:
     logprobs = model.invoke("hi").response_metadata["logprobs"]["content"]
     assert len(logprobs) == 5
     assert all(len(one["top_logprobs"]) == 2 for one in logprobs)
-
-
-def test_usage_of_a_stream(chatter: Serving) -> None:
-    model = ChatOpenAI(**settings(chatter, model="chatty", seed=3, max_tokens=5, stream_usage=True))
-    found = [chunk.usage_metadata for chunk in model.stream("hi")]
-    (usage,) = [one for one in found if one is not None]
-    assert usage["output_tokens"] == 5
-    assert usage == model.invoke("hi").usage_metadata

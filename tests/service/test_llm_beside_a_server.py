@@ -1,4 +1,4 @@
-"""`model.llm.LLM` and a server of the same checkpoint: one request, the same bits."""
+"""`LLM` and a server of the same checkpoint: one request, the same bits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,13 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
-from logitd import Client
 from logitd.model.inference.attribution.task import METHODS
-from logitd.model.llm import LLM, SamplingParams
+from logitd.model.llm import LLM
+from logitd.service.client import Client
+from tests.service.api.asking import BY_NAME, PROMPT, SMALLEST, npy, tensors
 from tests.service.serving import Serving
 
-PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
+JSON: dict[str, dict[str, Any]] = {
+    **{name: {} for name, operation in BY_NAME.items()
+       if operation.form in ("record", "series", "vocabulary")},
+    "probs": {"token_ids": list(range(257)), "perplexity": True},
+    "score": {"continuations": ["cd", [7, 8]], "logprobs": 2},
+    "attributions": {"token": "a", "minus": "b", "position": -2, "methods": METHODS, "steps": 2,
+                     "baseline": 32},
+    "sweep": {"over": ["layers", "heads"], "token_id": 97},
+}  # fmt: skip
+"""Operations that answer with a JSON object, with more fields."""
 
 
 @pytest.fixture(scope="module")
@@ -21,31 +32,40 @@ def llm(checkpoint_path: Path) -> Iterator[LLM]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def client(server: Serving) -> Iterator[Client]:
-    with Client(server.url) as opened:
-        yield opened
+@pytest.mark.parametrize("name", JSON)
+@pytest.mark.parametrize("more", [True, False])
+def test_a_reply_is_the_servers(llm: LLM, server: Serving, name: str, more: bool) -> None:
+    """By the operation's name, as an object of its reply."""
+    body = {**SMALLEST[name], **(JSON[name] if more else {})}
+    served = server.json(f"/{name}", body)
+    replies = [llm.run(name, **body)]
+    if name not in vars(LLM):
+        replies.append(getattr(llm, name)(**body))
+    for reply in replies:
+        assert isinstance(reply, BaseModel)
+        assert type(reply).model_validate(served).model_dump(exclude={"id", "created"}) == (
+            reply.model_dump(exclude={"id", "created"})
+        )
+        assert reply.id.startswith(f"{BY_NAME[name].reply_id}-")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"temperature": 0.0},
-        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "stop": ["ab", "c"]},
         {"presence_penalty": 1.0, "logit_bias": {100: 3.0}, "min_tokens": 3},
-        {"allowed_token_ids": tuple(b"abc"), "logprobs_stage": "processed"},
+        {"allowed_token_ids": tuple(b"abc"), "logprobs_stage": "processed", "stop": ["ab", "c"]},
+        {"regex": "[a-c]{2,9}d", "temperature": 2.0},
+        {"echo": True, "interventions": [{"stage": "blocks.1.mlp.out", "operation": "zero"}]},
     ],
 )
-@pytest.mark.parametrize("stop", [(), ("ab", "c")])
-def test_completions(
-    llm: LLM, client: Client, fields: dict[str, Any], stop: tuple[str, ...]
-) -> None:
+def test_completions(llm: LLM, server: Serving, fields: dict[str, Any]) -> None:
     prompts: list[str | list[int]] = [PROMPT, [7, 8]]
-    params = SamplingParams(max_tokens=30, seed=5, logprobs=2, **fields)
-    found = llm.generate(prompts, params, n=2, stop=stop)
-    served = client.generate(
-        prompts, max_tokens=30, seed=5, logprobs=2, n=2, stop=list(stop), **fields
-    ).choices
+    asked: dict[str, Any] = {"max_tokens": 30, "seed": 5, "logprobs": 2, "n": 2, **fields}
+    found = llm.generate(prompts, **asked)
+    with Client(server.url) as client:
+        served = client.generate(prompts, **asked).choices
     assert len(found) == len(served) == 4
     for own, choice in zip(found, served, strict=True):
         assert (own.text, own.token_ids) == (choice.text, choice.token_ids)
@@ -53,50 +73,34 @@ def test_completions(
         assert own.stop_reason == choice.stop_reason
         assert own.logprobs is not None
         assert choice.tokens is not None
-        assert own.logprobs.tolist() == [token.logprob for token in choice.tokens]
+        logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
+        assert own.logprobs.tolist() == logprobs
         tops = [[(one.token_id, one.logprob) for one in top] for top in own.top_logprobs]
         assert tops == [[(one.id, one.logprob) for one in token.top] for token in choice.tokens]
 
 
-def test_logits_hidden_states_and_attention(llm: LLM, client: Client) -> None:
-    logits = client.logits(PROMPT, positions="all").logits
-    assert np.array_equal(llm.logits(PROMPT), logits)
-    states = client.hidden_states(PROMPT, positions="all").hidden_states
-    assert np.array_equal(llm.hidden_states(PROMPT), states)
-    weights = client.attention(PROMPT, positions="all").attention
-    assert np.array_equal(llm.attention(PROMPT), weights)
+def test_arrays(llm: LLM, server: Serving) -> None:
+    for name in ("logits", "hidden_states", "attention"):
+        served = npy(server, f"/{name}", positions="all")
+        assert np.array_equal(getattr(llm, name)(PROMPT), served)
+        chosen = npy(server, f"/{name}", positions=[0, -1])
+        assert np.array_equal(getattr(llm, name)(PROMPT, positions=[0, -1]), chosen)
+    stages = ["embedding", "blocks.*.attention.q"]
+    served = tensors(server, "/activations", positions="all", stages=stages)
+    for stage, values in llm.activations(PROMPT, stages).items():
+        assert np.array_equal(values, served[stage].numpy())
 
 
-def test_probs_and_scores(llm: LLM, client: Client) -> None:
-    (served,) = client.probs(PROMPT, token_ids=list(range(257))).prompts
-    assert llm.probs(PROMPT).tolist() == [token.prob for token in served.tokens]
-    (scored,) = client.score(PROMPT, continuations=["cd", [7, 8]], logprobs=0).prompts
-    assert scored.continuations is not None
-    for own, score in zip(llm.score(PROMPT, ["cd", [7, 8]]), scored.continuations, strict=True):
-        assert own.token_ids == score.token_ids
-        assert own.logprob == score.logprob
-        assert score.tokens is not None
+def test_methods_give_the_numbers_of_the_replies(llm: LLM) -> None:
+    (probs,) = llm.run("probs", prompt=PROMPT, token_ids=list(range(257))).prompts
+    assert llm.probs(PROMPT).tolist() == [token.prob for token in probs.tokens]
+    continuations: list[str | list[int]] = ["cd", [7, 8]]
+    (scored,) = llm.run("score", prompt=PROMPT, continuations=continuations, logprobs=0).prompts
+    for own, score in zip(llm.score(PROMPT, continuations), scored.continuations, strict=True):
+        assert (own.token_ids, own.logprob) == (tuple(score.token_ids), score.logprob)
         assert own.logprobs.tolist() == [token.logprob for token in score.tokens]
-    (whole,) = client.score(PROMPT).prompts
-    assert whole.score is not None
-    assert llm.score(PROMPT)[0].logprob == whole.score.logprob
-
-
-def test_attributions(llm: LLM, client: Client) -> None:
-    own = llm.attributions(PROMPT, 97, 98, position=-2, methods=METHODS, steps=2, baseline=32)
-    (served,) = client.attributions(
-        PROMPT, token="a", minus="b", position=-2, methods=METHODS, steps=2, baseline=32
-    ).prompts
-    assert (own.target, own.logit) == (served.value, served.token.logit)
-    assert own.gradient_times_input == tuple(t.gradient_times_input for t in served.tokens)
-    path, summary = own.integrated_gradients, served.integrated_gradients
-    assert path is not None
-    assert summary is not None
-    assert path.values == tuple(token.integrated_gradients for token in served.tokens)
-    assert (path.gap, path.baseline_target) == (summary.gap, summary.baseline_value)
-    assert served.direct is not None
-    assert [(p.stage, p.head, p.value) for p in own.direct or ()] == [
-        (p.stage, p.head, p.value) for p in served.direct.parts
-    ]
-    likeliest = llm.attributions(PROMPT)
-    assert likeliest.token_id == llm.probs(PROMPT).argmax()
+    (found,) = llm.run("attributions", prompt=PROMPT, token_id=97).prompts
+    tokens = tuple(token.gradient_times_input for token in found.tokens)
+    assert llm.attributions(PROMPT, 97).gradient_times_input == tokens
+    swept = llm.run("sweep", **SMALLEST["sweep"], token_id=97)
+    assert llm.sweep(**SMALLEST["sweep"], token=97).tolist() == swept.grid

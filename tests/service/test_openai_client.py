@@ -67,20 +67,6 @@ def test_every_form_of_a_prompt(tiny: openai.OpenAI, server: Serving, prompt: An
     Completion.model_validate(reply.model_dump(), strict=True)
 
 
-def test_logprobs_and_echo(tiny: openai.OpenAI, server: Serving) -> None:
-    reply = tiny.completions.create(
-        model="tiny", prompt="ab", seed=3, max_tokens=4, echo=True, logprobs=2, temperature=0
-    )
-    (native,) = server.generate("ab", max_tokens=4, echo=True, logprobs=2, temperature=0)["choices"]
-    (choice,) = reply.choices
-    assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs == [token["logprob"] for token in native["tokens"]]
-    assert choice.logprobs.tokens is not None
-    assert choice.logprobs.tokens[:2] == ["a", "b"]
-    assert choice.logprobs.text_offset is not None
-    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
-
-
 def test_every_field_of_the_client_is_understood(tiny: openai.OpenAI) -> None:
     reply = tiny.completions.create(
         model="tiny",
@@ -119,21 +105,6 @@ def test_a_stream_is_the_reply_in_pieces(tiny: openai.OpenAI) -> None:
     assert whole.usage is not None
     assert usage is not None
     assert usage.total_tokens == whole.usage.total_tokens
-
-
-def test_a_stream_may_be_left(speller: Serving) -> None:
-    with (
-        client(speller) as http,
-        http.completions.create(
-            model="spelling",
-            prompt="a",
-            max_tokens=8000,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        ) as chunks,
-    ):
-        assert next(iter(chunks)).choices[0].text
-    speller.wait_idle()
 
 
 def test_async(server: Serving, gpt: GPT) -> None:
@@ -241,12 +212,6 @@ def test_a_bad_request_is_one(tiny: openai.OpenAI) -> None:
     assert caught.value.code == "no_chat_template"
 
 
-def test_another_model_is_not_found(tiny: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        tiny.completions.create(model="gpt-4", prompt="a")
-    assert caught.value.code == "model_not_found"
-
-
 def test_a_full_queue_is_tried_again_when_it_says_so(narrow: Serving) -> None:
     """Twice, unless the client is told otherwise; and then it is an exception."""
     with client(narrow) as http:
@@ -315,12 +280,3 @@ def test_an_error_in_a_stream_is_raised(
                 pass
     assert caught.value.code == "engine"
     logged_errors.clear()
-
-
-def test_a_timeout_is_an_error_of_the_server(narrow: Serving) -> None:
-    with client(narrow, max_retries=0) as http, pytest.raises(openai.InternalServerError) as caught:
-        http.completions.create(
-            model="spelling", prompt="a", max_tokens=8000,
-            extra_body={"timeout": 0.05, "ignore_eos": True},
-        )  # fmt: skip
-    assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")

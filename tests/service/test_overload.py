@@ -16,8 +16,8 @@ from logitd.service.api import sse
 from logitd.service.schemas.status import ErrorReply
 from tests.service.serving import (
     TEST_TIMEOUT,
+    Poster,
     Serving,
-    client,
     dechunked,
     engine_of,
     events,
@@ -61,25 +61,6 @@ def server(spelling_path: Path) -> Iterator[Serving]:
     """One slot, and a queue of two."""
     with serving(spelling_path, slots=1, max_queue=2, slow_reader_timeout=TEST_TIMEOUT) as running:
         yield running
-
-
-class Poster:
-    """A request in a thread of its own."""
-
-    def __init__(self, server: Serving, path: str, body: Any) -> None:
-        self._response: httpx.Response | None = None
-
-        def post() -> None:
-            with client(server.url) as http:
-                self._response = http.post(path, json=body)
-
-        self._thread = threading.Thread(target=post)
-        self._thread.start()
-
-    def response(self) -> httpx.Response:
-        self._thread.join(TEST_TIMEOUT)
-        assert self._response is not None
-        return self._response
 
 
 def queue_full(response: httpx.Response) -> None:

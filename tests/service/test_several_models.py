@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from logitd.model.inference.reference import generate
@@ -28,6 +27,7 @@ from tests.model.factories import (
     tiny_gpt,
     training_record,
 )
+from tests.service.api.asking import SMALLEST
 from tests.service.client.conftest import Connect, connect
 from tests.service.core.test_reloader import point, save_steps
 from tests.service.serving import (
@@ -44,25 +44,9 @@ ADMIN = "the-key-of-the-admin"
 PROMPT = "what is asked"
 MESSAGES = [{"role": "user", "content": "hello"}]
 SAMPLED = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-
 BODIES: dict[str, dict[str, Any]] = {
+    **{f"/{name}": dict(body) for name, body in SMALLEST.items()},
     "/generate": SAMPLED,
-    "/logits": {"prompt": PROMPT},
-    "/probs": {"prompt": PROMPT, "top_k": 3},
-    "/score": {"prompt": PROMPT},
-    "/hidden_states": {"prompt": PROMPT},
-    "/attention": {"prompt": PROMPT},
-    "/activations": {"prompt": PROMPT, "stages": ["blocks.0.output"]},
-    "/sweep": {
-        "prompt": PROMPT,
-        "vary": {"stage": "blocks.*.mlp.out", "operation": "zero"},
-        "over": ["layers"],
-        "token_id": 5,
-    },
-    "/lens": {"prompt": PROMPT},
-    "/attributions": {"prompt": PROMPT, "token_id": 5},
-    "/tokenize": {"prompt": PROMPT},
-    "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/completions": SAMPLED,
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4, "temperature": 0},
 }
@@ -163,15 +147,6 @@ def test_a_body_is_answered_by_the_model_that_it_names(
     assert first != named
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_name_that_is_not_served_is_told_those_that_are(server: Serving, path: str) -> None:
-    reply = server.post(path, {**BODIES[path], "model": "three"})
-    assert reply.status_code == 404
-    error = reply.json()["error"]
-    assert (error["type"], error["code"]) == ("not_found_error", "model_not_found")
-    assert "'three' is not served here, 'one' and 'two' are" in error["message"]
-
-
 @pytest.mark.parametrize("path", GETS)
 def test_the_address_of_a_get_names_a_model(server: Serving, alone: Serving, path: str) -> None:
     named = server.client.get(path, params={"model": "two"})
@@ -221,22 +196,6 @@ def test_the_log_and_the_metrics_say_which_model(
 
 def counted(server: Serving, model: str) -> float:
     return server.sample("logitd_generation_tokens_total", model=model)
-
-
-def test_openais_client_chooses(server: Serving, alone: Serving) -> None:
-    texts = []
-    for running in (server, alone):
-        url = f"{running.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
-            assert "two" in [model.id for model in client.models.list()]
-            reply = client.completions.create(model="two", prompt=PROMPT, max_tokens=8, seed=3)
-            chat: Any = MESSAGES
-            said = client.chat.completions.create(model="two", messages=chat, max_tokens=8, seed=3)
-            assert reply.model == said.model == "two"
-            texts.append((reply.choices[0].text, said.choices[0].message.content))
-            with pytest.raises(openai.NotFoundError):
-                client.completions.create(model="three", prompt=PROMPT)
-    assert texts[0] == texts[1]
 
 
 def test_the_python_client_has_a_model_and_single_calls_another(

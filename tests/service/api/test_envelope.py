@@ -13,9 +13,7 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.operations.operation import new_id
 from logitd.service.api.envelope import (
-    CHECKPOINT_HEADERS,
     checkpoint_headers,
-    envelope,
     server_timing,
     timings,
 )
@@ -66,23 +64,6 @@ def test_ids_do_not_repeat() -> None:
     ids = {new_id("gen") for _ in range(1000)}
     assert len(ids) == 1000
     assert all(one.startswith("gen-") and len(one) > 30 for one in ids)
-
-
-def test_the_envelope_names_the_weights(checkpoint: CheckpointInfo) -> None:
-    head = envelope("gen", checkpoint)
-    assert head["model"] == head["checkpoint"]["name"] == "tiny"
-    assert head["checkpoint"]["weights_sha256"] == checkpoint.weights_sha256
-    assert (head["checkpoint"]["step"], head["checkpoint"]["val_loss"]) == (7, 2.5)
-
-
-def test_headers_say_the_same(checkpoint: CheckpointInfo) -> None:
-    assert checkpoint_headers(checkpoint) == {
-        "X-Logitd-Name": "tiny",
-        "X-Logitd-Step": "7",
-        "X-Logitd-Val-Loss": "2.5",
-        "X-Logitd-Weights-Sha256": checkpoint.weights_sha256,
-    }
-    assert tuple(checkpoint_headers(checkpoint)) == CHECKPOINT_HEADERS
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,6 @@ def test_the_phases_are_a_header_too(server: Serving) -> None:
     assert "server-timing" not in streamed.headers, "they are not known yet"
 
 
-def test_an_optional_part_is_absent_unless_asked_for(server: Serving) -> None:
-    assert "tokens" not in server.generate(PROMPT, max_tokens=1)["choices"][0]
-
-
 SAMPLING: dict[str, dict[str, Any]] = {
     "defaults": {},
     "greedy": {"temperature": 0.0},
@@ -125,12 +121,6 @@ def test_every_sampling_field_is_honoured(server: Serving, gpt: GPT, name: str) 
     assert choice["text"] == text_of(choice["token_ids"])
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, "x" * 33, [0, 255, 256, 7], list(range(64, 164))])
-def test_greedy_is_the_reference(server: Serving, gpt: GPT, prompt: Any) -> None:
-    (choice,) = server.generate(prompt, temperature=0, max_tokens=20)["choices"]
-    assert choice["token_ids"] == expected(gpt, prompt, temperature=0, max_tokens=20)
-
-
 def test_n_and_prompts_of_all_kinds(server: Serving, gpt: GPT) -> None:
     prompts: list[Any] = [PROMPT, [7, 8, 9], "é", [256]]
     choices = server.generate(prompts, n=3, max_tokens=7, seed=5)["choices"]
@@ -141,28 +131,6 @@ def test_n_and_prompts_of_all_kinds(server: Serving, gpt: GPT) -> None:
         assert choice["token_ids"] == expected(
             gpt, prompts[prompt_index], index=index, max_tokens=7
         )
-
-
-@pytest.mark.parametrize("form", [PROMPT, list(PROMPT.encode()), [PROMPT], [list(PROMPT.encode())]])
-def test_a_prompt_may_be_written_in_several_ways(server: Serving, gpt: GPT, form: Any) -> None:
-    reply = server.generate(form, max_tokens=24, seed=5)
-    assert [choice["token_ids"] for choice in reply["choices"]] == [expected(gpt)]
-
-
-def test_what_looks_like_a_special_token_is_plain_text(server: Serving, gpt: GPT) -> None:
-    reply = server.generate("<|endoftext|>", max_tokens=24, seed=5)
-    assert reply["usage"]["prompt_tokens"] == 13
-    assert reply["choices"][0]["token_ids"] == expected(gpt, "<|endoftext|>")
-
-
-def test_neighbours_change_nothing(server: Serving) -> None:
-    """The same seed alone and among others, bit for bit."""
-    fields: dict[str, Any] = {"max_tokens": 10, "seed": 5, "logprobs": 3}
-    (alone,) = server.generate(PROMPT, **fields)["choices"]
-    crowd = server.generate(["other", PROMPT, "more"], n=2, **fields)["choices"]
-    together = crowd[2]
-    assert together["prompt_index"] == 1
-    assert together["tokens"] == alone["tokens"]
 
 
 def test_an_absent_seed_is_drawn_returned_and_good_for_the_same_again(server: Serving) -> None:
@@ -418,11 +386,6 @@ def test_a_timeout_in_a_stream_is_its_last_event(speller: Serving) -> None:
     received = [i for chunk in chunks[:-1] for c in chunk["choices"] for i in c["token_ids"]]
     assert received == spelled("a", len(received))
     speller.wait_idle()
-
-
-def test_a_timeout_that_does_not_pass_changes_nothing(server: Serving, gpt: GPT) -> None:
-    (choice,) = server.generate(PROMPT, max_tokens=24, seed=5, timeout=60)["choices"]
-    assert choice["token_ids"] == expected(gpt)
 
 
 # Streams

@@ -135,17 +135,6 @@ def test_stop_texts_and_tokens_end_it_earlier(server: Serving) -> None:
     assert choice["stop_reason"] == ord("b")
 
 
-def test_biases_and_penalties_apply_to_what_is_allowed(server: Serving) -> None:
-    (choice,) = server.generate("x", regex="[ab]{5}", logit_bias={"98": 1000}, temperature=0)[
-        "choices"
-    ]
-    assert choice["text"] == "bbbbb"
-    (choice,) = server.generate("x", regex="[ab]{4}", frequency_penalty=100, temperature=0)[
-        "choices"
-    ]
-    assert sorted(choice["text"]) == ["a", "a", "b", "b"]
-
-
 # What is refused
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {

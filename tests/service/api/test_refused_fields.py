@@ -127,6 +127,11 @@ REFUSED: dict[str, list[Row]] = {
         ({"logprobs_stage": "cooked"}, "logprobs_stage", "'raw' or 'processed'"),
         ({"Temperature": 1}, "Temperature", "unknown field"),
         ({"inputs": "a"}, "inputs", "did you mean 'prompt'?"),
+        ({"regex": "a)"}, "regex", "regex: invalid regular expression: unopened group"),
+        ({"json_schema": {"not": {}}}, "json_schema", "the keyword 'not' is not supported"),
+        ({"grammar": "start: x"}, "grammar", 'grammar: at 1(8): unknown name: "x"'),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens and regex could"),
+        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos that it does not end"),
     ],
     "logits": [
         *PROMPTS,

@@ -2,16 +2,12 @@
 
 import itertools
 import json
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from logitd.model.inference.interventions import Intervention
-from logitd.model.inference.sweep import make_grid
 from logitd.model.operations.sweep import SweepReply
-from tests.model.factories import tiny_config
 from tests.service.serving import Serving
 
 PROMPT, OTHER = "the first prompt", "another of these"
@@ -116,20 +112,3 @@ def test_too_many_cells_are_refused_with_their_number(server: Serving) -> None:
         response = server.post("/sweep", {"prompt": prompt, **axes})
     assert response.status_code == 400
     assert "1200 cells (3 layers x 4 heads x 100 positions)" in response.json()["error"]["message"]
-
-
-def test_a_grid_makes_its_cells_when_they_are_asked_for() -> None:
-    """All 9,216 at once, each looking for its layer among all stages, took half a minute."""
-    config = tiny_config(n_layer=48)
-    varied = [
-        Intervention(stage=f"blocks.{layer}.output", operation="zero", positions="all")
-        for layer in range(48)
-    ]
-    started = time.perf_counter()
-    grid = make_grid(varied, ("layers", "positions"), 192, config)
-    cells = grid.cells()
-    first, (change,) = next(cells)
-    assert time.perf_counter() - started < 2
-    assert (first.layer, first.position) == (0, 0)
-    assert (change.stage, change.positions) == (varied[0].stage, (0,))
-    assert sum(1 for _ in cells) == 48 * 192 - 1

@@ -2,7 +2,6 @@
 calls that evaluation programs with a remote tokenizer make."""
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from logitd.model.operations.tokenize import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,
-    TokenizeListReply,
     TokenizeReply,
 )
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
@@ -25,8 +23,8 @@ from logitd.service.schemas.status import TokenizerInfo
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import (
     TEST_TIMEOUT,
+    Poster,
     Serving,
-    client,
     error_of,
     eventually,
     request_bytes,
@@ -128,19 +126,6 @@ def test_a_character_in_pieces(merging: Serving) -> None:
     assert [one["text"] for one in pieces] == ["t\ufffd", "\ufffd ", "\ufffd", "\ufffd"]
 
 
-def test_several_texts(merging: Serving) -> None:
-    texts = ["the", "", "😀" + END_OF_TEXT]
-    reply = TokenizeListReply.model_validate(merging.json("/tokenize", {"prompt": texts}))
-    assert [one.index for one in reply.prompts] == [0, 1, 2]
-    for text, one in zip(texts, reply.prompts, strict=True):
-        alone = merging.json("/tokenize", {"prompt": text})
-        assert one.model_dump(exclude={"index"}) == {
-            name: alone[name] for name in ("tokens", "count", "pieces")
-        }
-    (only,) = merging.json("/tokenize", {"prompt": ["the"]})["prompts"]
-    assert only["tokens"] == TOKENIZER.encode("the")
-
-
 def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) -> None:
     text = f"a{END_OF_TEXT}"
     plain = merging.json("/tokenize", {"prompt": text, "special_tokens": "text"})["tokens"]
@@ -184,24 +169,6 @@ def test_a_text_of_megabytes(merging: Serving) -> None:
     assert merging.json("/detokenize", {"tokens": reply["tokens"][:MAX_IDS]})["prompt"] in text
 
 
-class Poster:
-    """A request in a thread of its own."""
-
-    def __init__(self, server: Serving, path: str, body: Any) -> None:
-        self.responses: list[httpx.Response] = []
-
-        def post() -> None:
-            with client(server.url) as http:
-                self.responses.append(http.post(path, json=body))
-
-        self._thread = threading.Thread(target=post)
-        self._thread.start()
-
-    def status(self) -> int:
-        self._thread.join(TEST_TIMEOUT)
-        return self.responses[0].status_code
-
-
 LONG_WORK: dict[str, Any] = {
     "/tokenize": {"prompt": "x" * 200_000},
     "/detokenize": {"tokens": [120] * 120_000},
@@ -217,10 +184,10 @@ def test_long_texts_wait_for_one_another_and_for_nobody_else(merging: Serving, p
         assert merging.json("/tokenize", {"prompt": "the"})["count"] == 1
         assert merging.generate("a", max_tokens=1, seed=1)["choices"]
         with pytest.raises(AssertionError, match="not within"):
-            eventually(lambda: waiting.responses != [], timeout=1.0)
+            eventually(lambda: waiting.answered, timeout=1.0)
     finally:
         merging.loop.call_soon_threadsafe(lock.release)
-    assert waiting.status() == 200
+    assert waiting.response().status_code == 200
 
 
 def test_a_client_that_leaves_while_it_waits(merging: Serving) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from logitd.model.operations.body import ReplyBody, RequestBody
 from logitd.model.operations.generate import GenerateRequest
 from logitd.service.schemas import openai as schemas
-from logitd.service.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
+from logitd.service.schemas.openai import ChatRequest, CompletionRequest
 
 REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]
 SMALLEST: dict[type[RequestBody], dict[str, Any]] = {
@@ -163,41 +163,7 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
     read(ChatRequest, **{name: value})
 
 
-def test_suffix_and_the_best_of_several_are_not_supported() -> None:
-    read(CompletionRequest, suffix="")
-    with pytest.raises(ValidationError, match="suffix is not supported here"):
-        read(CompletionRequest, suffix="x")
-    for fields in ({"best_of": 1}, {"best_of": 3, "n": 3}, {"best_of": 1, "n": None}):
-        read(CompletionRequest, **fields)
-    for best_of, n in ((2, 1), (3, 2), (1, 2)):
-        with pytest.raises(ValidationError, match=f"best_of is {best_of} and n is {n}"):
-            read(CompletionRequest, best_of=best_of, n=n)
-
-
-@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
-def test_a_seed_is_a_signed_integer_of_64_bits(seed: int) -> None:
-    for model in REQUESTS:
-        assert read(model, seed=seed).seed == seed
-
-
-@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63, 1.5])
-def test_no_other_seed_is_taken(seed: Any) -> None:
-    for model in REQUESTS:
-        with pytest.raises(ValidationError):
-            read(model, seed=seed)
-
-
 # Messages
-
-
-def test_text_parts_are_one_text() -> None:
-    parts = [
-        {"type": "text", "text": "a"},
-        {"type": "text", "text": ""},
-        {"type": "text", "text": "b"},
-    ]
-    assert chat({"role": "user", "content": parts}).messages[0].content == "a\n\nb"
-    assert chat({"role": "user", "content": ""}).messages[0].content == ""
 
 
 @pytest.mark.parametrize(
@@ -227,30 +193,6 @@ def test_text_parts_are_one_text() -> None:
 def test_no_other_message_is_taken(message: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         chat(message)
-
-
-def test_an_answer_can_be_sent_back_as_it_came() -> None:
-    answer: dict[str, Any] = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
-    answer |= {"role": "assistant", "content": "a", "annotations": []}
-    assert chat(answer).messages[0].content == "a"
-
-
-def test_messages_are_some_and_not_too_many() -> None:
-    message = {"role": "user", "content": "a"}
-    assert len(chat(*[message] * MAX_MESSAGES).messages) == MAX_MESSAGES
-    for count in (0, MAX_MESSAGES + 1):
-        with pytest.raises(ValidationError):
-            chat(*[message] * count)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [{"type": "text"}, {"type": "json_object"},
-     {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": True}},
-     {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}],
-)  # fmt: skip
-def test_response_formats(form: dict[str, Any]) -> None:
-    assert read(ChatRequest, response_format=form).response_format.type == form["type"]
 
 
 @pytest.mark.parametrize(

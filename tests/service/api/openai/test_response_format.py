@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.model.factories import CHAT_TEMPLATE, chat_tokenizer, save_tiny_checkpoint, tiny_gpt
-from tests.model.factories import tiny_config as config
-from tests.service.serving import Serving, serving
+from tests.service.serving import Serving
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -21,20 +18,6 @@ SCHEMA: dict[str, Any] = {
 }
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 MESSAGES: Any = [{"role": "user", "content": "Well?"}]
-
-
-@pytest.fixture(scope="module")
-def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    path: Path = tmp_path_factory.mktemp("checkpoints") / "chatty"
-    tokenizer = chat_tokenizer()
-    save_tiny_checkpoint(
-        path,
-        gpt=tiny_gpt(config(vocab_size=tokenizer.vocab_size)),
-        tokenizer=tokenizer,
-        chat_template=CHAT_TEMPLATE,
-    )
-    with serving(path) as running:
-        yield running
 
 
 @pytest.fixture
@@ -61,13 +44,6 @@ def test_streams_fit_the_schema(client: openai.OpenAI) -> None:
         model="chatty", messages=MESSAGES, response_format=FORMAT, stream=True
     )
     assert fits("".join(chunk.choices[0].delta.content or "" for chunk in stream))
-
-
-def test_completions_fit_the_schema(client: openai.OpenAI) -> None:
-    reply = client.completions.create(
-        model="chatty", prompt="Well? ", max_tokens=60, n=4, extra_body={"response_format": FORMAT}
-    )
-    assert all(fits(choice.text) for choice in reply.choices)
 
 
 def test_an_object_is_an_object(client: openai.OpenAI) -> None:

@@ -85,25 +85,6 @@ def test_what_is_null_is_the_native_default() -> None:
     assert set_fields(chat(**nulls)) == {"prompt": [1, 2], "stop_token_ids": [256, 257, 258]}
 
 
-@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
-def test_every_form_of_a_prompt(prompt: Any) -> None:
-    assert completion(prompt=prompt).prompt == prompt
-
-
-def test_nothing_is_generated_only_to_see_the_prompt() -> None:
-    assert completion(max_tokens=0, echo=True).max_tokens == 1
-    for echo in (False, None):
-        error = refused(completion, max_tokens=0, echo=echo)
-        assert (error.param, "Set echo" in error.message) == ("max_tokens", True)
-
-
-def test_every_seed_has_a_native_one_of_its_own() -> None:
-    seeds = [0, 1, 2**63 - 1, -1, -2, -(2**63)]
-    natives = [completion(seed=seed).seed for seed in seeds]
-    assert natives == [0, 1, 2**63 - 1, 2**64 - 1, 2**64 - 2, 2**63]
-    assert [chat(seed=seed).seed for seed in seeds] == natives
-
-
 def test_an_answer_ends_at_any_special_token_unless_it_shall_go_on() -> None:
     assert chat().stop_token_ids == [256, 257, 258]
     assert chat(stop_token_ids=[300, 7]).stop_token_ids == [7, 256, 257, 258, 300]
@@ -119,24 +100,9 @@ def test_the_limit_of_an_answer_has_two_names() -> None:
     assert (error.param, "is 4 and max_tokens" in error.message) == ("max_completion_tokens", True)
 
 
-def test_logprobs_of_a_chat() -> None:
-    assert chat().logprobs is None
-    assert chat(logprobs=False).logprobs is None
-    assert chat(logprobs=True).logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
-    for logprobs in (None, False):
-        assert refused(chat, logprobs=logprobs, top_logprobs=0).param == "top_logprobs"
-
-
 def test_options_of_a_stream_change_nothing_without_one() -> None:
     for call in (completion, chat):
         assert call(stream_options={"include_usage": True}) == call()
-
-
-def test_what_the_native_request_refuses_keeps_its_sentence() -> None:
-    for call in (completion, chat):
-        error = refused(call, stop=["a", ""])
-        assert (error.param, "stop has an empty text" in error.message) == ("stop", True)
 
 
 SCHEMA = {"type": "integer"}
@@ -193,12 +159,6 @@ def test_one_way_at_a_time_and_a_schema_that_can_be_read(
 ) -> None:
     for call in (completion, chat):
         assert refused(call, **fields).param == param
-
-
-def test_a_response_format_becomes_a_constraint() -> None:
-    for call in (completion, chat):
-        assert call(response_format={"type": "json_object"}).json_schema == {"type": "object"}
-        assert call(response_format={"type": "text"}).json_schema is None
 
 
 def test_errors_name_the_clients_fields() -> None:

@@ -299,10 +299,6 @@ def test_a_field_that_cannot_be_honoured(
     assert (error.param, error.code) == (param, code)
 
 
-def test_another_model_is_not_served(chatter: Serving) -> None:
-    assert refusal(chatter, 404, model="gpt-4").code == "model_not_found"
-
-
 def test_a_prompt_that_comes_to_nothing(parrot: Serving) -> None:
     assert refusal(parrot, messages=ask("")).param == "messages"
 

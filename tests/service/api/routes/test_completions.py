@@ -85,13 +85,6 @@ def test_what_was_cached_is_told(server: Serving) -> None:
     assert cached[1] == {"cached_tokens": 64}
 
 
-def test_the_model_may_be_named(server: Serving) -> None:
-    assert complete(server, model="tiny", max_tokens=1)["model"] == "tiny"
-    error = refusal(server, 404, model="gpt-4")
-    assert (error.param, error.code) == ("model", "model_not_found")
-    assert "not served here, 'tiny' is" in error.message
-
-
 # The same as /generate
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -143,16 +136,6 @@ def test_sixteen_tokens_unless_said_otherwise(speller: Serving) -> None:
     for fields in ({}, {"max_tokens": None}):
         (choice,) = complete(speller, "a", **fields)["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("bcdefghijklmnopq", "length")
-
-
-def test_nulls_are_defaults(speller: Serving) -> None:
-    """As langchain sends them."""
-    nulls = dict.fromkeys(
-        ["logprobs", "seed", "stop", "suffix", "best_of", "logit_bias", "user", "max_tokens", "n",
-         "temperature", "top_p", "stream", "stream_options", "echo", "presence_penalty",
-         "frequency_penalty", "model"]
-    )  # fmt: skip
-    assert complete(speller, "a", **nulls)["choices"] == complete(speller, "a")["choices"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

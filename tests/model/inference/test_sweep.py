@@ -1,0 +1,24 @@
+"""Sweeps: the grid of places."""
+
+import time
+
+from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.sweep import make_grid
+from tests.model.factories import tiny_config
+
+
+def test_a_grid_makes_its_cells_when_they_are_asked_for() -> None:
+    """All 9,216 at once, each looking for its layer among all stages, took half a minute."""
+    config = tiny_config(n_layer=48)
+    varied = [
+        Intervention(stage=f"blocks.{layer}.output", operation="zero", positions="all")
+        for layer in range(48)
+    ]
+    started = time.perf_counter()
+    grid = make_grid(varied, ("layers", "positions"), 192, config)
+    cells = grid.cells()
+    first, (change,) = next(cells)
+    assert time.perf_counter() - started < 2
+    assert (first.layer, first.position) == (0, 0)
+    assert (change.stage, change.positions) == (varied[0].stage, (0,))
+    assert sum(1 for _ in cells) == 48 * 192 - 1
