@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.data.batches import Batches, RankBatch, noise_seed, rank_batch
+from logitd.model.data.batches import Batches, noise_seed, rank_batch
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
@@ -90,15 +90,6 @@ def test_however_many_processes_share_a_step_it_is_the_same_sequences(
     assert numbers == list(range(step * total, (step + 1) * total))
     assert all(own.batch_size <= batch_size for own in rank_batches)
     assert {own.parts * own.batch_size for own in rank_batches} == {total}
-
-
-def test_one_process_computes_the_batches_that_were_asked_for() -> None:
-    assert rank_batch(4, 3, rank=0, size=1) == RankBatch(
-        total=12, first=0, batch_size=4, passes=3, parts=3
-    )
-    assert rank_batch(4, 2, rank=1, size=2) == RankBatch(
-        total=8, first=4, batch_size=4, passes=1, parts=2
-    )
 
 
 def test_noise_depends_on_seed_and_sequence_alone() -> None:

@@ -55,13 +55,6 @@ def test_no_text_is_on_both_sides_whatever_its_names_are(texts: list[str], fract
     assert not names_of["train"] & names_of["val"]
 
 
-def test_of_few_documents_two_that_say_the_same_hold_out_the_same() -> None:
-    text = "".join(f"line {number}\n" for number in range(100))
-    parts = [list(sides(text_document(name, text), 0.2, many=False)) for name in ("a", "copy of a")]
-    assert parts[0] == parts[1]
-    assert [side for side, _ in parts[0]] == ["train", "val"]
-
-
 def test_a_long_document_draws_by_all_of_its_content() -> None:
     begin = "x" * (2 * PIECE)
     lots = {lot(text_document("a", begin + end)) for end in "abc"}

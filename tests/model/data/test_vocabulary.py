@@ -3,33 +3,13 @@
 from itertools import pairwise
 
 import pytest
-import tiktoken
-from hypothesis import given
-from hypothesis import strategies as st
 
 from logitd.model.data.errors import DataError
 from logitd.model.data.vocabulary import SMALLEST, check, learn, tokenizer_sha256
-from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from tests.model.conftest import story
 
 LEARNED = learn([story(800)], 340)
-
-
-@given(st.text())
-def test_any_text_survives_the_round_trip(text: str) -> None:
-    text = text.encode(errors="replace").decode()
-    assert LEARNED.decode(LEARNED.encode(text)) == text
-
-
-@given(st.text(alphabet="thecat sawriver.\n", max_size=200))
-def test_the_learned_ranks_mean_the_same_to_tiktoken(text: str) -> None:
-    encoding = tiktoken.Encoding(
-        "oracle",
-        pat_str=SPLIT_PATTERN,
-        mergeable_ranks=LEARNED.ranks,
-        special_tokens={END_OF_TEXT: len(LEARNED.ranks)},
-    )
-    assert LEARNED.encode(text) == encoding.encode_ordinary(text)
 
 
 def test_merges_are_those_of_textbook_byte_pair_encoding() -> None:

@@ -14,7 +14,6 @@ from logitd.model.data.sources.document import TextError
 from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import (
-    QuantizationLoss,
     decode_nats,
     quantization_loss,
 )
@@ -86,10 +85,6 @@ def test_windows_without_a_byte_of_text_are_refused() -> None:
     with pytest.raises(ValueError, match="no bytes of text"):
         quantization_loss(gpt, ends, ends, np.zeros(257, dtype=np.int64),
                       exact=PlainDecoder, quantized=PlainDecoder)  # fmt: skip
-
-
-def test_what_is_added_is_told_as_a_share() -> None:
-    assert QuantizationLoss(exact=2.0, quantized=2.01, tokens=1).relative == pytest.approx(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,10 @@ def _small(**overrides: Any) -> tuple[GPT, Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_the_logits_are_the_models_own() -> None:
-    torch.manual_seed(0)
-    shape = {**MODERN, "n_kv_head": 1}
-    gpt = GPT(
-        gpt2_shape(vocab_size=50, context_length=16, n_layer=2, n_head=2, d_model=32, **shape)
-    )
-    ids = torch.randint(50, (3, 16))
+    gpt, ids, _ = _small()
     expected = gpt(ids).logits
-    exact = Placement(CPU, torch.float32, 1)
-    torch.testing.assert_close(Forward(gpt, exact, dropout=0.0)(ids), expected)
-    rough = replace(exact, dtype=torch.bfloat16)
+    torch.testing.assert_close(Forward(gpt, EXACT, dropout=0.0)(ids), expected)
+    rough = replace(EXACT, dtype=torch.bfloat16)
     logits = Forward(gpt, rough, dropout=0.0)(ids)
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(logits.float(), expected, atol=0.02, rtol=0.05)

@@ -77,10 +77,5 @@ def test_dropout_hides_weights_and_its_gradient_hides_the_same(
 
 def test_without_dropout_nothing_is_drawn() -> None:
     before = torch.get_rng_state()
-    MatrixAttend(torch.float32)(0, *_inputs_of_ones())
+    MatrixAttend(torch.float32)(0, *[torch.ones(1, 2, 8, 4)] * 3)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def _inputs_of_ones() -> tuple[Tensor, Tensor, Tensor]:
-    ones = torch.ones(1, 2, 8, 4)
-    return ones, ones, ones
