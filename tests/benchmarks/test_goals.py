@@ -1,24 +1,17 @@
 """Figures of benchmarks/README.md that are read off the results of several commands."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import goals
 from benchmarks.goals import (
-    commands,
     figure,
     over_best,
     rates_of,
     targets,
 )
-from benchmarks.peers.__main__ import parse as parse_peers
-from benchmarks.peers.options import Interpreters
 from benchmarks.peers.servers import PeerServer
-from benchmarks.peers.serving import parse as parse_serving
-from benchmarks.shapes import BATCHES, SHAPES
 from benchmarks.targets import Target
 
 BENCH = {
@@ -47,18 +40,6 @@ SERVERS = [
 def measured(results: dict[str, Any], servers: Sequence[PeerServer] = ()) -> dict[str, Target]:
     found = targets(results, with_peers=True, servers=servers)
     return {target.name: target for target in found if target.measured is not None}
-
-
-def test_comparisons_parse_their_own_flags(tmp_path: Path) -> None:
-    found = commands(tmp_path, 2, PYTHONS, [])
-    peers = parse_peers(found["peers-124m"][3:])
-    serving = parse_serving(found["serving-124m"][3:])
-    for one in (peers, serving):
-        assert (one.threads, one.peer_pythons) == (2, Interpreters("python", {"openvino": "other"}))
-        assert one.batches == BATCHES
-        assert one.shape == SHAPES["124m"]
-    assert set(peers.dtypes) == set(goals.DTYPES)
-    assert all(goals.STRONGEST[dtype] < set(peers.peers) for dtype in peers.dtypes)
 
 
 def test_best_other_server_needs_every_server_without_failures() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train_small import Outcome, configuration, fewer, of_passes
-from logitd.model.training.configuration.autosize import SIZES, Choice, Measured
+from benchmarks.train_small import Outcome, fewer, of_passes
+from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.resolve import resolve
 from tests.model.conftest import story
@@ -46,20 +46,6 @@ def test_configurations_have_one_size_and_the_same_steps(text: Path) -> None:
     assert len({(model.n_layer, model.d_model, model.context_length) for model in models}) == 1
     few = [of_passes(side, asked, 2, 1.0) for side in ("adapted", "long")]
     assert few[0] == few[1]
-
-
-def test_configurations_in_minutes_have_the_measured_steps(text: Path) -> None:
-    asked = TrainingConfig(data=(str(text),), minutes=2)
-    choice = Choice(SIZES[1], 10_000.0, {SIZES[1]: 10_000.0})
-    measured = Measured(choice, 1e6, None, "float32, 1 threads")
-    adapted, long = (configuration(side, asked, measured) for side in ("adapted", "long"))
-    assert (adapted.d_model, adapted.minutes) == (long.d_model, long.minutes) == (96, 2)
-    assert (long.vocab_size, long.dropout) == (1024, None)
-    assert (adapted.vocab_size, adapted.dropout) == (512, 0.3)
-    char = configuration("nanogpt-char", asked, measured)
-    assert (char.preset, char.minutes) == ("nanogpt-char", 2)
-    with pytest.raises(SystemExit, match="a size of its own"):
-        of_passes("nanogpt-char", asked, 2, 6.0)
 
 
 def test_our_last_weights_are_compared_with_their_last_and_best() -> None:

@@ -140,13 +140,6 @@ def test_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> None:
     assert (ignored.finish_reason, ignored.stop_reason) == ("length", None)
 
 
-def test_character_is_not_cut(llm: LLM) -> None:
-    euro = [SamplingParams(max_tokens=k, seed=0, allowed_token_ids=(0xE2,)) for k in (1, 2)]
-    assert [llm.generate("a", one)[0].text for one in euro] == ["\ufffd", "\ufffd\ufffd"]
-    parts = list(llm.stream("a", euro[0]))
-    assert [part.text for part in parts] == ["", "\ufffd"]
-
-
 def test_streams_can_be_read_in_turns(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
     expected = [llm.generate(PROMPT, one)[0] for one in params]

@@ -14,28 +14,6 @@ def plan(*arguments: str) -> Plan:
     return parse([*small, "--rounds", "2", "--batches", "1", "3", *arguments])
 
 
-@pytest.mark.slow
-def test_peers_are_measured_side_by_side(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(comparison.MODULES, "llama.cpp", "nobody")
-    peers = ("--peers", "logitd", "torch", "llama.cpp")
-    results = compare(plan("--dtypes", "float32", "int8", *peers))
-    assert [(r.dtype, r.peer, r.batch) for r in results] == [
-        ("float32", "logitd", 1),
-        ("float32", "torch", 1),
-        ("float32", "logitd", 3),
-        ("float32", "torch", 3),
-        ("int8", "logitd", 1),
-        ("int8", "logitd", 3),
-    ]
-    for result in results:
-        assert len(result.step_seconds) == len(result.prefill_seconds) == 2
-    said = capsys.readouterr().out
-    assert "float32: llama.cpp is left out: No module named 'benchmarks.peers.nobody'" in said
-    assert "float32: torch is torch 2." in said
-
-
 def test_small_batches_are_measured_more_often() -> None:
     asked = plan("--rounds", "3", "--batches", "1", "8", "32")
     assert [rounds_of(asked, batch) for batch in asked.batches] == [12, 6, 3]

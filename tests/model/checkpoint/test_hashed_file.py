@@ -42,11 +42,6 @@ def test_hash_covers_bytes_that_nobody_takes(path: Path, raw: bytes) -> None:
         assert file.take_all(1) == b""
 
 
-def test_more_than_a_piece_is_never_given(path: Path) -> None:
-    with HashedFile(path) as file:
-        assert len(file.take(10 * PIECE)) == PIECE
-
-
 def test_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with HashedFile(tmp_path / "empty") as file:

@@ -72,15 +72,6 @@ def test_ids_are_those_of_a_plain_tiktoken_encoding(text: str) -> None:
     assert TOKENIZER.decode_bytes(ids) == PLAIN.decode_bytes(ids)
 
 
-def test_merges_are_used() -> None:
-    def tokens(text: str) -> list[bytes]:
-        return [TOKENIZER.token_bytes(token_id) for token_id in TOKENIZER.encode(text)]
-
-    assert tokens("the thing") == [b"the", b" ", b"th", b"ing"]
-    assert tokens("€😀") == [b"\xe2\x82\xac", b"\xf0\x9f\x98", b"\x80"]
-    assert tokens("12345") == [b"12", b"3", b"4", b"5"]
-
-
 @given(st.lists(RAGGED_TEXT, max_size=5))
 def test_batch_is_its_texts(texts: list[str]) -> None:
     assert TOKENIZER.encode_batch(texts, threads=2) == list(map(TOKENIZER.encode, texts))

@@ -310,10 +310,6 @@ def test_attribution_refuses_an_impossible_task(
     assert not driven.engine.has_work()
 
 
-def test_attribution_of_a_full_context_is_accepted(gpt: GPT) -> None:
-    assert run(gpt, ask(prompt=[1] * 128))["why", 0].attribution is not None
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_attributions_and_others_all_end_in_random_mixes(gpt: GPT, seed: int) -> None:
     rng = random.Random(seed)

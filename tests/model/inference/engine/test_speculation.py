@@ -139,14 +139,6 @@ def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> Non
     assert 0 < driven.accepted_tokens < driven.drafted_tokens
 
 
-def test_text_that_does_not_repeat_costs_next_to_no_rows() -> None:
-    gpt = family_gpt("gpt2")
-    request = generation("a", [1, 2], max_tokens=120, temperature=3.0)
-    driven, expected = both(gpt, request)
-    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
-    assert driven.drafted_tokens <= 6
-
-
 def test_drafted_cells_are_never_shared(counting: GPT) -> None:
     driven = Driven(counting, slots=1, speculate="ngram")
     driven.add(generation("a", PROMPT, max_tokens=50))

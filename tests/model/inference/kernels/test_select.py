@@ -21,9 +21,7 @@ from logitd.model.evaluation.quantization_loss import decode_nats
 from logitd.model.inference.kernels import select
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
 from logitd.model.inference.kernels.cpu.library import (
-    KernelsUnavailable,
     NativeLibrary,
-    load_library,
 )
 from logitd.model.inference.kernels.cpu.targets import TARGETS, runnable, target_named
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
@@ -79,17 +77,6 @@ def test_auto_dtype_follows_the_machine(
 )
 def test_bfloat16_instructions_of_a_processor(features: str, expected: str | None) -> None:
     assert bfloat16_instructions(frozenset(features.split())) == expected
-
-
-def test_auto_on_this_machine() -> None:
-    try:
-        load_library()
-    except KernelsUnavailable:
-        native = False
-    else:
-        native = True
-    wide = native and bfloat16_instructions(processor_features()) is not None
-    assert choose_dtype("auto", COVERED, CPU).name == ("bfloat16" if wide else "float32")
 
 
 @pytest.mark.parametrize(
@@ -266,22 +253,6 @@ def test_keys_and_values_in_int8_are_for_a_cpu() -> None:
     check_kv_cache_dtype("auto", torch.device("cuda:1"))
     with pytest.raises(KernelError, match=r"int8.*CPU.*cuda:1"):
         check_kv_cache_dtype("int8", torch.device("cuda:1"))
-
-
-def test_cpu_is_batch_invariant_in_any_case() -> None:
-    gpt = tiny_gpt()
-    path = choose_decode_path(gpt, kernels="torch", threads=1, batch_invariant=True)
-    assert (path.make_decoder, path.name) == (PlainDecoder, "torch")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gpu_gets_recorded_steps() -> None:
-    gpt = tiny_gpt(COVERED).to("cuda")
-    assert choose_decode_path(gpt, threads=1).name == "CUDA graphs"
-    assert choose_decode_path(gpt, threads=1, kernels="torch").name == "torch"
-    for options in ({"kernels": "native"}, {"quantize": "int8"}):
-        with pytest.raises(KernelError, match="cuda"):
-            choose_decode_path(gpt, threads=1, **options)  # type: ignore[arg-type]
 
 
 def nats(logits: Tensor, targets: Tensor) -> float:

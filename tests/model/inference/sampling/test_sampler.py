@@ -255,24 +255,6 @@ def test_sampling_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_
     assert sample_one([0.0] * 8, one).token_id == token_id
 
 
-def test_sampling_depends_on_seed_position_and_index_alone() -> None:
-    logits = [0.0] * VOCAB
-    base = row(params(seed=5, temperature=1), (1, 2), 3)
-
-    def sampled(one: RowContext) -> list[int]:
-        """Tokens at a hundred positions from here on."""
-        return [
-            sample_one(logits, dataclasses.replace(one, tokens=one.tokens + [0] * i)).token_id
-            for i in range(100)
-        ]
-
-    other_tokens = dataclasses.replace(base, tokens=[7, 7, 7], prompt_length=3)
-    assert sampled(base) == sampled(other_tokens)
-    assert sampled(base) != sampled(dataclasses.replace(base, index=1))
-    assert sampled(base) != sampled(dataclasses.replace(base, params=params(seed=6, temperature=1)))
-    assert sampled(base) != sampled(dataclasses.replace(base, tokens=[1, 2, 3, 4]))
-
-
 extreme = st.floats(-1e30, 1e30)
 
 
@@ -408,32 +390,6 @@ def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition
         expected = [TokenLogprob(i, logprobs[i], ranks[i]) for i in order]
         assert scored.chosen == TokenLogprob(token_id, logprobs[token_id], ranks[token_id])
         assert list(scored.top) == [top for top in expected if top.logprob > -math.inf]
-
-
-@pytest.mark.parametrize("vocab_size", [2, 31, 257, 1000])
-def test_wide_batches_of_wide_rows_are_each_row_alone(vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = 3 * torch.randn(33, vocab_size, generator=generator)
-    batch = [
-        row(
-            params(
-                seed=i,
-                temperature=(0, 0.7, 1, 1.4)[i % 4],
-                top_p=(1, 0.8, 0.95)[i % 3],
-                top_k=(0, 5)[i % 2],
-                min_p=(0, 0.02)[i // 2 % 2],
-                repetition_penalty=(1, 1.2)[i // 3 % 2],
-                logprobs=2,
-                logprobs_stage=("raw", "processed")[i // 4 % 2],
-            )
-        )
-        for i in range(33)
-    ]
-    together = sample_all(logits, batch)
-    assert together == [sample_all(logits[i : i + 1], [one])[0] for i, one in enumerate(batch)]
-    order = torch.randperm(33, generator=generator).tolist()
-    shuffled = sample_all(logits[order], [batch[i] for i in order])
-    assert shuffled == [together[i] for i in order]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30])
