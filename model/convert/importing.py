@@ -27,7 +27,7 @@ from logitd.model.checkpoint.checkpoint import (
 )
 from logitd.model.convert import litgpt
 from logitd.model.convert.by_role.build import Built
-from logitd.model.convert.by_role.judge import text_judge
+from logitd.model.convert.by_role.objective import text_objective
 from logitd.model.convert.by_role.read import (
     CheckText,
     Recognised,
@@ -35,11 +35,12 @@ from logitd.model.convert.by_role.read import (
     read_by_role,
     recognise_file,
 )
-from logitd.model.convert.by_role.settle import compared_with_chance
+from logitd.model.convert.by_role.resolve import compared_with_chance
 from logitd.model.convert.card import write_import_card
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from logitd.model.convert.hf.config import FAMILIES, read_huggingface
 from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS, read_object
+from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.source_file import source_text
@@ -256,11 +257,12 @@ def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:
 def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -> ForeignModel:
     """A model of a known format with its loss on a text. Raises ConvertError where it predicts
     the text worse than the tokens' own frequencies do."""
-    judge = text_judge(text.token_ids, model.config.context_length)
-    if judge is None:
+    objective = text_objective(text.token_ids, model.config.context_length)
+    if objective is None:
         raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
     built = Built(model.config, model.weights, ())
-    loss, chance = float(judge(built, causal=True, look="full").mean()), judge.unigram_nats()
+    loss = float(objective(built, causal=True, effort="full").mean())
+    chance = objective.unigram_nats()
     sentence = compared_with_chance(loss, chance, text.name)
     if loss > chance:
         raise ConvertError(
@@ -303,30 +305,18 @@ def _fitted(
             weights[name] = weights[name][:context_length]
         config = replace(config, context_length=context_length)
     config = replace(config, vocab_size=size, padded_vocab_size=padded_rows)
-    return _with_all_biases(config, weights)
+    return _without_zero_biases(config, weights)
 
 
-def _with_all_biases(
+def _without_zero_biases(
     config: GPTConfig, weights: dict[str, Tensor]
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Ours are on all of these or on none, the source's may be on some: zeros add nothing."""
-    if not config.bias:
+    """The same without biases that are all zeros, if the norms have none."""
+    biases = {f"blocks.{n}.{part}.bias" for n in range(config.n_layer) for part in MATRICES}
+    if not config.bias or config.norm != "rmsnorm" or any(weights[name].any() for name in biases):
         return config, weights
-    names = [
-        f"blocks.{layer}.{part}"
-        for layer in range(config.n_layer)
-        for part in ("attention_out", "mlp_up", "mlp_down")
-    ]
-    biases = {
-        f"{name}.bias": weights.get(
-            f"{name}.bias", weights[f"{name}.weight"].new_zeros(len(weights[f"{name}.weight"]))
-        )
-        for name in names
-    }
-    if config.norm == "rmsnorm" and not any(bias.any() for bias in biases.values()):
-        rest = {name: tensor for name, tensor in weights.items() if name not in biases}
-        return replace(config, bias=False), rest
-    return config, weights | biases
+    kept = {name: tensor for name, tensor in weights.items() if name not in biases}
+    return replace(config, bias=False), kept
 
 
 def _check(

@@ -66,8 +66,8 @@ def read_weights(
     reader: StateDictReader, config: GPTConfig, layout: Layout, *, unbiased: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """The weights of a model of this shape by our names; `unbiased` are parts that have no biases
-    there, though others have. Raises ConvertError for a tensor that is missing or of another
-    shape."""
+    there, though others have: they get zeros. Raises ConvertError for a tensor that is missing or
+    of another shape."""
     reader.require_layers(config.n_layer)
     first = layout.names(EMBEDDING, "")[0]
     found = (prefix for prefix in layout.prefixes if f"{prefix}{first}.weight" in reader)
@@ -87,6 +87,7 @@ def read_weights(
         weights[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         if part in rows:
             weights[name] = weights[name][rows[part]]
+    fill_biases(config, weights)
     return weights | _read_head(reader, config, layout, weights[f"{EMBEDDING}.weight"])
 
 
@@ -106,6 +107,18 @@ def _read_head(
             "one; which is right cannot be told from here"
         )
     return weights
+
+
+def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
+    """Add zeros for the biases that a model of this shape has and its weights lack; the parts that
+    got some, sorted."""
+    filled = set[str]()
+    for name in _shapes(config):
+        module, kind, part = _split(name)
+        if kind == "bias" and part != HEAD and name not in weights:
+            weights[name] = weights[f"{module}.weight"].new_zeros(len(weights[f"{module}.weight"]))
+            filled.add(part)
+    return sorted(filled)
 
 
 def tie_if_equal(

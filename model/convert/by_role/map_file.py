@@ -22,16 +22,23 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 from torch import Tensor
 
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.questions import FIELDS, Finding, Findings
 from logitd.model.convert.by_role.tensor_map import (
-    IDENTITY,
     LAYER_ROLES,
-    OUTER_ROLES,
     Part,
     Role,
     TensorMap,
@@ -40,8 +47,6 @@ from logitd.model.convert.by_role.tensor_map import (
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
-
-SECTIONS = ("state", "tensors", "computation", "files")
 
 
 @dataclass(frozen=True)
@@ -56,55 +61,58 @@ class MapFile:
     transposed: frozenset[Role] = frozenset()
 
 
+class _Files(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    ignore: list[str] = []
+    transposed: list[Role] = []
+
+
+class _Document(BaseModel):
+    """The TOML of a map file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: str | None = None
+    tensors: dict[Role, dict[Part, Annotated[str, Field(min_length=1)]]] = {}
+    computation: dict[str, Any] = {}
+    files: _Files = _Files()
+
+
 def read_map_file(path: Path) -> MapFile:
     """Read a map file. Raises ConvertError, naming the key that is wrong."""
     try:
-        document = tomllib.loads(source_text(path, CONFIG_BYTES))
+        document = _Document.model_validate(tomllib.loads(source_text(path, CONFIG_BYTES)))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConvertError(f"{path} is not TOML: {error}") from error
-    _check_known(path, document, SECTIONS, "section")
-    files = _section(path, document, "files")
-    _check_known(path, files, ("ignore", "transposed"), "key of [files]")
-    transposed = _texts(path, files, "transposed")
-    roles = (*OUTER_ROLES, *LAYER_ROLES)
-    _check_known(path, transposed, roles, "role in transposed")
-    state = document.get("state")
-    if state is not None and not isinstance(state, str):
-        raise ConvertError(f"{path}: state is {state!r}; expected the key of the state dict")
+    except ValidationError as error:
+        raise ConvertError(f"{path}: {_first_error(error)}") from error
+    names = {
+        (role, part): name
+        for role, parts in document.tensors.items()
+        for part, name in parts.items()
+    }
+    for (role, part), name in names.items():
+        known = {"{N}", "{M}"} if role in LAYER_ROLES else set()
+        if unknown := set(re.findall(r"\{[^}]*\}", name)) - known:
+            raise ConvertError(
+                f"{path}: {role}.{part} is {name!r}, which has {sorted(unknown)}; {{N}} and {{M}} "
+                "are known in the layers"
+            )
     return MapFile(
         path=path,
-        state=state,
-        names=_names(path, _section(path, document, "tensors")),
-        answers=check_answers(f"{path} [computation]", _section(path, document, "computation")),
-        ignore=tuple(_texts(path, files, "ignore")),
-        transposed=frozenset(transposed),  # type: ignore[arg-type]
+        state=document.state,
+        names=names,
+        answers=check_answers(f"{path} [computation]", document.computation),
+        ignore=tuple(document.files.ignore),
+        transposed=frozenset(document.files.transposed),
     )
 
 
-def _names(path: Path, section: Mapping[str, Any]) -> dict[tuple[Role, Part], str]:
-    names: dict[tuple[Role, Part], str] = {}
-    _check_known(path, section, (*OUTER_ROLES, *LAYER_ROLES), "role")
-    for role, parts in section.items():
-        if not isinstance(parts, dict):
-            raise ConvertError(f"{path}: {role} is {parts!r}; expected {role}.weight = NAME")
-        _check_known(path, parts, get_args(Part), f"part of {role}")
-        for part, name in parts.items():
-            if not isinstance(name, str) or not name:
-                raise ConvertError(f"{path}: {role}.{part} is {name!r}; expected a tensor's name")
-            if role in LAYER_ROLES and name != IDENTITY and "{" in name:
-                _check_placeholders(path, name)
-            elif role not in LAYER_ROLES and ("{N}" in name or "{M}" in name):
-                raise ConvertError(
-                    f"{path}: {role}.{part} is {name!r}; {role} is outside the layers, so its name "
-                    "has neither {N} nor {M}"
-                )
-            names[role, part] = name  # type: ignore[index]
-    return names
-
-
-def _check_placeholders(path: Path, name: str) -> None:
-    if unknown := set(re.findall(r"\{[^}]*\}", name)) - {"{N}", "{M}"}:
-        raise ConvertError(f"{path}: {name!r} has {sorted(unknown)}; known are {{N}} and {{M}}")
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    return f"{key} is {first['input']!r}: {first['msg']}"
 
 
 def check_answers(where: str, answers: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,24 +122,16 @@ def check_answers(where: str, answers: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in answers.items():
         if name not in kinds:
             raise ConvertError(f"{where}: unknown field {name!r}; known are {', '.join(FIELDS)}")
-        options = get_args(kinds[name])
-        if options and value not in options:
-            raise ConvertError(f"{where}: {name} is {value!r}; it must be one of {list(options)}")
-        if kinds[name] is bool and not isinstance(value, bool):
-            raise ConvertError(f"{where}: {name} is {value!r}; it must be true or false")
-        if kinds[name] is int and (type(value) is not int or value < 1):
-            raise ConvertError(f"{where}: {name} is {value!r}; it must be an integer above 0")
-        if kinds[name] is float:
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ConvertError(f"{where}: {name} is {value!r}; it must be a number above 0")
-            value = float(value)
-        checked[name] = value
+        kind = {int: PositiveInt, float: PositiveFloat}.get(kinds[name], kinds[name])
+        try:
+            checked[name] = TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise ConvertError(f"{where}: {name} is {value!r}: {message}") from error
     return checked
 
 
-def tensor_map(
-    where: str, file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]
-) -> TensorMap:
+def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
     """The map that a file describes, with layers and heads counted in the tensors' names. `ignored`
     are tensors that are known not to be weights. Raises ConvertError for a name without a match."""
     weights = {role for role, part in file.names if part == "weight"}
@@ -189,9 +189,9 @@ def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
     for name in FIELDS:
         finding = findings[name]
         value = _toml(finding.values[0])
-        if finding.settled:
+        if finding.resolved:
             lines.append(f"{name} = {value}  # {finding.origin}")
-        elif finding.asked:
+        elif finding.ambiguous:
             values = " | ".join(map(_toml, finding.values))
             lines.append(f"# {name} = {values}  # open: {finding.origin}")
         else:
@@ -215,29 +215,9 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def settled_findings(file: MapFile, findings: Findings) -> dict[str, Finding]:
-    """Findings with the file's answers."""
-    answered = {
+def mapped_findings(file: MapFile) -> dict[str, Finding]:
+    """The file's answers as findings."""
+    return {
         name: Finding((value,), f"{name} in {file.path.name}")
         for name, value in file.answers.items()
     }
-    return dict(findings) | answered
-
-
-def _section(path: Path, document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = document.get(name, {})
-    if not isinstance(section, dict):
-        raise ConvertError(f"{path}: {name} is {section!r}; expected a section [{name}]")
-    return section
-
-
-def _texts(path: Path, section: Mapping[str, Any], name: str) -> list[str]:
-    values = section.get(name, [])
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ConvertError(f"{path}: {name} is {values!r}; expected a list of texts")
-    return values
-
-
-def _check_known(path: Path, keys: Iterable[str], known: Iterable[str], what: str) -> None:
-    if unknown := sorted(set(keys) - set(known)):
-        raise ConvertError(f"{path}: unknown {what} {unknown[0]!r}; known are {', '.join(known)}")

@@ -36,6 +36,17 @@ class Module:
     def named(self, pattern: re.Pattern[str]) -> bool:
         return words.matches(pattern, self.last)
 
+    def mentions(self, pattern: re.Pattern[str]) -> bool:
+        """True if any part is one of these words."""
+        return any(words.matches(pattern, part) for part in self.path)
+
+    @property
+    def table(self) -> Shape:
+        """The shape; (T, C) for a table (1, T, C) or (T, 1, C)."""
+        if len(self.shape) == 3 and 1 in self.shape[:2]:
+            return (self.shape[1] if self.shape[0] == 1 else self.shape[0], self.shape[2])
+        return self.shape
+
 
 def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     """Weights with their biases, in the file's order."""

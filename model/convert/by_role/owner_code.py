@@ -2,7 +2,7 @@
 
 Runs `owner_process.py` with the owner's file in a process of its own, with the weights of the
 checkpoint, and takes back numbers alone. What it knows of the shape is offered under every name
-that people have for it. Does not compare: see `judge.py`.
+that people have for it. Does not compare: see `resolve.py`.
 """
 
 import json
@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from logitd.model.convert.by_role import owner_process
-from logitd.model.convert.by_role.judge import LogitsJudge
 from logitd.model.convert.by_role.names import SETTINGS
+from logitd.model.convert.by_role.objective import LogitsObjective
 from logitd.model.convert.by_role.questions import Findings, setting
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
@@ -64,7 +64,7 @@ def owner_logits(
     settings: Mapping[str, Any],
     *,
     timeout: float = TIMEOUT_SECONDS,
-) -> LogitsJudge:
+) -> LogitsObjective:
     """Run the owner's code. Raises ConvertError with what it said, or where a later id changes an
     earlier position's logits."""
     rows, _ = tensors.shape("token_embedding")
@@ -94,7 +94,9 @@ def owner_logits(
             "token embedding"
         )
     _check_causal(code, answer)
-    return LogitsJudge(answer["token_ids"].long(), answer["logits"], _normalised(answer["logits"]))
+    return LogitsObjective(
+        answer["token_ids"].long(), answer["logits"], _normalised(answer["logits"])
+    )
 
 
 def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
@@ -138,7 +140,7 @@ def _known_shape(tensors: MappedTensors, findings: Findings) -> dict[str, Any]:
     }
     if mapped.has("mlp_down"):
         fields["d_ff"] = tensors.shape("mlp_down")[1]
-    if findings["n_head"].settled:
+    if findings["n_head"].resolved:
         fields["n_head"] = findings["n_head"].values[0]
     known = {key: value for field, value in fields.items() for key in SETTINGS[field]}
     qkv = any(mapped.has(role, "bias") for role in ("qkv", "query", "key", "value"))

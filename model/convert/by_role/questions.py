@@ -1,25 +1,22 @@
 """Questions: what names and shapes leave open, with every value that would fit.
 
-For each field of a `Computation` a `Finding`: the values that are possible, and where they come
-from. One value is an answer; several are a question. A question is open where a wrong value would
-change logits and no convention is strong enough (`asked`). Else the first value is what nearly
-everyone uses: it is assumed, and tried against the others where there is a text or the owner's
-code.
+For each field of a `Computation` a `Finding`: the possible values, and where they come from. One
+value is an answer, several are a question. It is ambiguous if a wrong value would change logits and
+no convention is strong enough. Otherwise the first value is the usual one: it is assumed, and tried
+against the others if there is a text or the owner's code.
 
-Answers come from the file: shapes, its settings, its tables. Flags, code and texts are the business
-of `settle.py`.
+Answers come from the file: shapes, settings, tables. Flags, code and texts are tried in
+`resolve.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
-import torch
 from torch import Tensor
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.buffers import is_causal_mask
 from logitd.model.convert.by_role.build import query_rows
 from logitd.model.convert.by_role.computation import (
     Computation,
@@ -29,60 +26,63 @@ from logitd.model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
+from logitd.model.convert.by_role.recognise import is_causal_mask
+from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
 
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
 """Positions of a model whose file has no table of them and no number: a limit, not a guess about
-what is computed. Positions behind those that it was trained on compute, and mean little."""
+the computation. Later positions than those of the training compute, and mean little."""
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
+
+NOT_SAID = "names and shapes do not say it"
+CONVENTION = "convention"
 
 
 @dataclass(frozen=True)
 class Finding:
     """Values of one field that fit, the likeliest first, and where they come from.
 
-    asked    several values, and none may be assumed
+    ambiguous   several values, and none may be assumed
     """
 
     values: tuple[Any, ...]
     origin: str
-    asked: bool = False
+    ambiguous: bool = False
 
     @property
-    def settled(self) -> bool:
+    def resolved(self) -> bool:
         return len(self.values) == 1
 
 
 Findings = Mapping[str, Finding]
+Settings = Mapping[str, Any]
 
 UNUSED_LAYOUT = Finding(("half",), "not used")
 UNUSED_THETA = Finding((10_000.0,), "not used")
-TABLE_TOLERANCE = 1e-3
-"""Of cosines and sines stored in float32 or bfloat16 for far positions."""
 
 
 def find(
-    tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Mapping[str, Any]
+    tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Settings
 ) -> dict[str, Finding]:
-    """What the file says of each field. `ignored` are its masks and tables. Raises ConvertError
-    where settings and shapes contradict each other."""
-    tables = _rotary_tables(ignored)
+    """What the file says of each field. `ignored` are its masks and tables. Raises ConvertError if
+    settings and shapes contradict each other."""
+    tables = rotary_tables(ignored)
     positions = _positions(tensors, tables, settings)
     norm = _norm(tensors, settings)
-    findings = {
+    final_norm = Finding((False,), "there is no norm behind the layers")
+    if tensors.map.has("final_norm"):
+        final_norm = Finding((True, False), "a norm behind the layers is in the file", True)
+    return {
         "n_head": _n_head(tensors, tables, settings),
         "context_length": _context_length(tensors, ignored, tables, settings),
         "norm": norm,
         "norm_eps": _norm_eps(norm, settings),
         "norm_position": _norm_position(settings),
-        "final_norm": (
-            Finding((True, False), "a norm behind the layers is in the file", asked=True)
-            if tensors.map.has("final_norm")
-            else Finding((False,), "there is no norm behind the layers")
-        ),
+        "final_norm": final_norm,
         "residual": _residual(tensors),
         "positions": positions,
         "rotary_layout": _rotary_layout(positions, tables),
@@ -91,14 +91,17 @@ def find(
         "score_scale": _score_scale(tensors),
         "qkv_layout": _qkv_layout(tensors),
         "gate_order": _gate_order(tensors),
-        "embedding_scale": Finding(get_args(EmbeddingScale), "convention"),
+        "embedding_scale": Finding(get_args(EmbeddingScale), CONVENTION),
         "causal": _causal(ignored),
+        "qk_norm": _qk_norm(tensors, settings),
+        "qk_norm_eps": _said(settings, "qk_norm_eps", _is_eps)
+        or _said(settings, "norm_eps", _is_eps)
+        or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION),
     }
-    return findings | _qk_norm(tensors, settings)
 
 
-def setting(settings: Mapping[str, Any], field: str) -> tuple[Any, str] | None:
-    """The value of a number in the file's settings, and the key that it stands under there."""
+def setting(settings: Settings, field: str) -> tuple[Any, str] | None:
+    """The value of a field in the file's settings, and its key there."""
     lowered = {str(key).lower(): (value, str(key)) for key, value in settings.items()}
     for key in words.SETTINGS[field]:
         value, name = lowered.get(key, (None, ""))
@@ -107,30 +110,35 @@ def setting(settings: Mapping[str, Any], field: str) -> tuple[Any, str] | None:
     return None
 
 
-def _integer(settings: Mapping[str, Any], field: str) -> tuple[int, str] | None:
+def is_number(value: Any) -> TypeGuard[float]:
+    """True for a finite number that is not a bool."""
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """True for an integer above 0."""
+    return type(value) is int and value > 0
+
+
+def _is_eps(value: Any) -> bool:
+    return is_number(value) and 0 < value < 1
+
+
+def _said(settings: Settings, field: str, accepts: Callable[[Any], bool]) -> Finding | None:
+    """The value of a field in the settings, if it is one."""
     said = setting(settings, field)
-    if said is None or type(said[0]) is not int or said[0] < 1:
+    if said is None or not accepts(said[0]):
         return None
-    return said
+    value = float(said[0]) if accepts in (_is_eps, is_number) else said[0]
+    return Finding((value,), f"{said[1]} of its settings")
 
 
-def _number(settings: Mapping[str, Any], field: str) -> tuple[float, str] | None:
-    said = setting(settings, field)
-    if said is None or isinstance(said[0], bool) or not isinstance(said[0], int | float):
-        return None
-    return (float(said[0]), said[1]) if math.isfinite(said[0]) else None
-
-
-def _n_head(
-    tensors: MappedTensors, tables: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> Finding:
+def _n_head(tensors: MappedTensors, tables: list[RotaryTable], settings: Settings) -> Finding:
     queries, keys = query_rows(tensors)
     if tensors.map.n_head:
         return Finding((tensors.map.n_head,), "each head has tensors of its own")
-    weight = tensors.tensors[
-        tensors.map.of("query" if tensors.map.has("query") else "qkv", "weight")[0]
-    ]
-    if weight.dim() == 3:
+    name = tensors.map.of("query" if tensors.map.has("query") else "qkv", "weight")[0]
+    if (weight := tensors.tensors[name]).dim() == 3:
         return Finding((len(weight),), "the first axis of the query's tensor")
 
     def fits(heads: int) -> bool:
@@ -138,44 +146,43 @@ def _n_head(
 
     if tensors.map.has("query_norm") and (size := tensors.shape("query_norm")[0]) < queries:
         return Finding((queries // size,), f"query norms are {size} wide")
-    said = _integer(settings, "n_head")
-    if said is not None:
-        if not fits(said[0]):
+    if (said := _said(settings, "n_head", is_count)) is not None:
+        if not fits(said.values[0]):
             raise ConvertError(
-                f"{tensors.where}: its settings say {said[1]} = {said[0]}, and {queries} rows of "
-                f"queries and {keys} of keys cannot be divided among so many; say --n-head"
+                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, and {queries} rows "
+                f"of queries and {keys} of keys cannot be divided among so many; give --n-head"
             )
-        return Finding((said[0],), f"{said[1]} of its settings")
-    if (dim := _integer(settings, "head_dim")) is not None and queries % dim[0] == 0:
-        return Finding((queries // dim[0],), f"{dim[1]} of its settings, {dim[0]}")
-    if (width := _rotary_width(tables)) is not None and queries % width == 0:
+        return said
+    if (dim := _said(settings, "head_dim", is_count)) and queries % dim.values[0] == 0:
+        return Finding((queries // dim.values[0],), f"{dim.origin}, {dim.values[0]}")
+    if tables and queries % (width := tables[0].width) == 0:
         return Finding((queries // width,), f"its rotary table turns {width} channels of a head")
     options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
     # Likely ones first: heads of 32 to 128 channels, then the others.
     options.sort(key=lambda heads: (not 16 <= queries // heads <= 128, abs(queries // heads - 64)))
-    return Finding(tuple(options), "no setting and no shape says it", asked=True)
+    return Finding(tuple(options), "no setting and no shape says it", True)
 
 
 def _context_length(
     tensors: MappedTensors,
     ignored: Mapping[str, Tensor],
-    tables: Mapping[str, Tensor],
-    settings: Mapping[str, Any],
+    tables: list[RotaryTable],
+    settings: Settings,
 ) -> Finding:
     if tensors.map.has("positions"):
         return Finding((tensors.shape("positions")[0],), "rows of the position table")
-    if (said := _integer(settings, "context_length")) is not None:
-        return Finding((said[0],), f"{said[1]} of its settings")
+    if (said := _said(settings, "context_length", is_count)) is not None:
+        return said
     for name, tensor in ignored.items():
         if is_causal_mask(tensor):
             return Finding((tensor.shape[-1],), f"the causal mask {name}")
-    for name, table in tables.items():
-        if table.dim() == 2:
-            return Finding((len(table),), f"rows of {name}")
+    for table in tables:
+        if table.values.dim() == 2:
+            return Finding((len(table.values),), f"rows of {table.name}")
     return Finding((CONTEXT_IF_UNKNOWN,), "chosen: the file does not say it (--context-length)")
 
 
-def _norm(tensors: MappedTensors, settings: Mapping[str, Any]) -> Finding:
+def _norm(tensors: MappedTensors, settings: Settings) -> Finding:
     if not tensors.map.has("attention_norm"):
         raise ConvertError(
             f"{tensors.where}: its layers have no norms, and every layer has two here; if there "
@@ -183,181 +190,89 @@ def _norm(tensors: MappedTensors, settings: Mapping[str, Any]) -> Finding:
         )
     if tensors.map.has("attention_norm", "bias"):
         return Finding(("layernorm",), "norms have biases")
-    name = tensors.map.names["attention_norm", "weight"].lower()
-    keys = {str(key).lower() for key in settings}
-    said = {str(value).lower() for value in settings.values() if isinstance(value, str)}
-    if "rms" in name or any("rms" in key for key in keys) or any("rms" in s for s in said):
+    said = [value for value in settings.values() if isinstance(value, str)]
+    name = tensors.map.names["attention_norm", "weight"]
+    if any("rms" in str(text).lower() for text in (name, *settings, *said)):
         return Finding(("rmsnorm",), "its names say rms")
-    return Finding(("layernorm", "rmsnorm"), "norms have no biases: either may be", asked=True)
+    return Finding(("layernorm", "rmsnorm"), "norms have no biases: either may be", True)
 
 
-def _norm_eps(norm: Finding, settings: Mapping[str, Any]) -> Finding:
-    if (said := _number(settings, "norm_eps")) is not None and 0 < said[0] < 1:
-        return Finding((said[0],), f"{said[1]} of its settings")
+def _norm_eps(norm: Finding, settings: Settings) -> Finding:
+    if (said := _said(settings, "norm_eps", _is_eps)) is not None:
+        return said
     if norm.values == ("rmsnorm",):
-        return Finding((1e-6, 1e-5, 1e-8, 2**-23), "convention")
+        return Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
     return Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
 
 
-def _norm_position(settings: Mapping[str, Any]) -> Finding:
-    said = setting(settings, "norm_first")
-    if said is not None and isinstance(said[0], bool):
-        return Finding(("pre" if said[0] else "post",), f"{said[1]} of its settings")
-    return Finding(("pre", "post"), "names and shapes do not say it", asked=True)
+def _norm_position(settings: Settings) -> Finding:
+    said = _said(settings, "norm_first", lambda value: isinstance(value, bool))
+    if said is None:
+        return Finding(("pre", "post"), NOT_SAID, True)
+    return Finding(("pre" if said.values[0] else "post",), said.origin)
 
 
 def _residual(tensors: MappedTensors) -> Finding:
     names = tensors.map.names
     if names.get(("attention_norm", "weight")) == names.get(("mlp_norm", "weight")):
-        return Finding(("parallel", "sequential"), "one norm serves both", asked=True)
-    return Finding(("sequential", "parallel"), "convention")
+        return Finding(("parallel", "sequential"), "one norm serves both", True)
+    return Finding(("sequential", "parallel"), CONVENTION)
 
 
-def _positions(
-    tensors: MappedTensors, tables: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> Finding:
+def _positions(tensors: MappedTensors, tables: list[RotaryTable], settings: Settings) -> Finding:
     if tensors.map.has("positions"):
         return Finding(("learned",), f"{tensors.map.names['positions', 'weight']} is added")
     if tables:
-        return Finding(("rotary",), f"{next(iter(tables))} is a rotary table")
+        return Finding(("rotary",), f"{tables[0].name} is a rotary table")
     if (said := setting(settings, "rope_theta")) is not None:
         return Finding(("rotary",), f"{said[1]} of its settings")
-    return Finding(
-        ("rotary", "sinusoidal", "sinusoidal_halves", "none"),
-        "there is no table of positions",
-        asked=True,
-    )
+    options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
+    return Finding(options, "there is no table of positions", True)
 
 
-def _rotary_tables(ignored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cosines, sines, angles and frequencies among the tensors that are not weights, without axes
-    of length 1."""
-    marks = ("cos", "sin", "freq", "rope", "theta", "angle")
-    return {
-        name: tensor.squeeze()
-        for name, tensor in ignored.items()
-        if any(mark in name.rpartition(".")[2].lower() for mark in marks)
-        and tensor.squeeze().dim() in (1, 2)
-        and tensor.numel() > 1
-    }
-
-
-def _rotary_width(tables: Mapping[str, Tensor]) -> int | None:
-    """Channels of a head that turn, by the width of a table."""
-    for name, table in tables.items():
-        width = int(table.shape[-1])
-        if table.dim() == 1 or table.is_complex():
-            return 2 * width
-        if "cos" in name.lower() or "sin" in name.lower():
-            return width if _repeats(table) else 2 * width
-        return 2 * width
-    return None
-
-
-def _repeats(table: Tensor) -> str | None:
-    """How a table (T, D) of cosines holds each angle twice: in halves, beside each other, not."""
-    if table.dim() != 2 or table.shape[1] % 2:
-        return None
-    first, second = table.chunk(2, dim=1)
-    if torch.equal(first, second):
-        return "half"
-    if torch.equal(table[:, 0::2], table[:, 1::2]):
-        return "interleaved"
-    return None
-
-
-def _rotary_layout(positions: Finding, tables: Mapping[str, Tensor]) -> Finding:
+def _rotary_layout(positions: Finding, tables: list[RotaryTable]) -> Finding:
     if "rotary" not in positions.values:
         return UNUSED_LAYOUT
-    for name, table in tables.items():
-        if table.is_complex():
-            return Finding(("interleaved",), f"{name} is complex: pairs of channels are multiplied")
-        if (how := _repeats(table)) is not None:
-            return Finding((how,), f"{name} holds each angle twice, {how}")
-    return Finding(get_args(RotaryLayout), "names and shapes do not say it", asked=True)
+    for table in tables:
+        if (layout := table.layout) is not None:
+            how = f"holds each angle twice, {layout}"
+            if table.values.is_complex():
+                how = "is complex: pairs of channels are multiplied"
+            return Finding((layout,), f"{table.name} {how}")
+    return Finding(get_args(RotaryLayout), NOT_SAID, True)
 
 
-def _rope_theta(
-    positions: Finding, tables: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> Finding:
+def _rope_theta(positions: Finding, tables: list[RotaryTable], settings: Settings) -> Finding:
     if "rotary" not in positions.values:
         return UNUSED_THETA
-    for name, table in tables.items():
-        if (theta := _theta_of(name, table)) is not None:
-            _check_table(name, table, theta)
-            return Finding((theta,), f"{name} has these frequencies")
-    if (said := _number(settings, "rope_theta")) is not None and said[0] > 1:
-        return Finding((said[0],), f"{said[1]} of its settings")
-    return Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), "convention")
+    for table in tables:
+        if (theta := table.theta) is not None:
+            return Finding((theta,), f"{table.name} has these frequencies")
+    said = _said(settings, "rope_theta", is_number)
+    if said is not None and said.values[0] > 1:
+        return said
+    return Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
 
 
-def _check_table(name: str, table: Tensor, theta: float) -> None:
-    """Raise ConvertError unless a table is that of the frequencies theta^(-2 i / D): scaled ones
-    would be another computation."""
-    if table.dim() == 1:
-        expected = theta ** -(torch.arange(len(table), dtype=torch.float64) / len(table))
-        difference = (table.double() - expected).abs().max()
-    else:
-        cosines = table.real if table.is_complex() else table
-        repeats = None if table.is_complex() else _repeats(table)
-        if repeats is not None:
-            cosines = cosines.chunk(2, dim=1)[0] if repeats == "half" else cosines[:, 0::2]
-        length, pairs = cosines.shape
-        frequencies = theta ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-        expected = (torch.arange(length)[:, None] * frequencies).cos()  # (T, D / 2)
-        difference = (cosines.double() - expected).abs().max()
-    if float(difference) > TABLE_TOLERANCE:
-        raise ConvertError(
-            f"{name} differs from the rotary table of theta {theta:g} by up to "
-            f"{float(difference):.2g}: its frequencies are scaled in a way that is not recognised"
-        )
-
-
-def _theta_of(name: str, table: Tensor) -> float | None:
-    """The base of a table's frequencies theta^(-2 i / D): from those of the channels i = 1."""
-    low = name.rpartition(".")[2].lower()
-    if table.dim() == 1 and "inv" in low and len(table) > 1 and float(table[0]) == 1.0:
-        frequency, channels = float(table[1]), len(table)
-    elif table.dim() == 2 and len(table) > 1 and ("cos" in low or table.is_complex()):
-        row = table[1].angle() if table.is_complex() else table[1].double().acos()
-        repeats = None if table.is_complex() else _repeats(table)
-        if repeats == "half":
-            row = row[: len(row) // 2]
-        elif repeats == "interleaved":
-            row = row[0::2]
-        if len(row) < 2:
-            return None
-        frequency, channels = float(row[1]), len(row)
-    else:
-        return None
-    if not 0 < frequency < 1:
-        return None
-    theta = frequency ** -float(channels)
-    rounded = float(f"{theta:.3g}")  # 1/theta^(1/channels) was stored in float32
-    return rounded if abs(theta - rounded) < 0.002 * theta else theta
-
-
-def _activation(tensors: MappedTensors, settings: Mapping[str, Any]) -> Finding:
+def _activation(tensors: MappedTensors, settings: Settings) -> Finding:
     if tensors.map.has("mlp_gate") or tensors.map.has("mlp_gate_up"):
         return Finding(("swiglu",), "the feed-forward has a gate; silu is the only one known here")
-    said = setting(settings, "activation")
-    if said is not None and isinstance(said[0], str):
-        known = words.ACTIVATIONS.get(said[0].lower())
-        if known is None or known == "swiglu":
-            raise ConvertError(
-                f"{tensors.where}: {said[1]} is {said[0]!r}; without a gate, known are "
-                f"{', '.join(sorted(k for k, v in words.ACTIVATIONS.items() if v != 'swiglu'))}"
-            )
-        return Finding((known,), f"{said[1]} of its settings")
-    return Finding(
-        ("gelu", "gelu_tanh", "relu", "relu2"), "names and shapes do not say it", asked=True
-    )
+    said = _said(settings, "activation", lambda value: isinstance(value, str))
+    if said is None:
+        return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
+    known = {key: value for key, value in words.ACTIVATIONS.items() if value != "swiglu"}
+    if (name := said.values[0].lower()) not in known:
+        raise ConvertError(
+            f"{tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}; without a gate, "
+            f"known are {', '.join(sorted(known))}"
+        )
+    return Finding((known[name],), said.origin)
 
 
 def _score_scale(tensors: MappedTensors) -> Finding:
     if tensors.map.names.get(("qkv", "weight"), "").endswith("in_proj_weight"):
         return Finding(("head_dim",), "torch's MultiheadAttention divides by it")
-    return Finding(get_args(ScoreScale), "names and shapes do not say it", asked=True)
+    return Finding(get_args(ScoreScale), NOT_SAID, True)
 
 
 def _qkv_layout(tensors: MappedTensors) -> Finding:
@@ -374,43 +289,33 @@ def _qkv_layout(tensors: MappedTensors) -> Finding:
         layouts = ("kqv", "qkv", "per_head")
     if queries != keys:
         layouts = tuple(layout for layout in layouts if layout != "per_head")
-    return Finding(layouts, "convention")
+    return Finding(layouts, CONVENTION)
 
 
 def _gate_order(tensors: MappedTensors) -> Finding:
     orders: tuple[GateOrder, ...] = get_args(GateOrder)
     if not (tensors.map.has("mlp_gate") or tensors.map.has("mlp_gate_up")):
         return Finding(orders[:1], "not used")
-    if tensors.map.has("mlp_gate") and "gate" in tensors.map.names["mlp_gate", "weight"].lower():
+    if "gate" in tensors.map.names.get(("mlp_gate", "weight"), "").lower():
         return Finding(orders[:1], "its names say which is the gate")
-    return Finding(orders, "convention")
+    return Finding(orders, CONVENTION)
 
 
-def _qk_norm(tensors: MappedTensors, settings: Mapping[str, Any]) -> dict[str, Finding]:
-    eps = _number(settings, "qk_norm_eps") or _number(settings, "norm_eps")
-    eps_finding = Finding((1e-6, 1e-5, 1e-8, 2**-23), "convention")
-    if eps is not None and 0 < eps[0] < 1:
-        eps_finding = Finding((eps[0],), f"{eps[1]} of its settings")
+def _qk_norm(tensors: MappedTensors, settings: Settings) -> Finding:
     if tensors.map.has("query_norm"):
-        return {"qk_norm": Finding(("learned",), "norms of query and key are in the file"),
-                "qk_norm_eps": eps_finding}  # fmt: skip
-    said = setting(settings, "qk_norm")
-    if said is not None and said[0] is True:
-        return {"qk_norm": Finding(("unit",), f"{said[1]} of its settings, without weights"),
-                "qk_norm_eps": eps_finding}  # fmt: skip
+        return Finding(("learned",), "norms of query and key are in the file")
+    if (said := _said(settings, "qk_norm", lambda value: value is True)) is not None:
+        return Finding(("unit",), f"{said.origin}, without weights")
     if setting(settings, "qk_norm_eps") is not None:
-        asked = Finding(
-            ("unit", "none"), "qk_norm_eps is a setting, and no weights are there", True
-        )
-        return {"qk_norm": asked, "qk_norm_eps": eps_finding}
-    return {"qk_norm": Finding(("none", "unit"), "convention"), "qk_norm_eps": eps_finding}
+        return Finding(("unit", "none"), "qk_norm_eps is a setting, and no weights are there", True)
+    return Finding(("none", "unit"), CONVENTION)
 
 
 def _causal(ignored: Mapping[str, Tensor]) -> Finding:
     for name, tensor in ignored.items():
         if is_causal_mask(tensor) or name.rpartition(".")[2] == "tril":
             return Finding((True,), f"{name} is a causal mask")
-    return Finding((True, False), "convention")
+    return Finding((True, False), CONVENTION)
 
 
 def canonical(how: Computation) -> Computation:

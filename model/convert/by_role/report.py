@@ -6,29 +6,25 @@ changes of weights, and, where variants were compared, the table. Decides nothin
 
 from collections.abc import Iterator, Mapping
 
-from logitd.model.convert.by_role.questions import FIELDS
-from logitd.model.convert.by_role.settle import Alternative, Settled
+from logitd.model.convert.by_role.resolve import Alternative, Resolution
 from logitd.model.convert.by_role.tensor_map import IDENTITY, MappedTensors
 from logitd.model.transformer.config import GPTConfig
 
-NOT_SHOWN = {"rotary_layout": "rotary", "rope_theta": "rotary"}
-"""Fields that mean something with one kind of positions alone."""
-
 
 def understood(
-    tensors: MappedTensors, config: GPTConfig, settled: Settled, folds: tuple[str, ...]
+    tensors: MappedTensors, config: GPTConfig, resolution: Resolution, folds: tuple[str, ...]
 ) -> Iterator[str]:
     """Everything that was understood, line by line."""
     yield "tensors:"
     yield from _tensor_lines(tensors)
     yield "computation:"
-    yield from _number_lines(tensors, config, settled)
+    yield from _number_lines(tensors, config, resolution)
     if folds:
         yield "changes of weights:"
         yield from (f"  {fold}" for fold in folds)
-    if settled.alternatives:
-        yield from table(settled)
-    yield f"verified: {settled.verified}"
+    if resolution.alternatives:
+        yield from table(resolution)
+    yield f"verified: {resolution.verified}"
 
 
 def _tensor_lines(tensors: MappedTensors) -> Iterator[str]:
@@ -46,7 +42,9 @@ def _tensor_lines(tensors: MappedTensors) -> Iterator[str]:
         yield f"  {'not weights':<20} {first}{more}"
 
 
-def _number_lines(tensors: MappedTensors, config: GPTConfig, settled: Settled) -> Iterator[str]:
+def _number_lines(
+    tensors: MappedTensors, config: GPTConfig, resolution: Resolution
+) -> Iterator[str]:
     shapes: Mapping[str, tuple[object, str]] = {
         "vocabulary": (tensors.shape("token_embedding")[0], "rows of the token embedding"),
         "n_layer": (config.n_layer, "running numbers in the names"),
@@ -59,27 +57,26 @@ def _number_lines(tensors: MappedTensors, config: GPTConfig, settled: Settled) -
     }  # fmt: skip
     for name, (value, origin) in shapes.items():
         yield f"  {name:<18} {value!s:<14} {origin}"
-    how = settled.computation
-    for name in FIELDS:
-        if name in NOT_SHOWN and how.positions != NOT_SHOWN[name]:
-            continue
-        if settled.origins[name] == "not used" or (name == "qk_norm_eps" and how.qk_norm == "none"):
-            continue
-        yield f"  {name:<18} {_shown(getattr(how, name)):<14} {settled.origins[name]}"
+    how = resolution.computation
+    hidden = set() if how.positions == "rotary" else {"rotary_layout", "rope_theta"}
+    hidden |= {"qk_norm_eps"} if how.qk_norm == "none" else set()
+    for name, origin in resolution.origins.items():
+        if name not in hidden and origin != "not used":
+            yield f"  {name:<18} {_shown(getattr(how, name)):<14} {origin}"
 
 
-def table(settled: Settled) -> Iterator[str]:
+def table(resolution: Resolution) -> Iterator[str]:
     """What else was tried: a line for each field, the value taken first."""
-    yield f"compared (lower is better; taken: {settled.penalty:.4g}):"
+    yield f"compared (lower is better; taken: {resolution.penalty:.4g}):"
     by_field: dict[str, list[Alternative]] = {}
-    for alternative in settled.alternatives:
+    for alternative in resolution.alternatives:
         by_field.setdefault(alternative.field, []).append(alternative)
     for name, others in by_field.items():
         tried = ", ".join(
             f"{_shown(other.value)} {other.penalty:.4g}{'' if other.clear else ' (not told apart)'}"
             for other in sorted(others, key=lambda other: other.penalty)[:6]
         )
-        yield f"  {name:<18} {_shown(getattr(settled.computation, name)):<14} against {tried}"
+        yield f"  {name:<18} {_shown(getattr(resolution.computation, name)):<14} against {tried}"
 
 
 def _shown(value: object) -> str:

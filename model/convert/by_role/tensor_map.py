@@ -31,7 +31,7 @@ LayerRole = Literal[
     "mlp_gate_up",
     "mlp_down",
 ]
-Role = OuterRole | LayerRole
+Role = Literal[OuterRole, LayerRole]
 Part = Literal["weight", "bias"]
 
 OUTER_ROLES: tuple[OuterRole, ...] = get_args(OuterRole)

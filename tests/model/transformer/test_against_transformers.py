@@ -204,9 +204,6 @@ def imported(theirs: Any) -> Case:
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state, state.__getitem__)
     config, weights = read_model(Settings("theirs", theirs.config.to_dict()), reader)
-    for name, tensor in GPT(config).state_dict().items():
-        if name.endswith("attention_out.bias"):  # an import fills in what there is not
-            weights.setdefault(name, torch.zeros_like(tensor))
     return filled(config, weights), theirs
 
 

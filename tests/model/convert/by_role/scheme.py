@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from logitd.model.convert.by_role.build import Built, build
 from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.judge import open_gpt
+from logitd.model.convert.by_role.objective import open_gpt
 from logitd.model.convert.by_role.questions import Finding, find
 from logitd.model.convert.by_role.recognise import recognise
 from logitd.model.convert.by_role.tensor_map import MappedTensors, check

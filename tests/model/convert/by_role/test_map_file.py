@@ -9,7 +9,7 @@ import torch
 from logitd.model.convert.by_role.build import Built
 from logitd.model.convert.by_role.map_file import check_answers, draft, read_map_file, tensor_map
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from logitd.model.convert.by_role.settle import OpenQuestions
+from logitd.model.convert.by_role.resolve import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.state_file import StateFile
 from tests.model.convert.by_role.scheme import (
@@ -214,26 +214,27 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("n_head = 4", "unknown section 'n_head'; known are state, tensors, computation, files"),
-        ("tensors = 3", r"tensors is 3; expected a section \[tensors\]"),
-        ("state = 3", "state is 3; expected the key of the state dict"),
-        ("[tensors]\nembeding.weight = 'x'", "unknown role 'embeding'; known are token_embedding"),
-        ("[tensors]\nhead = 'x'", r"head is 'x'; expected head\.weight = NAME"),
-        ("[tensors]\nhead.wait = 'x'", "unknown part of head 'wait'; known are weight, bias"),
-        ("[tensors]\nhead.weight = 3", r"head\.weight is 3; expected a tensor's name"),
-        ("[tensors]\nhead.weight = ''", r"head\.weight is ''; expected a tensor's name"),
-        ("[tensors]\nkey.weight = 'a.{K}'", r"has \['\{K\}'\]; known are \{N\} and \{M\}"),
-        ("[tensors]\nhead.weight = 'a.{N}'", r"\{N\}"),
+        ("n_head = 4", "n_head is 4"),
+        ("tensors = 3", "tensors is 3"),
+        ("state = 3", "state is 3"),
+        ("[tensors]\nembeding.weight = 'x'", r"tensors\.embeding .*token_embedding"),
+        ("[tensors]\nhead = 'x'", r"tensors\.head is 'x'"),
+        ("[tensors]\nhead.wait = 'x'", r"tensors\.head\.wait .*weight.*bias"),
+        ("[tensors]\nhead.weight = 3", r"tensors\.head\.weight is 3"),
+        ("[tensors]\nhead.weight = ''", r"tensors\.head\.weight is ''"),
+        ("[tensors]\nkey.weight = 'a.{K}'", r"key\.weight .*\['\{K\}'\].*\{N\}.*\{M\}"),
+        ("[tensors]\nhead.weight = 'a.{N}'", r"head\.weight .*\['\{N\}'\]"),
         ("[computation]\nheads = 4", "unknown field 'heads'; known are n_head, "),
-        ("[computation]\nactivation = 'mish'", "activation is 'mish'; it must be one of"),
-        ("[computation]\nn_head = 4.0", "n_head is 4.0; it must be an integer above 0"),
-        ("[computation]\nn_head = true", "n_head is True; it must be an integer above 0"),
-        ("[computation]\nfinal_norm = 'yes'", "final_norm is 'yes'; it must be true or false"),
-        ("[computation]\nnorm_eps = -1", "norm_eps is -1; it must be a number above 0"),
-        ("[files]\nignore = 'x'", "ignore is 'x'; expected a list of texts"),
-        ("[files]\nskip = []", r"unknown key of \[files\] 'skip'; known are ignore, transposed"),
-        ("[files]\ntransposed = ['up']", "unknown role in transposed 'up'"),
-        ("[tensors", "is not TOML: "),
+        ("[computation]\nactivation = 'mish'", "activation is 'mish'.*'relu'"),
+        ("[computation]\nn_head = 4.0", r"n_head is 4\.0"),
+        ("[computation]\nn_head = 0", "n_head is 0"),
+        ("[computation]\nn_head = true", "n_head is True"),
+        ("[computation]\nfinal_norm = 'yes'", "final_norm is 'yes'"),
+        ("[computation]\nnorm_eps = -1", "norm_eps is -1"),
+        ("[files]\nignore = 'x'", r"files\.ignore is 'x'"),
+        ("[files]\nskip = []", r"files\.skip"),
+        ("[files]\ntransposed = ['up']", r"files\.transposed.* is 'up'.*mlp_up"),
+        ("[tensors", "TOML"),
     ],
 )
 def test_what_is_wrong_with_a_map_is_said(text: str, sentence: str, tmp_path: Path) -> None:
@@ -260,6 +261,6 @@ def test_masks_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
     path.write_text(STRANGE, encoding="utf-8")
     given = read_map_file(path)
     tensors = strange_tensors()
-    roles = tensor_map("s.pt", given, tensors, ["t", "extra.mask"])
+    roles = tensor_map(given, tensors, ["t", "extra.mask"])
     assert set(roles.ignored) == {"extra.mask", "junk.a", "l1.noise", "l2.noise"}
     assert (roles.first_layer, roles.n_layer, roles.n_head) == (1, 2, 2)

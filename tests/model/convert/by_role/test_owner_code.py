@@ -1,4 +1,4 @@
-"""The owner's own code as the judge of what names do not say, run in a process of its own.
+"""The owner's own code decides what names do not say, run in a process of its own.
 
 What is computed there is tested in `test_owner_process.py`.
 """

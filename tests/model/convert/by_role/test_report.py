@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from logitd.model.convert.by_role.build import build
-from logitd.model.convert.by_role.judge import LogitsJudge
+from logitd.model.convert.by_role.objective import LogitsObjective
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from logitd.model.convert.by_role.report import table, understood
-from logitd.model.convert.by_role.settle import Alternative, Settled, settle
+from logitd.model.convert.by_role.resolve import Alternative, Resolution, resolve
 from tests.model.convert.by_role.scheme import findings, given_logits, mapped, some_ids, state_file
 from tests.model.convert.by_role.schemes import SCHEMES
 
@@ -84,18 +84,18 @@ def test_what_was_tried_is_a_table() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
-    judge = LogitsJudge(ids, given_logits(scheme, model, ids))
-    settled = settle(tensors, findings(tensors), logits=judge, code="its class")
-    lines = list(table(settled))
+    objective = LogitsObjective(ids, given_logits(scheme, model, ids))
+    resolution = resolve(tensors, findings(tensors), logits=objective, code="its class")
+    lines = list(table(resolution))
     assert lines[0].startswith("compared (lower is better; taken: ")
     (shown,) = [" ".join(text.split()) for text in lines if text.split()[0] == "activation"]
     assert shown.startswith("activation relu against ")
     for value in ("gelu", "gelu_tanh", "relu2"):
         assert f"{value} " in shown
-    built = build(tensors, settled.computation)
-    whole = list(understood(tensors, built.config, settled, built.folds))
+    built = build(tensors, resolution.computation)
+    whole = list(understood(tensors, built.config, resolution, built.folds))
     assert set(lines) <= set(whole)
-    assert whole[-1] == f"verified: {settled.verified}"
+    assert whole[-1] == f"verified: {resolution.verified}"
 
 
 def test_the_table_says_what_was_not_told_apart_and_begins_with_the_nearest() -> None:
@@ -105,8 +105,10 @@ def test_the_table_says_what_was_not_told_apart_and_begins_with_the_nearest() ->
         Alternative("activation", "gelu_tanh", 2.00001, False),
         Alternative("final_norm", False, 9.0, True),
     ]
-    settled = Settled(computation=how, origins={}, verified="x", penalty=2.0, alternatives=others)
-    lines = [" ".join(text.split()) for text in table(settled)]
+    resolution = Resolution(
+        computation=how, origins={}, verified="x", penalty=2.0, alternatives=others
+    )
+    lines = [" ".join(text.split()) for text in table(resolution)]
     assert lines[1:] == [
         "activation gelu against gelu_tanh 2 (not told apart), relu 2.5",
         "final_norm yes against no 9",

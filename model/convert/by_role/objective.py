@@ -1,8 +1,8 @@
-"""Judges: how well a variant of a model explains what is known of it.
+"""Objectives: how well a variant of a model explains what is known of it.
 
-`TextJudge` has a text that the model was trained for: nats of each token. `LogitsJudge` has logits
-of the owner's own code for some ids: the largest difference. Both run this project's forward in
-float32 over weights that `build.py` made. Do not choose: see `settle.py`.
+`TextObjective` has a text that the model was trained for: nats of each token. `LogitsObjective` has
+logits of the owner's code for some ids: the largest difference. Both run this project's forward in
+float32 over weights that `build.py` made. Does not choose (`resolve.py`).
 """
 
 import math
@@ -18,24 +18,24 @@ from logitd.model.checkpoint.checkpoint import empty_gpt
 from logitd.model.convert.by_role.build import Built
 from logitd.model.transformer.gpt import GPT
 
-Look = Literal["quick", "full", "thorough"]
-TOKENS: Mapping[Look, int] = {"quick": 768, "full": 8192, "thorough": 65536}
-"""Of a text that are predicted, at most."""
-LOOK_SECONDS: Mapping[Look, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
-"""About how long one look may take: of large models fewer tokens are predicted."""
+Effort = Literal["quick", "full", "thorough"]
+TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
+"""Most tokens of a text that are predicted."""
+SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
+"""Approximate limit of time: fewer tokens are predicted by large models."""
 WINDOW_TOKENS = 128
 
 
-class Judge(Protocol):
-    """Gives penalties, lower being better: as many at every call with the same look.
+class Objective(Protocol):
+    """Gives penalties, lower being better: equally many at every call with the same effort.
 
-    distinct   how many of them are independent of each other, at most
+    distinct   most of them that are independent of each other
     """
 
     @property
     def distinct(self) -> int: ...
 
-    def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor: ...
+    def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor: ...
 
 
 def open_gpt(built: Built) -> GPT:
@@ -48,7 +48,7 @@ def open_gpt(built: Built) -> GPT:
 
 @torch.inference_mode()
 def logits_of(gpt: GPT, token_ids: Tensor, *, causal: bool) -> Tensor:
-    """Logits (B, T, V) of ids (B, T); not causal: every position sees all of its sequence."""
+    """Logits (B, T, V) of ids (B, T). If not causal, every position sees its whole sequence."""
     positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
     if causal:
         return gpt(token_ids).logits
@@ -60,29 +60,29 @@ def _attend_to_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TextJudge:
+class TextObjective:
     """The loss on windows (W, T + 1) of a text's ids.
 
-    distinct   tokens of the text that are predicted, where windows overlap each once
-    tokens     how many are predicted in a look
+    distinct   tokens of the text that are predicted, each counted once
+    tokens     tokens that are predicted, by effort
     """
 
     windows: Tensor
     distinct: int
-    tokens: Mapping[Look, int] = field(default_factory=lambda: TOKENS)
+    tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
-    def at_speed(self, seconds_per_token: float) -> "TextJudge":
-        """The same judge, with as many tokens in each look as there is time for."""
+    def at_speed(self, seconds_per_token: float) -> "TextObjective":
+        """The same objective, with fewer tokens if there is no time for more."""
         tokens = {
-            look: max(WINDOW_TOKENS, min(most, int(LOOK_SECONDS[look] / seconds_per_token)))
-            for look, most in TOKENS.items()
+            effort: max(WINDOW_TOKENS, min(most, int(SECONDS[effort] / seconds_per_token)))
+            for effort, most in TOKENS.items()
         }
         return replace(self, tokens=tokens)
 
-    def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor:
+    def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
         """Nats of each token (W * T,)."""
         length = self.windows.shape[1] - 1
-        windows = self.windows[: max(1, self.tokens[look] // length)]
+        windows = self.windows[: max(1, self.tokens[effort] // length)]
         gpt, losses = open_gpt(built), []
         for batch in windows.split(max(1, 1024 // length)):
             logits = logits_of(gpt, batch[:, :-1], causal=causal)  # (B, T, V)
@@ -91,14 +91,14 @@ class TextJudge:
         return torch.cat(losses)
 
     def unigram_nats(self) -> float:
-        """Nats per token of the text's own frequencies: what a model has to beat."""
+        """Nats per token of the text's own frequencies, which a model has to beat."""
         counts = torch.bincount(self.windows.flatten()).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
 
 
-def text_judge(token_ids: Sequence[int], context_length: int) -> TextJudge | None:
-    """A judge of windows spread over a text, None where it is too short for one of two tokens."""
+def text_objective(token_ids: Sequence[int], context_length: int) -> TextObjective | None:
+    """Windows spread over a text; None if it is too short for one of two tokens."""
     length = min(context_length, WINDOW_TOKENS, len(token_ids) - 1)
     if length < 2:
         return None
@@ -106,16 +106,15 @@ def text_judge(token_ids: Sequence[int], context_length: int) -> TextJudge | Non
     # A window at every half of one, as far as the budget reaches.
     count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))
     starts = sorted({round(last * i / max(1, count - 1)) for i in range(count)})
-    # In an order in which the first ones, a quick look, are from everywhere.
+    # In an order in which the first windows, a quick look, come from everywhere.
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).tolist()
-    starts = [starts[i] for i in order]
     ids = torch.tensor(token_ids)
-    windows = torch.stack([ids[start : start + length + 1] for start in starts])
-    return TextJudge(windows, distinct=min(windows[:, 1:].numel(), len(token_ids) - 1))
+    windows = torch.stack([ids[starts[i] : starts[i] + length + 1] for i in order])
+    return TextObjective(windows, distinct=min(windows[:, 1:].numel(), len(token_ids) - 1))
 
 
 @dataclass(frozen=True)
-class LogitsJudge:
+class LogitsObjective:
     """The largest difference to logits (B, T, V) that the owner's code gave for ids (B, T).
 
     log_probs   the owner's code gives log-probabilities instead of logits
@@ -125,8 +124,8 @@ class LogitsJudge:
     logits: Tensor
     log_probs: bool = False
 
-    def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor:
-        """The largest difference (1,); infinite where there is no number."""
+    def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
+        """The largest difference (1,); infinite if it is not a number."""
         logits = logits_of(open_gpt(built), self.token_ids, causal=causal)
         if self.log_probs:
             logits = logits.log_softmax(dim=-1)
@@ -139,5 +138,5 @@ class LogitsJudge:
 
     @property
     def tolerance(self) -> float:
-        """1e-4, or for large logits what float32 leaves of them."""
+        """1e-4, or for large logits the error of float32."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)

@@ -1,5 +1,5 @@
 """What decides where names do not: the owner's logits, a text that the model was trained for, and
-flags. The text judge meets a model that was trained here (`conftest.py`)."""
+flags. The text meets a model that was trained here (`conftest.py`)."""
 
 import math
 import re
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.convert.by_role.judge import LogitsJudge, TextJudge, text_judge
+from logitd.model.convert.by_role.objective import LogitsObjective, TextObjective, text_objective
 from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
 from logitd.model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
-from logitd.model.convert.by_role.settle import OpenQuestions, Settled, answer, first, settle
+from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, answer, first, resolve
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
 from tests.model.convert.by_role.scheme import (
@@ -42,15 +42,15 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
 said."""
 
 
-def logits_judge(scheme: Scheme, model: torch.nn.Module) -> LogitsJudge:
+def logits_objective(scheme: Scheme, model: torch.nn.Module) -> LogitsObjective:
     ids = some_ids(2, 12)
-    return LogitsJudge(ids, given_logits(scheme, model, ids))
+    return LogitsObjective(ids, given_logits(scheme, model, ids))
 
 
-def settled_by_logits(scheme: Scheme, model: torch.nn.Module) -> Settled:
+def resolved_by_logits(scheme: Scheme, model: torch.nn.Module) -> Resolution:
     tensors = mapped(model)
-    judge = logits_judge(scheme, model)
-    return settle(tensors, findings(tensors, scheme.settings), logits=judge, code="its class")
+    objective = logits_objective(scheme, model)
+    return resolve(tensors, findings(tensors, scheme.settings), logits=objective, code="its class")
 
 
 @pytest.mark.parametrize(
@@ -60,32 +60,32 @@ def settled_by_logits(scheme: Scheme, model: torch.nn.Module) -> Settled:
 def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]) -> None:
     torch.manual_seed(1)  # with other weights the search was seen to miss its way
     scheme = replace(SCHEMES[name], settings={**SCHEMES[name].settings, **said})
-    settled = settled_by_logits(scheme, scheme.model())
+    resolution = resolved_by_logits(scheme, scheme.model())
     right = canonical(scheme.computation)
     unlike = {
-        field: (getattr(settled.computation, field), getattr(right, field))
+        field: (getattr(resolution.computation, field), getattr(right, field))
         for field in FIELDS
-        if getattr(settled.computation, field) != getattr(right, field)
+        if getattr(resolution.computation, field) != getattr(right, field)
     }
     unlike.pop("context_length", None)  # llama's files do not say it
     for eps in ("norm_eps", "qk_norm_eps"):
         ours, theirs = unlike.pop(eps, (0.0, 0.0))
         assert abs(ours - theirs) < 1e-5  # as far as logits tell
     assert unlike == {}
-    assert settled.penalty is not None
-    assert settled.penalty < 1e-4
-    assert re.search(r"logits of its class .* largest difference \d", settled.verified)
+    assert resolution.penalty is not None
+    assert resolution.penalty < 1e-4
+    assert re.search(r"logits of its class .* largest difference \d", resolution.verified)
 
 
 def test_logits_say_how_far_off_the_others_are() -> None:
     scheme = SCHEMES["heads with biases"]
-    settled = settled_by_logits(scheme, scheme.model())
-    others = {(other.field, other.value): other for other in settled.alternatives}
+    resolution = resolved_by_logits(scheme, scheme.model())
+    others = {(other.field, other.value): other for other in resolution.alternatives}
     assert others["activation", "gelu"].clear
     assert others["activation", "gelu"].penalty > 1e-4
     assert others["norm_position", "pre"].penalty > others["activation", "gelu"].penalty
-    assert settled.origins["activation"] == "agrees with its class"
-    assert settled.origins["n_head"] == "each head has tensors of its own"
+    assert resolution.origins["activation"] == "agrees with its class"
+    assert resolution.origins["n_head"] == "each head has tensors of its own"
 
 
 def test_logits_that_no_variant_gives_are_refused() -> None:
@@ -98,7 +98,7 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
         r"no variant .* gives the logits of its class: the nearest one differs by .*activation"
     )
     with pytest.raises(ConvertError, match=sentence):
-        settled_by_logits(scheme, model)
+        resolved_by_logits(scheme, model)
 
 
 def test_log_probabilities_are_as_good_as_logits() -> None:
@@ -106,123 +106,122 @@ def test_log_probabilities_are_as_good_as_logits() -> None:
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
     log_probs = given_logits(scheme, model, ids).log_softmax(-1)
-    judge = LogitsJudge(ids, log_probs, log_probs=True)
-    settled = settle(tensors, findings(tensors), logits=judge, code="its class")
-    assert settled.computation == canonical(scheme.computation)
+    objective = LogitsObjective(ids, log_probs, log_probs=True)
+    resolution = resolve(tensors, findings(tensors), logits=objective, code="its class")
+    assert resolution.computation == canonical(scheme.computation)
 
 
 def test_the_tolerance_grows_with_the_logits() -> None:
     ids = some_ids(1, 4)
-    assert LogitsJudge(ids, torch.full((1, 4, 29), 2.0)).tolerance == pytest.approx(1e-4)
-    assert LogitsJudge(ids, torch.full((1, 4, 29), 200.0)).tolerance == pytest.approx(1e-3)
+    assert LogitsObjective(ids, torch.full((1, 4, 29), 2.0)).tolerance == pytest.approx(1e-4)
+    assert LogitsObjective(ids, torch.full((1, 4, 29), 200.0)).tolerance == pytest.approx(1e-3)
 
 
 def test_numbers_that_are_none_are_infinitely_far_off() -> None:
     scheme = SCHEMES["book"]
     model = scheme.model()
-    judge = LogitsJudge(some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
-    assert judge(built_from(scheme, model), causal=True, look="quick").tolist() == [math.inf]
+    objective = LogitsObjective(some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
+    assert objective(built_from(scheme, model), causal=True, effort="quick").tolist() == [math.inf]
 
 
 # A text.
 
 
-def settled_by_text(trained: Trained, **answers: Any) -> Settled:
+def resolved_by_text(trained: Trained, **answers: Any) -> Resolution:
     tensors = mapped(trained.model)
-    judge = text_judge(trained.token_ids, 24)
-    assert judge is not None
+    objective = text_objective(trained.token_ids, 24)
+    assert objective is not None
     given = answer(findings(tensors), answers)
-    return settle(tensors, given, text=judge, text_name="words.txt")
+    return resolve(tensors, given, text=objective, text_name="words.txt")
 
 
 def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
-    settled = settled_by_text(trained)
-    how = settled.computation
+    resolution = resolved_by_text(trained)
+    how = resolution.computation
     assert (how.score_scale, how.activation, how.norm_position) == ("d_model", "relu", "pre")
     assert (how.final_norm, how.residual, how.embedding_scale) == (True, "sequential", "one")
     assert (how.norm_eps, how.qk_norm, how.qkv_layout) == (1e-5, "none", "qkv")
     for field in ("score_scale", "activation", "norm_position", "final_norm"):
-        assert settled.origins[field] == "clearly the lowest loss on words.txt"
-        others = [other for other in settled.alternatives if other.field == field]
+        assert resolution.origins[field] == "clearly the lowest loss on words.txt"
+        others = [other for other in resolution.alternatives if other.field == field]
         assert others
         assert all(other.clear for other in others)
-        assert all(
-            settled.penalty is not None and other.penalty > settled.penalty for other in others
-        )
+        assert resolution.penalty is not None
+        assert all(other.penalty > resolution.penalty for other in others)
     assert re.match(
-        rf"{settled.penalty:.4f} nats per token on words\.txt \(its tokens' frequencies: 2\.1",
-        settled.verified,
+        rf"{resolution.penalty:.4f} nats per token on words\.txt \(its tokens' frequencies: 2\.1",
+        resolution.verified,
     )
 
 
 def test_the_loss_is_the_textbooks(trained: Trained) -> None:
     """Cross-entropy of the textbook itself, token by token."""
-    judge = text_judge(trained.token_ids, 24)
-    assert judge is not None
+    objective = text_objective(trained.token_ids, 24)
+    assert objective is not None
     built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
-    nats = judge(built, causal=True, look="full")
-    logits, _ = trained.model(judge.windows[:, :-1])
-    expected = -logits.log_softmax(-1).gather(2, judge.windows[:, 1:, None]).flatten()
+    nats = objective(built, causal=True, effort="full")
+    logits, _ = trained.model(objective.windows[:, :-1])
+    expected = -logits.log_softmax(-1).gather(2, objective.windows[:, 1:, None]).flatten()
     assert nats.shape == expected.shape
     assert float((nats - expected).abs().max()) < 1e-4
-    few = judge(built, causal=True, look="quick")
+    few = objective(built, causal=True, effort="quick")
     assert torch.equal(few, nats[: len(few)])
 
 
 def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
     noise = torch.randint(0, 9, (2000,), generator=torch.Generator().manual_seed(4))
     tensors = mapped(trained.model)
-    judge = text_judge(noise.tolist(), 24)
+    objective = text_objective(noise.tolist(), 24)
     sentence = r"no variant predicts noise\.txt better than .* own frequencies .* decides nothing"
     with pytest.raises(ConvertError, match=sentence):
-        settle(tensors, findings(tensors), text=judge, text_name="noise.txt")
+        resolve(tensors, findings(tensors), text=objective, text_name="noise.txt")
 
 
 def test_what_a_text_cannot_tell_apart_is_said_or_asked(trained: Trained) -> None:
     """On three tokens of it, score scale and activation stay open: one window has no error bar."""
     tensors = mapped(trained.model)
-    judge = text_judge(trained.token_ids[:4], 24)
-    assert judge is not None
-    assert len(judge.windows) == 1
+    objective = text_objective(trained.token_ids[:4], 24)
+    assert objective is not None
+    assert len(objective.windows) == 1
     with pytest.raises(ConvertError, match=r"decides nothing|does not tell these apart"):
-        settle(tensors, findings(tensors), text=judge, text_name="words.txt")
+        resolve(tensors, findings(tensors), text=objective, text_name="words.txt")
 
 
 def test_two_that_a_text_cannot_tell_apart_are_asked_for(trained: Trained) -> None:
     """Three windows: the scale shows, the activation does not."""
     tensors = mapped(trained.model)
-    judge = text_judge(trained.token_ids[:75], 24)
+    objective = text_objective(trained.token_ids[:75], 24)
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
     with pytest.raises(OpenQuestions, match=r"words\.txt does not tell these apart") as refusal:
-        settle(tensors, given, text=judge, text_name="words.txt")
+        resolve(tensors, given, text=objective, text_name="words.txt")
     assert refusal.value.fields == ("activation",)
     assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)
 
 
 def test_an_answer_is_not_tried_again(trained: Trained) -> None:
-    settled = settled_by_text(trained, score_scale="d_model")
-    assert settled.computation.score_scale == "d_model"
-    assert settled.origins["score_scale"] == "--score-scale"
-    assert not [other for other in settled.alternatives if other.field == "score_scale"]
+    resolution = resolved_by_text(trained, score_scale="d_model")
+    assert resolution.computation.score_scale == "d_model"
+    assert resolution.origins["score_scale"] == "--score-scale"
+    assert not [other for other in resolution.alternatives if other.field == "score_scale"]
 
 
 def test_windows_cover_a_text_from_end_to_end() -> None:
-    judge = text_judge(list(range(1000)), 16)
-    assert judge is not None
-    assert judge.windows[:, 0].min() == 0
-    assert judge.windows.max() == 999
-    assert torch.equal(judge.windows, judge.windows[:, :1] + torch.arange(17))
-    assert set(judge.windows[:, 1:].flatten().tolist()) == set(range(1, 1000))
-    assert judge.distinct == 999
-    assert text_judge([1, 2], 16) is None
-    short = text_judge([1, 2, 3], 16)
+    objective = text_objective(list(range(1000)), 16)
+    assert objective is not None
+    assert objective.windows[:, 0].min() == 0
+    assert objective.windows.max() == 999
+    assert torch.equal(objective.windows, objective.windows[:, :1] + torch.arange(17))
+    assert set(objective.windows[:, 1:].flatten().tolist()) == set(range(1, 1000))
+    assert objective.distinct == 999
+    assert text_objective([1, 2], 16) is None
+    short = text_objective([1, 2, 3], 16)
     assert short is not None
     assert short.windows.tolist() == [[1, 2, 3]]
 
 
 def test_frequencies_are_those_of_the_text() -> None:
-    judge = TextJudge(torch.tensor([[0, 0, 1, 2]]), distinct=3)
-    assert judge.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
+    objective = TextObjective(torch.tensor([[0, 0, 1, 2]]), distinct=3)
+    assert objective.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 
 # No causal mask.
@@ -248,11 +247,10 @@ def sees_all() -> Multihead:
 def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     tensors = mapped(sees_all)
     ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
-    judge = text_judge(ids.tolist(), 16)
+    objective = text_objective(ids.tolist(), 16)
     given = answer(findings(tensors), {"n_head": 4})
-    with pytest.raises(ConvertError, match=r"only where every position sees the whole text .* it "
-                                           r"has no causal mask, so it is not a GPT"):  # fmt: skip
-        settle(tensors, given, text=judge, text_name="letters.txt")
+    with pytest.raises(ConvertError, match=r"letters\.txt.*causal mask"):
+        resolve(tensors, given, text=objective, text_name="letters.txt")
 
 
 # Nothing but the file.
@@ -261,7 +259,7 @@ def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> Non
 def test_open_questions_stop_with_their_flags() -> None:
     tensors = mapped(SCHEMES["nanoGPT"].model())
     with pytest.raises(OpenQuestions) as refusal:
-        settle(tensors, findings(tensors))
+        resolve(tensors, findings(tensors))
     asked = ("n_head", "norm_position", "final_norm", "activation", "score_scale")
     assert set(refusal.value.fields) == set(asked)
     message = str(refusal.value)
@@ -275,12 +273,12 @@ def test_answers_leave_nothing_open_and_are_said_to_be_answers() -> None:
     tensors = mapped(SCHEMES["nanoGPT"].model())
     answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
                "score_scale": "head_dim"}  # fmt: skip
-    settled = settle(tensors, answer(findings(tensors), answers))
-    assert settled.computation == canonical(SCHEMES["nanoGPT"].computation)
-    assert settled.origins["n_head"] == "--n-head"
-    assert settled.origins["norm_eps"].startswith("assumed: ")
-    assert settled.origins["positions"] == "transformer.wpe.weight is added"
-    assert settled.verified.startswith("not compared with the source")
+    resolution = resolve(tensors, answer(findings(tensors), answers))
+    assert resolution.computation == canonical(SCHEMES["nanoGPT"].computation)
+    assert resolution.origins["n_head"] == "--n-head"
+    assert resolution.origins["norm_eps"].startswith("assumed: ")
+    assert resolution.origins["positions"] == "transformer.wpe.weight is added"
+    assert resolution.verified.startswith("not compared with the source")
 
 
 def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
@@ -403,7 +401,7 @@ def test_what_the_file_says_is_not_asked(
 
 
 def test_heads_that_shapes_contradict_are_refused() -> None:
-    with pytest.raises(ConvertError, match=r"n_head = 5, and 32 rows .* say --n-head"):
+    with pytest.raises(ConvertError, match=r"n_head is 5 .*32 rows .*--n-head"):
         finding("nanoGPT", "n_head", {"n_head": 5})
 
 
@@ -414,8 +412,8 @@ def test_an_unknown_activation_is_refused() -> None:
 
 def test_settings_that_are_no_such_thing_are_not_taken() -> None:
     for value in ("4", 4.0, True, 0, -4, None):
-        assert finding("nanoGPT", "n_head", {"n_head": value}).asked
-    assert finding("nanoGPT", "norm_position", {"norm_first": "yes"}).asked
+        assert finding("nanoGPT", "n_head", {"n_head": value}).ambiguous
+    assert finding("nanoGPT", "norm_position", {"norm_first": "yes"}).ambiguous
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
@@ -441,7 +439,7 @@ def test_a_rotary_table_says_theta_layout_and_heads(form: str, theta: float) -> 
     assert said["rope_theta"].values == (pytest.approx(theta, rel=2e-3),)
     layout = {"doubled": "half", "neighbours": "interleaved", "freqs_cis": "interleaved"}
     assert said["rotary_layout"].values[0] == layout.get(form, "half")
-    assert said["rotary_layout"].settled is (form in layout)
+    assert said["rotary_layout"].resolved is (form in layout)
     if form != "inv_freq":
         assert said["context_length"].values == (64,)
 

@@ -1,0 +1,108 @@
+"""Rotary tables of a file: cosines, sines, angles or frequencies, and what they show.
+
+Covers tables with each angle once or twice, complex ones, and lists of frequencies. A table whose
+frequencies are scaled is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitd.model.convert.by_role.computation import RotaryLayout
+from logitd.model.convert.foreign import ConvertError
+
+MARKS = ("cos", "sin", "freq", "rope", "theta", "angle")
+"""Parts of names of such tables."""
+TOLERANCE = 1e-3
+"""Error of cosines and sines stored in float32 or bfloat16 for far positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryTable:
+    """A table (T, pairs) or (T, 2 * pairs), or frequencies (pairs,)."""
+
+    name: str
+    values: Tensor
+
+    @property
+    def _last(self) -> str:
+        return self.name.rpartition(".")[2].lower()
+
+    @property
+    def _repeats(self) -> RotaryLayout | None:
+        """How each angle is stored twice, if it is."""
+        if self.values.dim() != 2 or self.values.is_complex() or self.values.shape[1] % 2:
+            return None
+        if torch.equal(*self.values.chunk(2, dim=1)):
+            return "half"
+        if torch.equal(self.values[:, 0::2], self.values[:, 1::2]):
+            return "interleaved"
+        return None
+
+    @property
+    def _once(self) -> Tensor:
+        """The table with each angle once: (T, pairs)."""
+        match self._repeats:
+            case "half":
+                return self.values.chunk(2, dim=1)[0]
+            case "interleaved":
+                return self.values[:, 0::2]
+        return self.values
+
+    @property
+    def layout(self) -> RotaryLayout | None:
+        """Channels that turn together; None if it does not show."""
+        return "interleaved" if self.values.is_complex() else self._repeats
+
+    @property
+    def width(self) -> int:
+        """Channels of a head that turn."""
+        width = int(self.values.shape[-1])
+        twice = ("cos" in self.name.lower() or "sin" in self.name.lower()) and self._repeats
+        return width if twice else 2 * width
+
+    @property
+    def theta(self) -> float | None:
+        """The base of the frequencies theta^(-2 i / D), from those of the channels i = 1; None if
+        it does not show. Raises ConvertError for other frequencies."""
+        if self.values.dim() == 1:
+            inverse = "inv" in self._last and len(self.values) > 1 and float(self.values[0]) == 1.0
+            row = self.values if inverse else None
+        elif len(self.values) > 1 and ("cos" in self._last or self.values.is_complex()):
+            second = self._once[1]
+            row = second.angle() if self.values.is_complex() else second.double().acos()
+        else:
+            row = None
+        if row is None or len(row) < 2 or not 0 < float(row[1]) < 1:
+            return None
+        theta = float(row[1]) ** -float(len(row))
+        rounded = float(f"{theta:.3g}")  # 1 / theta^(1 / pairs) was stored in float32
+        theta = rounded if abs(theta - rounded) < 0.002 * theta else theta
+        self._check(theta)
+        return theta
+
+    def _check(self, theta: float) -> None:
+        table = self._once.real if self.values.is_complex() else self._once
+        pairs = table.shape[-1]
+        expected = theta ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+        if table.dim() == 2:
+            expected = (torch.arange(len(table))[:, None] * expected).cos()
+        difference = float((table.double() - expected).abs().max())
+        if difference > TOLERANCE:
+            raise ConvertError(
+                f"{self.name} differs from the rotary table of theta {theta:g} by up to "
+                f"{difference:.2g}: its frequencies are scaled in a way that is not recognised"
+            )
+
+
+def rotary_tables(ignored: Mapping[str, Tensor]) -> list[RotaryTable]:
+    """The rotary tables among the tensors that are not weights, without axes of length 1."""
+    return [
+        RotaryTable(name, tensor.squeeze())
+        for name, tensor in ignored.items()
+        if any(mark in name.rpartition(".")[2].lower() for mark in MARKS)
+        and tensor.squeeze().dim() in (1, 2)
+        and tensor.numel() > 1
+    ]
