@@ -353,14 +353,14 @@ def test_the_banner_says_what_each_is_and_what_they_share(
     with serving({"bad": paths["damaged"], "good": paths["small"]}, slots=2) as server:
         print_banner(server.state.models, server.port)
         lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-        assert ["model", "bad, of requests that name none"] in lines
+        assert ["model", "bad (default)"] in lines
         assert [line for line in lines if line[0] == "not" and "damaged" in line[1]]
         assert ["model", "good"] in lines
         assert ["checkpoint", "good, step 32, validation loss 2.5000 nats/token"] in lines
         each = format_bytes(server.served.computation.kv_cache_bytes // 2)
         assert ["slots", f"2 sequences at once, {each} of keys and values each"] in lines
         (device,) = (line[1] for line in lines if line[0] == "device")
-        assert device.endswith("1 threads; a step each in turn")
+        assert device.endswith("1 threads; a step of each model in turn")
         command = lines[-1][1]
         assert '"model": "good"' in command, "one that answers"
     logged_errors.clear()

@@ -75,20 +75,18 @@ def print_banner(models: Models, port: int) -> None:
     settings = first.settings
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     url = f"http://{host}:{port}"
-    several = models.several
-    told, width = (_of_several(models), 14) if several else (_of_one(first), 12)
     console.print("logitd is ready")
     for name, value in (
-        *told,
-        ("keys", ", ".join(first.key_names) or "none: whoever can connect is answered"),
+        *_models(models),
+        ("keys", ", ".join(first.key_names) or "none: every client is answered"),
         ("service", url),
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
     ):
-        console.print(Text.assemble((f"{name:<{width}}", "bold"), value))
+        console.print(Text.assemble((f"{name:<12}", "bold"), value))
     key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
-    chosen = f'"model": {json.dumps(first.name)}, ' if several else ""
-    # In one go: who has read that there is something to try has read what.
+    chosen = f'"model": {json.dumps(first.name)}, ' if models.several else ""
+    # In one write: a reader of "try it" has the line to try.
     console.print(
         f"try it:\n  curl {url}/generate -H 'Content-Type: application/json' {key}"
         f"""-d '{{{chosen}"prompt": "def main():", "max_tokens": 40}}'""",
@@ -96,49 +94,30 @@ def print_banner(models: Models, port: int) -> None:
     )
 
 
-def _of_one(served: LoadedModel) -> Iterator[tuple[str, str]]:
-    """The lines of one model."""
-    computed = served.computation
-    yield "checkpoint", _checkpoint(served)
-    yield "parameters", f"{computed.parameters:,}"
-    yield from _device(computed.device, f"{computed.placement.threads} threads")
-    yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
-    yield "decoding", _decoding(served)
-    if computed.kernels is not None:
-        yield "kernels", computed.kernels
-    if (cost := computed.quantization) is not None:
-        yield "quantized", cost.sentence()
-    yield "context", f"{served.context_length} tokens"
-    yield "slots", _slots(served)
-
-
-def _of_several(models: Models) -> Iterator[tuple[str, str]]:
-    """The lines of each model, under its name; then what they share."""
+def _models(models: Models) -> Iterator[tuple[str, str]]:
+    """The lines of each model, then those that all share."""
     for number, model in enumerate(models.every):
-        yield "model", model.name + (", of requests that name none" if number == 0 else "")
+        if models.several:
+            yield "model", model.name + (" (default)" if number == 0 else "")
         if isinstance(model, NotLoaded):
-            yield "  not served", model.reason
+            yield "not served", model.reason
             continue
         computed = model.computation
-        yield "  checkpoint", _checkpoint(model)
-        yield "  computed", f"{computed.parameters:,} parameters in {computed.placement.dtype_name}"
-        yield "  decoding", _decoding(model)
+        yield "checkpoint", _checkpoint(model)
+        yield "parameters", f"{computed.parameters:,}"
+        yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
+        yield "decoding", _decoding(model)
         if (cost := computed.quantization) is not None:
-            yield "  quantized", cost.sentence()
-        yield "  context", f"{model.context_length} tokens"
-        yield "  slots", _slots(model)
+            yield "quantized", cost.sentence()
+        yield "context", f"{model.context_length} tokens"
+        yield "slots", _slots(model)
     computed = models.served[0].computation
-    yield from _device(
-        computed.device, f"{computed.placement.threads} threads; a step each in turn"
-    )
+    turns = "; a step of each model in turn" if models.several else ""
+    yield "device", f"{computed.device}, {computed.placement.threads} threads{turns}"
+    if (warning := unproven(computed.device)) is not None:
+        yield "unproven", warning
     if computed.kernels is not None:
         yield "kernels", computed.kernels
-
-
-def _device(name: str, how: str) -> Iterator[tuple[str, str]]:
-    yield "device", f"{name}, {how}"
-    if (warning := unproven(name)) is not None:
-        yield "unproven", warning
 
 
 def _checkpoint(served: LoadedModel) -> str:

@@ -45,7 +45,7 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "decoding": "torch (head_dim is 8, not a multiple of 16 up to 256)",
         "context": "128 tokens",
         "slots": "3 sequences at once, 96.0 KiB of keys and values each",
-        "keys": "none: whoever can connect is answered",
+        "keys": "none: every client is answered",
         "service": process.url,
         "docs": f"{process.url}/docs",
         "metrics": f"{process.url}/metrics",
