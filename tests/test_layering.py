@@ -197,6 +197,7 @@ ROOMS: dict[str, set[str]] = {
     "service.api": {"model", "service.core", "service.engine", "service.schemas"},
     "service.api.openai": {"model", "service.api", "service.core", "service.schemas"},
     "service.api.routes": {"model", "service.api", "service.core", "service.schemas"},
+    "service.generate_client": {"model.operations", "service.schemas"},
     "service.connections": {"service.core", "service.settings"},
     "service.tracing": {
         "model",

@@ -1,5 +1,7 @@
 """Fixtures of the service's tests: checkpoints, servers to be asked, and a watch on the log."""
 
+import asyncio
+import inspect
 import logging
 import os
 import random
@@ -20,8 +22,19 @@ from tests.model.factories import (
     tiny_config,
     tiny_gpt,
 )
-from tests.service.serving import Serving, serving
+from tests.service.serving import TEST_TIMEOUT, Serving, serving
 from tests.service.spelling import save_spelling_checkpoint
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine is a test too, on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(test, TEST_TIMEOUT))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,6 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from logitd.model.transformer.gpt import GPT
 from tests.service.serving import TEST_TIMEOUT, Serving, engine_of, occupy, serving
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is é?"}]
@@ -107,21 +106,6 @@ def test_a_stream_is_the_reply_in_pieces(tiny: openai.OpenAI) -> None:
     assert usage.total_tokens == whole.usage.total_tokens
 
 
-def test_async(server: Serving, gpt: GPT) -> None:
-    fields: dict[str, Any] = {"model": "tiny", "prompt": "ab", "seed": 3, "max_tokens": 12}
-
-    async def ask() -> tuple[str, str]:
-        async with async_client(server) as http:
-            reply = await http.completions.create(**fields)
-            text = ""
-            async for chunk in await http.completions.create(**fields, stream=True):
-                text += chunk.choices[0].text
-            return reply.choices[0].text, text
-
-    whole, streamed = asyncio.run(ask())
-    assert whole == streamed == server.generate("ab", seed=3, max_tokens=12)["choices"][0]["text"]
-
-
 def test_models(tiny: openai.OpenAI) -> None:
     assert [model.id for model in tiny.models.list()] == ["tiny"]
     assert tiny.models.retrieve("tiny").owned_by == "logitd"
@@ -180,21 +164,6 @@ def test_the_helper_for_streams_of_chat(chatty: openai.OpenAI) -> None:
     assert (final.finish_reason, final.logprobs) == ("stop", whole.logprobs)
     assert whole.logprobs is not None
     assert len(whole.logprobs.content or ()) == 5
-
-
-def test_async_chat(chatter: Serving) -> None:
-    async def ask() -> str:
-        async with async_client(chatter) as http:
-            chunks = await http.chat.completions.create(
-                model="chatty", messages=MESSAGES, seed=3, max_tokens=9, stream=True
-            )
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
-
-    with client(chatter) as http:
-        whole = http.chat.completions.create(
-            model="chatty", messages=MESSAGES, seed=3, max_tokens=9
-        )
-    assert asyncio.run(ask()) == whole.choices[0].message.content
 
 
 # Errors

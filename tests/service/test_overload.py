@@ -19,7 +19,6 @@ from tests.service.serving import (
     Poster,
     Serving,
     dechunked,
-    engine_of,
     events,
     eventually,
     occupy,
@@ -255,25 +254,6 @@ def test_elements_are_free_again_when_their_client_has_left(spelling_path: Path)
             assert server.post("/logits", LARGE["/logits"][0]).status_code == 429
         server.wait_idle()
         assert server.post("/logits", LARGE["/logits"][0]).status_code == 200
-
-
-def test_elements_are_free_again_after_an_error(
-    elements_server: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
-) -> None:
-    server = elements_server
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no memory left")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(engine_of(server)._runner, "run", fail)
-        for path, (body, _) in LARGE.items():
-            assert server.post(path, body).status_code == 500, path
-        server.wait_idle()
-    for path, (body, _) in LARGE.items():
-        assert server.post(path, body | {"timeout": 1e-9}).status_code == 504, path
-    server.wait_idle()
-    logged_errors.clear()
 
 
 def answered(server: Serving, status: int) -> float:

@@ -19,10 +19,8 @@ from logitd.service.schemas.status import ErrorReply
 from tests.service.serving import Serving, events, read_until, request_bytes
 from tests.service.spelling import (
     ALPHABET,
-    CONTEXT_LENGTH,
     END_OF_TEXT_ID,
     RING,
-    long_prompt,
     spelled,
 )
 
@@ -150,14 +148,6 @@ def test_absent_max_tokens_is_what_fits(server: Serving, gpt: GPT) -> None:
     assert choice["token_ids"] == expected(gpt, prompt, max_tokens=28, stop_token_ids=())
     full = server.generate("x" * 127, seed=5)
     assert full["usage"]["completion_tokens"] == 1
-
-
-def test_a_prompt_is_computed_once_for_its_n_and_again_from_the_cache(server: Serving) -> None:
-    prompt = "a prompt of more than thirty-two tokens, so that a block of it can be shared"
-    first = server.generate(prompt, n=2, max_tokens=3, seed=1)
-    second = server.generate(prompt, n=2, max_tokens=3, seed=1)
-    assert second["usage"]["cached_tokens"] == 64
-    assert second["choices"] == first["choices"]
 
 
 # Where a completion ends
@@ -361,17 +351,6 @@ def test_logprobs_are_those_of_the_model(server: Serving, gpt: GPT, stage: str) 
         tokens.append(token.id)
 
 
-def test_logprobs_of_no_other_and_of_all_tokens(server: Serving) -> None:
-    (none,) = server.generate(PROMPT, max_tokens=3, seed=5, logprobs=0)["choices"]
-    assert [token["top"] for token in none["tokens"]] == [[], [], []]
-    (everything,) = server.generate(PROMPT, max_tokens=3, seed=5, logprobs=257)["choices"]
-    for token in everything["tokens"]:
-        assert {top["id"] for top in token["top"]} == set(range(257))
-        assert token["logprob"] == next(
-            t["logprob"] for t in token["top"] if t["id"] == token["id"]
-        )
-
-
 def test_a_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:
     ended = speller.finished("timeout")
     error = speller.refused("/generate", {"prompt": "a", "timeout": 0.1, "ignore_eos": True}, 504)
@@ -484,9 +463,3 @@ def test_tokens_come_one_by_one_not_all_at_the_end(speller: Serving) -> None:
                 break
         assert speller.served.engine.open_sequences == 1, "it is still running"
     speller.wait_idle()
-
-
-def test_a_long_prompt_is_prefilled_in_chunks(speller: Serving) -> None:
-    prompt = long_prompt(CONTEXT_LENGTH - 3)
-    (choice,) = speller.generate(prompt, temperature=0)["choices"]
-    assert choice["token_ids"] == spelled("a", 3)

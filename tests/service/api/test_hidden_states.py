@@ -1,5 +1,4 @@
-"""POST /hidden_states and /attention: the model's own values to the bit, in every form, within a
-bound that holds for all replies together."""
+"""POST /hidden_states and /attention: the model's own values to the bit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""POST /logits: the engine's rows to the bit, in every form, written in pieces."""
+"""POST /logits: the model's own rows to the bit, chosen, listed and processed."""
 
 import json
 import math
@@ -10,10 +10,6 @@ import orjson
 import pytest
 import torch
 
-from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import OutputsChunk
-from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.operations.logits import LogitsReply
 from logitd.model.transformer.gpt import GPT
 from tests.model.inference.served import forward_as_served
@@ -25,16 +21,8 @@ Rows = npt.NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def rows(gpt: GPT) -> Rows:
-    """What an engine of our own gives for PROMPT: (positions, V)."""
-    engine = Engine(gpt, EngineConfig())
-    engine.add(
-        OutputsRequest(request_id="a", token_ids=tuple(IDS), positions=tuple(range(len(IDS))))
-    )
-    pieces = []
-    while engine.has_work():
-        pieces += [e.rows for e in engine.step().events if isinstance(e, OutputsChunk)]
-        engine.grant("a")
-    return np.concatenate(pieces)
+    """(positions, V) of PROMPT: what anybody gets who loads the checkpoint and asks the model."""
+    return forward_as_served(gpt, torch.tensor(IDS)).logits[0].numpy()
 
 
 def prompts(server: Serving, prompt: Any = PROMPT, **fields: Any) -> list[dict[str, Any]]:
@@ -48,18 +36,12 @@ def prompts(server: Serving, prompt: Any = PROMPT, **fields: Any) -> list[dict[s
 # The numbers
 
 
-def test_rows_are_the_engines_to_the_bit(server: Serving, rows: Rows) -> None:
+def test_rows_are_the_models_own_to_the_bit(server: Serving, rows: Rows) -> None:
     assert np.array_equal(npy(server, "/logits", positions="all"), rows)
     (prompt,) = prompts(server, positions="all")
     assert np.array_equal(np.array(prompt["logits"], dtype=np.float32), rows)
     # JSON's numbers are float32 in the fewest digits, no rounded doubles.
     assert json.dumps(prompt["logits"][0][0]) == orjson.dumps(rows[0, 0], option=16).decode()
-
-
-def test_rows_are_the_models_own_to_the_bit(server: Serving, gpt: GPT) -> None:
-    """What anybody gets who loads the checkpoint and asks the model itself."""
-    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0]
-    assert np.array_equal(npy(server, "/logits", positions="all"), own.numpy())
 
 
 def test_rows_are_those_of_the_plain_forward(server: Serving, gpt: GPT) -> None:

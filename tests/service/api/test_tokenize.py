@@ -80,17 +80,6 @@ def test_a_remote_tokenizer_learns_what_ends_a_text(merging: Serving) -> None:
     assert merging.json("/tokenize", body)["tokens"] == [info["eos_token_id"]] == [END_OF_TEXT_ID]
 
 
-def test_a_remote_tokenizer_sends_its_key(checkpoint_path: Path) -> None:
-    with serving(checkpoint_path, api_keys="eval=0123456789") as server:
-        body = {"prompt": "ab", "add_special_tokens": False}
-        for path, sent in [("/tokenize", body), ("/detokenize", {"tokens": [97]})]:
-            server.refused(path, sent, 401)
-            assert server.post(path, sent, Authorization="Bearer 0123456789").status_code == 200
-        error_of(server.client.get("/tokenizer_info"), 401)
-        headers = {"Authorization": "Bearer 0123456789"}
-        assert server.client.get("/tokenizer_info", headers=headers).status_code == 200
-
-
 # Texts to ids
 
 
@@ -132,11 +121,6 @@ def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) ->
     (prompt,) = merging.json("/logits", {"prompt": text, "top_k": 1})["prompts"]
     assert plain == prompt["token_ids"] == TOKENIZER.encode(text)
     assert merging.json("/tokenize", {"prompt": text})["tokens"] == [97, END_OF_TEXT_ID]
-
-
-def test_the_context_is_no_limit_here(merging: Serving) -> None:
-    text = "x" * 10 * merging.served.context_length
-    assert merging.json("/tokenize", {"prompt": text})["count"] == len(text)
 
 
 # How much is described

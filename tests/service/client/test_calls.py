@@ -1,7 +1,6 @@
 """Calls: what is sent for them, and that any answer is read or refused."""
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,16 +11,10 @@ from hypothesis import strategies as st
 
 from logitd import LogitdError, MalformedReplyError, UnavailableError
 from logitd.model.operations.generate import GenerateRequest
-from logitd.service.client import (
-    Attention,
-    Attributions,
-    HiddenStates,
-    LensReadings,
-    Probs,
-    Scores,
-    calls,
-)
+from logitd.service.client import calls
+from logitd.service.client.arrays import HiddenStates
 from logitd.service.client.calls import Answer, Call
+from logitd.service.client.results import Probs, Scores, Sweep
 from tests.service.client.test_reading import JSON
 from tests.service.client.test_streaming import CHUNKS, TAIL, places
 
@@ -30,14 +23,11 @@ CALLS: dict[str, Call[Any]] = {
     "logits": calls.logits("a", None, {}),
     "top_k": calls.logits(["a", "b"], 3, {}),
     "hidden_states": calls.arrays("/hidden_states", HiddenStates, {"prompt": "a"}),
-    "attention": calls.arrays("/attention", Attention, {"prompt": "a"}),
     "activations": calls.activations("a", "embedding", {}),
     "stages": calls.stages(),
-    "lens": calls.record("/lens", LensReadings, {"prompt": "a"}),
-    "attributions": calls.record("/attributions", Attributions, {"prompt": "a"}),
-    "sweep": calls.patch("a", "b", "embedding", ["positions"], {}),
     "probs": calls.record("/probs", Probs, {"prompt": "a"}),
     "score": calls.record("/score", Scores, {"prompt": "a"}),
+    "sweep": calls.record("/sweep", Sweep, {"prompt": "a"}),
     "tokenize": calls.tokenize("a", {}),
     "tokenize many": calls.tokenize(["a"], {}),
     "detokenize": calls.detokenize([1], {}),
@@ -109,10 +99,12 @@ def test_texts_arrive_as_they_are(prompt: Any) -> None:
     assert GenerateRequest.model_validate_json(body).prompt == prompt
 
 
-@pytest.mark.parametrize("call", [calls.generate, calls.stream])
-def test_whether_it_streams_is_no_field(call: Callable[..., Any]) -> None:
+def test_whether_it_streams_is_no_field() -> None:
+    for call in (calls.generate, calls.stream):
+        with pytest.raises(TypeError, match="takes no `stream`"):
+            call("a", {"stream": True})
     with pytest.raises(TypeError, match="takes no `stream`"):
-        call("a", {"stream": True})
+        calls.record("/sweep", Sweep, {"prompt": "a", "stream": True})
 
 
 @pytest.mark.parametrize(

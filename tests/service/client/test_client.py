@@ -194,6 +194,8 @@ def test_every_example_of_the_endpoints_can_be_asked(
     given = body.pop("tokens" if operation.name == "detokenize" else "prompt")
     result = getattr(client, operation.name)(given, **body)
     assert all(one.request_id for one in (result if isinstance(result, list) else [result]))
+    if operation.form in ("record", "listing"):
+        same(result, server.json(operation.path, operation.body.examples[summary]))
 
 
 # The client itself

@@ -6,14 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from logitd import OnePrompt
 from logitd.model.transformer.gpt import GPT
 from tests.model.inference.served import forward_as_served
 from tests.service.client.conftest import Connect
-from tests.service.client.test_client import same
 from tests.service.serving import Serving
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
@@ -52,26 +50,6 @@ def test_top_logits(server: Serving, connect: Connect, gpt: GPT) -> None:
     assert few.top_ids.tolist() == [[7, -1, -1]]
     assert few.top_logits[0, 1] == -np.inf
     assert few.stage == "processed"
-
-
-def test_processing(server: Serving, connect: Connect, gpt: GPT) -> None:
-    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0, -1].numpy()
-    result = connect(server.url).logits(
-        PROMPT, stage="processed", processing={"temperature": 0.5, "logit_bias": {3: 1.5}}
-    )
-    own[3] += 1.5
-    assert np.allclose(result.logits[0], own / 0.5, rtol=1e-6)
-
-
-def test_numbers_of_two_bytes(server: Serving, connect: Connect, gpt: GPT) -> None:
-    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0]
-    client = connect(server.url)
-    half = client.logits(PROMPT, positions="all", dtype="float16").logits
-    assert half.dtype == np.float16
-    assert np.array_equal(half, own.numpy().astype(np.float16))
-    brain = client.logits(PROMPT, positions="all", dtype="bfloat16").logits
-    assert brain.dtype == np.float32
-    assert np.array_equal(brain, own.bfloat16().float().numpy())
 
 
 def test_hidden_states_and_attention_are_the_models_own_to_the_bit(
@@ -120,44 +98,6 @@ def test_arrays_are_the_callers_own(server: Serving, connect: Connect) -> None:
     for array in (client.logits("a").logits, client.attention("a", dtype="bfloat16").attention):
         array[:] = 0
         assert not array.any()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"top_k": 3}, {"token_ids": [1, 2]}, {"tokens": ["x"], "perplexity": True},
-     {"stage": "processed", "processing": {"top_k": 1}, "token_ids": [1, 2, 3]}],
-)  # fmt: skip
-def test_probs_are_those_of_the_endpoint(
-    server: Serving, connect: Connect, fields: dict[str, Any]
-) -> None:
-    prompts: list[OnePrompt] = [PROMPT, [1]]
-    result = connect(server.url).probs(prompts, **fields)
-    same(result, server.json("/probs", {"prompt": prompts, **fields}))
-    assert isinstance(result.prompts[0].tokens[0].bytes, bytes)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "fields"),
-    [("abc", {}), (["abc", [7]], {"logprobs": 2}),
-     ("ab", {"continuations": ["cd", [7, 8]], "logprobs": 0})],
-)  # fmt: skip
-def test_scores_are_those_of_the_endpoint(
-    server: Serving, connect: Connect, prompt: Any, fields: dict[str, Any]
-) -> None:
-    result = connect(server.url).score(prompt, **fields)
-    same(result, server.json("/score", {"prompt": prompt, **fields}))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "fields"),
-    [("abc", {}), (["abc", [7]], {"methods": ["integrated_gradients"], "steps": 2, "baseline": 1}),
-     ("ab", {"token_id": 7, "minus": "a", "methods": ["direct"]})],
-)  # fmt: skip
-def test_attributions_are_those_of_the_endpoint(
-    server: Serving, connect: Connect, prompt: Any, fields: dict[str, Any]
-) -> None:
-    result = connect(server.url).attributions(prompt, **fields)
-    same(result, server.json("/attributions", {"prompt": prompt, **fields}))
 
 
 def test_numpy_goes_in_where_it_came_out(server: Serving, connect: Connect) -> None:

@@ -5,21 +5,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from logitd import (
     APIStatusError,
     AuthenticationError,
     BadRequestError,
-    Client,
     DeadlineExceededError,
     NotFoundError,
     QueueFullError,
-    RequestTooLargeError,
     ServerError,
     StreamError,
-    UnsupportedMediaTypeError,
 )
 from logitd.service.client.transport import Exchange
 from tests.service.client.conftest import Connect
@@ -96,19 +92,6 @@ def test_another_model(server: Serving, connect: Connect) -> None:
     assert error.message == "there is no /elsewhere/info here; see /docs"
 
 
-def test_a_body_that_is_too_large(narrow: Serving, connect: Connect) -> None:
-    error = refused(RequestTooLargeError, lambda: connect(narrow.url).generate("x" * 2000))
-    assert (error.status, error.code) == (413, "body_too_large")
-
-
-def test_a_deadline(narrow: Serving, connect: Connect) -> None:
-    error = refused(
-        DeadlineExceededError, lambda: connect(narrow.url).generate(**LONG, timeout=0.05)
-    )
-    assert (error.status, error.code) == (504, "deadline_exceeded")
-    assert narrow.sample("logitd_http_requests_total", endpoint="/generate", status="504") == 1
-
-
 def test_a_deadline_within_a_stream(speller: Serving, connect: Connect) -> None:
     with connect(speller.url).stream(**LONG, timeout=1.0) as stream:
         error = refused(DeadlineExceededError, lambda: list(stream))
@@ -131,27 +114,6 @@ def test_the_servers_own_fault(
     assert error.message.endswith(f"request id {error.request_id}")
     assert str(error.request_id) in logged_errors[0], "the log has it"
     logged_errors.clear()
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "name", "value"),
-    [
-        (UnsupportedMediaTypeError, 415, "Content-Type", "text/plain"),
-        (APIStatusError, 406, "Accept", "image/png"),
-    ],
-)
-def test_what_was_changed_on_the_way(
-    server: Serving, kind: type[APIStatusError], status: int, name: str, value: str
-) -> None:
-    """As a proxy might."""
-
-    def change(request: httpx.Request) -> None:
-        request.headers[name] = value
-
-    hooks: Any = {"request": [change]}
-    with httpx.Client(trust_env=False, event_hooks=hooks) as http:
-        error = refused(kind, lambda: Client(server.url, http=http).logits("a"))
-    assert error.status == status
 
 
 # A full queue

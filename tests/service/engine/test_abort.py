@@ -19,7 +19,6 @@ from tests.service.engine.harness import (
     finishes,
     generation,
     rest,
-    run,
     running,
     tiny,
     token_ids,
@@ -27,97 +26,82 @@ from tests.service.engine.harness import (
 from tests.service.spelling import long_prompt, spelled
 
 
-def test_abort_ends_one_sequence_a_request_or_all() -> None:
-    async def test() -> None:
-        engine = tiny(slots=4)
-        async with running(engine) as (owner, _):
-            engine.gate.clear()
-            submission = owner.submit([generation("a", 50, n=2), generation("b", 50)])
-            owner._driver.abort("a", 1)
-            engine.gate.set()
-            events = await submission.take()
-            while not any(isinstance(event, TokenEvent) for event in events):
-                events += await submission.take()
-            submission.stop("b", 0)
-            events += await rest(submission)
-            ends = {(e.request_id, e.index): e.reason for e in finishes(events)}
-            assert ends == {
-                ("a", 0): FinishReason.LENGTH,
-                ("a", 1): FinishReason.ABORT,
-                ("b", 0): FinishReason.STOP,  # its reader found in the text what ends it
-            }
-            submission.abort()  # they have ended: nothing happens
-            assert owner.open_sequences == 0
-
-    run(test)
+async def test_abort_ends_one_sequence_a_request_or_all() -> None:
+    engine = tiny(slots=4)
+    async with running(engine) as (owner, _):
+        engine.gate.clear()
+        submission = owner.submit([generation("a", 50, n=2), generation("b", 50)])
+        owner._driver.abort("a", 1)
+        engine.gate.set()
+        events = await submission.take()
+        while not any(isinstance(event, TokenEvent) for event in events):
+            events += await submission.take()
+        submission.stop("b", 0)
+        events += await rest(submission)
+        ends = {(e.request_id, e.index): e.reason for e in finishes(events)}
+        assert ends == {
+            ("a", 0): FinishReason.LENGTH,
+            ("a", 1): FinishReason.ABORT,
+            ("b", 0): FinishReason.STOP,  # its reader found in the text what ends it
+        }
+        submission.abort()  # they have ended: nothing happens
+        assert owner.open_sequences == 0
 
 
-def test_an_abort_in_the_queue_is_answered_at_once() -> None:
-    async def test() -> None:
-        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
-        async with running(engine, drain_timeout=0) as (owner, _):
-            first = owner.submit([generation("a", 8000)])
-            second = owner.submit([generation("b", 8000)])
-            await first.take()
-            second.abort()
-            (end,) = finishes(await rest(second))
-            assert (end.reason, end.completion_tokens) == (FinishReason.ABORT, 0)
-            assert end.times.admitted is None
-            assert not first.finished
-            first.abort()
-            await rest(first)
-
-    run(test)
+async def test_an_abort_in_the_queue_is_answered_at_once() -> None:
+    engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+    async with running(engine, drain_timeout=0) as (owner, _):
+        first = owner.submit([generation("a", 8000)])
+        second = owner.submit([generation("b", 8000)])
+        await first.take()
+        second.abort()
+        (end,) = finishes(await rest(second))
+        assert (end.reason, end.completion_tokens) == (FinishReason.ABORT, 0)
+        assert end.times.admitted is None
+        assert not first.finished
+        first.abort()
+        await rest(first)
 
 
-def test_a_deadline_ends_what_runs_and_what_waits() -> None:
-    async def test() -> None:
-        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
-        async with running(engine) as (owner, _):
-            soon = owner.now() + 0.05
-            running_one = owner.submit([generation("a", 8000, deadline=soon)])
-            waiting_one = owner.submit([generation("b", 8000, deadline=soon)])
-            for submission in (running_one, waiting_one):
-                (end,) = finishes(await rest(submission))
-                assert end.reason is FinishReason.TIMEOUT
-                assert end.times.finished >= soon
-
-    run(test)
-
-
-def test_rows_wait_for_their_reader_and_for_nobody_else() -> None:
-    async def test() -> None:
-        engine = GatedEngine(SPELLING, EngineConfig(slots=2, prefill_chunk=64))
-        async with running(engine) as (owner, reports):
-            rows = owner.submit([all_rows("rows", 640)])
-            # Nobody takes the rows: the engine computes what its credit allows, and stops.
-            events = await rest(owner.submit([generation("a", 50)]))
-            assert token_ids(events, "a") == spelled("a", 50)
-            handed = [e for r in reports for e in r.events if isinstance(e, OutputsChunk)]
-            assert 1 <= len(handed) <= 2
-            assert not rows.finished
-            pieces = [e for e in await rest(rows) if isinstance(e, OutputsChunk)]
-            assert [p for piece in pieces for p in piece.positions] == list(range(640))
-            assert all(piece.rows.shape == (64, 257) for piece in pieces)
-
-    run(test)
-
-
-def test_the_deadline_of_paused_rows_passes_although_nothing_steps() -> None:
-    async def test() -> None:
-        engine = GatedEngine(SPELLING, EngineConfig(slots=1, prefill_chunk=64))
-        async with running(engine) as (owner, reports):
-            length = 640
-            request = OutputsRequest(
-                request_id="rows",
-                token_ids=tuple(long_prompt(length)),
-                positions=tuple(range(length)),
-                deadline=owner.now() + 0.2,
-            )
-            submission = owner.submit([request])
-            while not any(isinstance(e, FinishEvent) for r in reports for e in r.events):
-                await asyncio.sleep(0.001)
+async def test_a_deadline_ends_what_runs_and_what_waits() -> None:
+    engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+    async with running(engine) as (owner, _):
+        soon = owner.now() + 0.05
+        running_one = owner.submit([generation("a", 8000, deadline=soon)])
+        waiting_one = owner.submit([generation("b", 8000, deadline=soon)])
+        for submission in (running_one, waiting_one):
             (end,) = finishes(await rest(submission))
             assert end.reason is FinishReason.TIMEOUT
+            assert end.times.finished >= soon
 
-    run(test)
+
+async def test_rows_wait_for_their_reader_and_for_nobody_else() -> None:
+    engine = GatedEngine(SPELLING, EngineConfig(slots=2, prefill_chunk=64))
+    async with running(engine) as (owner, reports):
+        rows = owner.submit([all_rows("rows", 640)])
+        # Nobody takes the rows: the engine computes what its credit allows, and stops.
+        events = await rest(owner.submit([generation("a", 50)]))
+        assert token_ids(events, "a") == spelled("a", 50)
+        handed = [e for r in reports for e in r.events if isinstance(e, OutputsChunk)]
+        assert 1 <= len(handed) <= 2
+        assert not rows.finished
+        pieces = [e for e in await rest(rows) if isinstance(e, OutputsChunk)]
+        assert [p for piece in pieces for p in piece.positions] == list(range(640))
+        assert all(piece.rows.shape == (64, 257) for piece in pieces)
+
+
+async def test_the_deadline_of_paused_rows_passes_although_nothing_steps() -> None:
+    engine = GatedEngine(SPELLING, EngineConfig(slots=1, prefill_chunk=64))
+    async with running(engine) as (owner, reports):
+        length = 640
+        request = OutputsRequest(
+            request_id="rows",
+            token_ids=tuple(long_prompt(length)),
+            positions=tuple(range(length)),
+            deadline=owner.now() + 0.2,
+        )
+        submission = owner.submit([request])
+        while not any(isinstance(e, FinishEvent) for r in reports for e in r.events):
+            await asyncio.sleep(0.001)
+        (end,) = finishes(await rest(submission))
+        assert end.reason is FinishReason.TIMEOUT

@@ -21,7 +21,6 @@ from tests.service.engine.harness import (
     finishes,
     generation,
     rest,
-    run,
     running,
     tiny,
     token_ids,
@@ -29,152 +28,129 @@ from tests.service.engine.harness import (
 from tests.service.serving import TEST_TIMEOUT
 
 
-def test_every_request_gets_its_own_events_and_one_end() -> None:
-    async def test() -> None:
-        async with running(tiny(slots=2)) as (owner, _):
-            requests: list[Request] = [
-                generation(f"request {i}", tokens=i + 1, n=1 + i % 2, seed=i) for i in range(8)
-            ]
-            submissions = [owner.submit([request]) for request in requests]
-            assert owner.open_sequences == 12
-            for request, submission in zip(requests, submissions, strict=True):
-                assert isinstance(request, GenerationRequest)
-                events = await rest(submission)
-                assert {event.request_id for event in events} == {request.request_id}
-                assert len(finishes(events)) == request.n
-                assert isinstance(events[-1], FinishEvent)
-                for index in range(request.n):
-                    assert token_ids(events, request.request_id, index) == generate(
-                        TINY, request.token_ids, request.params, index
-                    )
-            assert owner.open_sequences == 0
-
-    run(test)
-
-
-def test_one_submission_of_many_requests_is_one_mailbox() -> None:
-    async def test() -> None:
-        async with running(tiny()) as (owner, _):
-            submission = owner.submit([generation("one"), generation("two", n=2)])
-            assert submission.request_ids == ("one", "two")
+async def test_every_request_gets_its_own_events_and_one_end() -> None:
+    async with running(tiny(slots=2)) as (owner, _):
+        requests: list[Request] = [
+            generation(f"request {i}", tokens=i + 1, n=1 + i % 2, seed=i) for i in range(8)
+        ]
+        submissions = [owner.submit([request]) for request in requests]
+        assert owner.open_sequences == 12
+        for request, submission in zip(requests, submissions, strict=True):
+            assert isinstance(request, GenerationRequest)
             events = await rest(submission)
-            assert [len(token_ids(events, "one")), len(token_ids(events, "two", 1))] == [5, 5]
-            assert len(finishes(events)) == 3
-            assert submission.finished
-
-    run(test)
-
-
-def test_one_delivery_per_step_however_many_sequences() -> None:
-    async def test() -> None:
-        engine = tiny(slots=4)
-        async with running(engine) as (owner, reports):
-            engine.gate.clear()
-            submission = owner.submit([generation("a", 10, n=4)])
-            engine.gate.set()
-            await rest(submission)
-        assert len(reports) == engine.steps
-        tokens = [sum(isinstance(e, TokenEvent) for e in report.events) for report in reports]
-        assert sum(tokens) == 40
-        assert max(tokens) == 4, "tokens of one step come together"
-        assert engine.steps < 20
-
-    run(test)
+            assert {event.request_id for event in events} == {request.request_id}
+            assert len(finishes(events)) == request.n
+            assert isinstance(events[-1], FinishEvent)
+            for index in range(request.n):
+                assert token_ids(events, request.request_id, index) == generate(
+                    TINY, request.token_ids, request.params, index
+                )
+        assert owner.open_sequences == 0
 
 
-def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
-    async def test() -> None:
-        async with running(tiny()) as (owner, reports):
-            submission = owner.submit([generation("a", 20)])
-            while owner.open_sequences:
-                await asyncio.sleep(0)
-            events = await submission.take()
-            assert len(token_ids(events, "a")) == 20
-            assert submission.finished
-            assert len(reports) >= 20
-
-    run(test)
+async def test_one_submission_of_many_requests_is_one_mailbox() -> None:
+    async with running(tiny()) as (owner, _):
+        submission = owner.submit([generation("one"), generation("two", n=2)])
+        assert submission.request_ids == ("one", "two")
+        events = await rest(submission)
+        assert [len(token_ids(events, "one")), len(token_ids(events, "two", 1))] == [5, 5]
+        assert len(finishes(events)) == 3
+        assert submission.finished
 
 
-def test_tokens_wait_for_each_other_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_delivery_per_step_however_many_sequences() -> None:
+    engine = tiny(slots=4)
+    async with running(engine) as (owner, reports):
+        engine.gate.clear()
+        submission = owner.submit([generation("a", 10, n=4)])
+        engine.gate.set()
+        await rest(submission)
+    assert len(reports) == engine.steps
+    tokens = [sum(isinstance(e, TokenEvent) for e in report.events) for report in reports]
+    assert sum(tokens) == 40
+    assert max(tokens) == 4, "tokens of one step come together"
+    assert engine.steps < 20
+
+
+async def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
+    async with running(tiny()) as (owner, reports):
+        submission = owner.submit([generation("a", 20)])
+        while owner.open_sequences:
+            await asyncio.sleep(0)
+        events = await submission.take()
+        assert len(token_ids(events, "a")) == 20
+        assert submission.finished
+        assert len(reports) >= 20
+
+
+async def test_tokens_wait_for_each_other_while_the_loop_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Those of a prompt do not, and bring along what has waited; nor does the last of all."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
-
-    async def test() -> None:
-        engine = PermittedEngine(TINY, EngineConfig(slots=4))
-        async with running(engine) as (owner, reports):
-            first = owner.submit([generation("a", 10)])
-            engine.permits.release()
-            assert len(token_ids(await first.take(), "a")) == 1
-            engine.permits.release(3)
-            assert await first.take(timeout=0.1) == []
-            second = owner.submit([generation("b", 10)])
-            engine.permits.release(2)  # one may have begun without it
-            assert len(token_ids(await second.take(), "b")) == 1
-            before = token_ids(await first.take(), "a")
-            assert len(before) >= 4
-            engine.permits.release(20)
-            assert len(token_ids(await rest(first), "a")) == 9 - len(before)
-            assert len(token_ids(await rest(second), "b")) == 9
-            assert len(reports) >= 11, "each step is reported all the same"
-
-    run(test)
+    engine = PermittedEngine(TINY, EngineConfig(slots=4))
+    async with running(engine) as (owner, reports):
+        first = owner.submit([generation("a", 10)])
+        engine.permits.release()
+        assert len(token_ids(await first.take(), "a")) == 1
+        engine.permits.release(3)
+        assert await first.take(timeout=0.1) == []
+        second = owner.submit([generation("b", 10)])
+        engine.permits.release(2)  # one may have begun without it
+        assert len(token_ids(await second.take(), "b")) == 1
+        before = token_ids(await first.take(), "a")
+        assert len(before) >= 4
+        engine.permits.release(20)
+        assert len(token_ids(await rest(first), "a")) == 9 - len(before)
+        assert len(token_ids(await rest(second), "b")) == 9
+        assert len(reports) >= 11, "each step is reported all the same"
 
 
-def test_what_was_left_behind_comes_when_the_pause_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_left_behind_comes_when_the_pause_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Although the thread is in a step that does not end."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
-
-    async def test() -> None:
-        engine = PermittedEngine(TINY, EngineConfig(slots=4))
-        async with running(engine) as (owner, _):
-            submission = owner.submit([generation("a", 8)])
-            engine.permits.release()
-            assert len(token_ids(await submission.take(), "a")) == 1
-            for _ in range(3):
-                engine.permits.release(2)
-                events: list[Event] = []
-                while len(events) < 2:
-                    events += await submission.take()
-                assert len(token_ids(events, "a")) == 2
-            engine.permits.release(20)
-            await rest(submission)
-
-    run(test)
+    engine = PermittedEngine(TINY, EngineConfig(slots=4))
+    async with running(engine) as (owner, _):
+        submission = owner.submit([generation("a", 8)])
+        engine.permits.release()
+        assert len(token_ids(await submission.take(), "a")) == 1
+        for _ in range(3):
+            engine.permits.release(2)
+            events: list[Event] = []
+            while len(events) < 2:
+                events += await submission.take()
+            assert len(token_ids(events, "a")) == 2
+        engine.permits.release(20)
+        await rest(submission)
 
 
-def test_take_gives_up_after_its_timeout_and_loses_nothing() -> None:
-    async def test() -> None:
-        engine = tiny()
-        async with running(engine) as (owner, _):
-            engine.gate.clear()
-            submission = owner.submit([generation("a", 2)])
-            assert await submission.take(timeout=0.01) == []
-            assert not submission.finished
-            engine.gate.set()
-            assert len(token_ids(await rest(submission), "a")) == 2
-
-    run(test)
+async def test_take_gives_up_after_its_timeout_and_loses_nothing() -> None:
+    engine = tiny()
+    async with running(engine) as (owner, _):
+        engine.gate.clear()
+        submission = owner.submit([generation("a", 2)])
+        assert await submission.take(timeout=0.01) == []
+        assert not submission.finished
+        engine.gate.set()
+        assert len(token_ids(await rest(submission), "a")) == 2
 
 
-def test_a_taker_that_is_cancelled_is_cancelled() -> None:
+async def test_a_taker_that_is_cancelled_is_cancelled() -> None:
     """Also when an event comes in the same moment; else a client that has left would keep its
     request going."""
-
-    async def test() -> None:
-        engine = tiny()
-        async with running(engine) as (owner, reports):
-            engine.gate.clear()
-            submission = owner.submit([generation("a", 100)])
-            taking = asyncio.ensure_future(submission.take(timeout=TEST_TIMEOUT))
+    engine = tiny()
+    async with running(engine) as (owner, reports):
+        engine.gate.clear()
+        submission = owner.submit([generation("a", 100)])
+        taking = asyncio.ensure_future(submission.take(timeout=TEST_TIMEOUT))
+        await asyncio.sleep(0)
+        engine.gate.set()
+        while not reports:  # the delivery and the cancellation meet in one turn of the loop
             await asyncio.sleep(0)
-            engine.gate.set()
-            while not reports:  # the delivery and the cancellation meet in one turn of the loop
-                await asyncio.sleep(0)
-            taking.cancel()
-            await asyncio.wait({taking})
-            assert taking.cancelled()
-            await rest(submission)
-
-    run(test)
+        taking.cancel()
+        await asyncio.wait({taking})
+        assert taking.cancelled()
+        await rest(submission)

@@ -26,19 +26,16 @@ from tests.service.engine.harness import (
 from tests.service.serving import TEST_TIMEOUT
 
 
-def test_a_drain_lets_the_running_ones_finish() -> None:
-    async def test() -> None:
-        async with running(tiny(slots=1)) as (owner, _):
-            submissions = [owner.submit([generation(name, 30)]) for name in "abc"]
-            stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
-            for submission in submissions:
-                (end,) = finishes(await rest(submission))
-                assert end.reason is FinishReason.LENGTH
-            await stopping
-            with pytest.raises(EngineStopped, match="shutting down"):
-                owner.submit([generation("late")])
-
-    run(test)
+async def test_a_drain_lets_the_running_ones_finish() -> None:
+    async with running(tiny(slots=1)) as (owner, _):
+        submissions = [owner.submit([generation(name, 30)]) for name in "abc"]
+        stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
+        for submission in submissions:
+            (end,) = finishes(await rest(submission))
+            assert end.reason is FinishReason.LENGTH
+        await stopping
+        with pytest.raises(EngineStopped, match="shutting down"):
+            owner.submit([generation("late")])
 
 
 def test_a_short_drain_aborts_the_rest_and_tells_them(
