@@ -86,9 +86,9 @@ def test_arrays(llm: LLM, server: Serving) -> None:
         chosen = npy(server, f"/{name}", positions=[0, -1])
         assert np.array_equal(getattr(llm, name)(PROMPT, positions=[0, -1]), chosen)
     stages = ["embedding", "blocks.*.attention.q"]
-    served = tensors(server, "/activations", positions="all", stages=stages)
+    named = tensors(server, "/activations", positions="all", stages=stages)
     for stage, values in llm.activations(PROMPT, stages).items():
-        assert np.array_equal(values, served[stage].numpy())
+        assert np.array_equal(values, named[stage].numpy())
 
 
 def test_methods_give_the_numbers_of_the_replies(llm: LLM) -> None:

@@ -221,7 +221,7 @@ def test_the_commands(
         assert "tiny has no vocabulary, so it has no loss on a text" in capsys.readouterr().err
     assert run(["train", "--from", str(path), "--data", str(tmp_path / "text.txt"),
                 "--out", str(tmp_path / "run")]) == 1  # fmt: skip
-    assert "has no vocabulary, so no text becomes its token ids" in capsys.readouterr().err
+    assert "has no vocabulary" in capsys.readouterr().err
     assert run(["export", str(path), "x.gguf", "--to", "gguf"]) == 1
     assert "is token ids without a text, and llama.cpp needs byte" in capsys.readouterr().err
     assert run(["export", str(path), "theirs"]) == 0
