@@ -4,7 +4,7 @@
 
 serves the bundled checkpoint, as a copy with a chat template, and lets each PYTHON run the clients
 that are installed beside it: their requirements contradict each other and those of logitd, so they
-have environments of their own. `service/api/openai/README.md` says how those are made. Nothing here
+have environments of their own. `service/openai/README.md` says how those are made. Nothing here
 uses a network but the loopback. What is checked is that a client gets what it asks for, not how
 good it is. Open WebUI is not run: the calls that it makes are sent by hand.
 """

@@ -32,11 +32,11 @@ from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.ray_cluster import LOCAL, connected
 from logitd.model.extras import installation
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from logitd.service.cli.commands.servable import NotServable, checkpoint_at
 from logitd.service.cli.settings_command import SettingsCommand
-from logitd.service.core.state import ServiceState
 from logitd.service.log import configure_logging
+from logitd.service.models.state import ServiceState
 from logitd.service.settings.serve import ServeSettings
 
 try:

@@ -25,7 +25,7 @@ from logitd.model.operations.body import PositionRange
 from logitd.model.operations.interventions import Intervention, Source
 from logitd.model.operations.operation import Operation
 from logitd.model.operations.processing import Processing
-from logitd.service.schemas.status import Health, Info, StagesReply, TokenizerInfo
+from logitd.service.http.schemas import Health, Info, StagesReply, TokenizerInfo
 
 FOLDER = Path(__file__).parent / "client"
 WIDTH = 100

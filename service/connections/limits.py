@@ -1,6 +1,6 @@
 """Limits: the bounds on connections, from settings and from the process's file descriptors.
 
-Not here: limits of what is asked for (`service/engine/admission.py`, `service/api/requests/`).
+Not here: limits of what is asked for (`service/engine/admission.py`, `service/http/body.py`).
 """
 
 import resource

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Protocol
 
 from logitd.service.connections.limits import SURPLUS, ConnectionLimits
-from logitd.service.core.metrics import ConnectionEnd, Metrics
+from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 
 logger = logging.getLogger("logitd.http")
 

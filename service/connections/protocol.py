@@ -7,7 +7,7 @@ that comes before the whole body is read by the client before the connection clo
 upgrade are answered as ordinary HTTP. A client that ends its side of the connection counts as gone.
 
 Not here: how many connections there may be (`open_connections.py`), what requests mean
-(`service/app/`).
+(`service/http/`).
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from logitd.service.connections.refusals import (
     whole_reply,
 )
 from logitd.service.connections.tcp import tcp_info
-from logitd.service.core.errors import ApiError, unavailable
-from logitd.service.core.metrics import ConnectionEnd
+from logitd.service.errors import ApiError, unavailable
+from logitd.service.metrics.metrics import ConnectionEnd
 
 PIECE = 16 * 1024
 """Bytes that the parser gets at once: between two pieces it is decided whether to go on."""

@@ -110,7 +110,7 @@ class ReplyProgress:
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
         """True if too little was taken for longer than `timeout`, or twice that while the reply is
-        not complete: streams have a timeout of their own (`service/api/responses/sse.py`), which
+        not complete: streams have a timeout of their own (`service/http/sse.py`), which
         comes first. If `acknowledged` is not known, only a reader that takes nothing is noticed."""
         if not unsent:
             self._mark = None

@@ -6,7 +6,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from logitd.service.connections.limits import MAX_HEADER_BYTES, MIN_BYTES_PER_SECOND
-from logitd.service.core.errors import ApiError, unavailable
+from logitd.service.errors import ApiError, unavailable
 
 
 def headers_too_large() -> ApiError:

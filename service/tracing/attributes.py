@@ -11,11 +11,11 @@ from starlette.types import Scope
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.operations.prompts import clip
-from logitd.service.api.body import BODY
-from logitd.service.core.auth import CALLER
-from logitd.service.core.choice import CONTEXT, USAGE
-from logitd.service.core.metrics import endpoint_label
+from logitd.service.access.auth import CALLER
 from logitd.service.engine.usage import Usage
+from logitd.service.http.body import BODY
+from logitd.service.metrics.metrics import endpoint_label
+from logitd.service.models.choice import CONTEXT, USAGE
 
 Value = str | int | float | bool | tuple[str, ...]
 SAMPLING = (

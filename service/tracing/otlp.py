@@ -24,7 +24,7 @@ from opentelemetry.trace import SpanKind, StatusCode, Tracer, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from logitd.model.version import VERSION
-from logitd.service.core.metrics import endpoint_label
+from logitd.service.metrics.metrics import endpoint_label
 from logitd.service.tracing.attributes import Ended, attributes
 
 logger = logging.getLogger("logitd.traces")

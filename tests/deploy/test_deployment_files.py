@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.make_dashboard import PLACE, dashboard
 from logitd.model.inference.kernels.cpu.targets import targets_of
-from logitd.service.core.metrics import Metrics
+from logitd.service.metrics.metrics import Metrics
 from logitd.service.settings.serve import ServeSettings
 
 ROOT = Path(__file__).parents[2]

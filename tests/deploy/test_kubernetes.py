@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from logitd.service.settings.serve import ServeSettings
 from tests.model.conftest import story
 from tests.service.serving import serve_settings

@@ -23,13 +23,13 @@ from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel as LoadedWeights
 from logitd.model.inference.load import load_model
-from logitd.service.app.app import create_app
-from logitd.service.app.server import uvicorn_config
+from logitd.service.application.app import create_app
+from logitd.service.application.server import uvicorn_config
 from logitd.service.connections.limits import connection_limits
 from logitd.service.connections.open_connections import OpenConnections
-from logitd.service.core.models import LoadedModel
-from logitd.service.core.state import ServiceState
-from logitd.service.schemas.status import ErrorDetail, ErrorReply
+from logitd.service.http.schemas import ErrorDetail, ErrorReply
+from logitd.service.models.served import LoadedModel
+from logitd.service.models.state import ServiceState
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt

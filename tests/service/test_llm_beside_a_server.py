@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from logitd.model.inference.attribution.task import METHODS
 from logitd.model.llm import LLM
 from logitd.service.client import Client
-from tests.service.api.asking import BY_NAME, PROMPT, SMALLEST, npy, tensors
+from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST, npy, tensors
 from tests.service.serving import Serving
 
 JSON: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ import pytest
 
 from logitd.model.inference.constraints.compiler import Source
 from logitd.model.inference.constraints.sandbox import Checker
-from logitd.service.api import sse
-from logitd.service.schemas.status import ErrorReply
+from logitd.service.http import sse
+from logitd.service.http.schemas import ErrorReply
 from tests.service.serving import (
     TEST_TIMEOUT,
     Poster,

@@ -20,9 +20,9 @@ from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.memory import slot_bytes
 from logitd.model.inference.options import Quantization, parse_loss_limit
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from logitd.service.cli.commands.serve import print_banner
-from logitd.service.schemas.status import Info
+from logitd.service.http.schemas import Info
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
 

@@ -15,9 +15,9 @@ import pytest
 from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.memory import Available, format_bytes
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from logitd.service.cli.commands.serve import print_banner
-from logitd.service.core.models import NotLoaded
+from logitd.service.models.served import NotLoaded
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.model.factories import (
     CHAT_TEMPLATE,
@@ -27,9 +27,9 @@ from tests.model.factories import (
     tiny_gpt,
     training_record,
 )
-from tests.service.api.asking import SMALLEST
 from tests.service.client.conftest import Connect, connect
-from tests.service.core.test_reloader import point, save_steps
+from tests.service.http.asking import SMALLEST
+from tests.service.models.test_reloader import point, save_steps
 from tests.service.serving import (
     Serving,
     eventually,

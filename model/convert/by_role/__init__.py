@@ -2,6 +2,6 @@
 from.
 
 Names and shapes say what a tensor is (`recognise.py`), settings, flags, the owner's code or a text
-say what names cannot (`settle.py`), and the weights are brought into this project's form without
+say what names cannot (`resolve.py`), and the weights are brought into this project's form without
 changing what they compute (`build.py`).
 """

@@ -1,7 +1,7 @@
 """Computation: what a GPT computes with its tensors, as far as names and shapes do not fix it.
 
 Each field has a flag of its own name. `questions.py` lists the values that a file leaves open,
-`settle.py` chooses among them, `build.py` turns the result into a `GPTConfig` and its weights.
+`resolve.py` chooses among them, `build.py` turns the result into a `GPTConfig` and its weights.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Covers blocks in one list, in a list for each kind of part, written out by hand or alone without a
 number, and heads that have tensors of their own. Gives names with `{N}` and `{M}` in place of the
-numbers. Does not give roles: see `outer_roles.py` and `layer_roles.py`.
+numbers. Does not give roles: see `roles.py`.
 """
 
 from collections import defaultdict

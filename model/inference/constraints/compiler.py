@@ -5,7 +5,7 @@ sequence has a `Matcher` of it: a mask over the vocabulary before sampling, one 
 The work is llguidance's, an optional dependency that is imported here alone, on the checkpoint's
 own vocabulary and split pattern. Does not apply masks (`model/inference/sampling/sampler.py`), nor
 protect a process from what compiling may take (`model/inference/constraints/sandbox.py`), nor cache
-what was compiled (`service/core/constraints.py`).
+what was compiled (`service/models/constraints.py`).
 
 What the four kinds mean here:
 

@@ -19,9 +19,9 @@ from rich.text import Text
 from logitd.model.checkpoint.checkpoint import is_checkpoint
 from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
-from logitd.service.app.server import serve
+from logitd.service.application.server import serve
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
-from logitd.service.core.models import LoadedModel, Models, NotLoaded
+from logitd.service.models.served import LoadedModel, Models, NotLoaded
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 

@@ -13,7 +13,7 @@ import logitd
 from logitd import AsyncClient, Client, LogitdError, UnavailableError
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.operation import Operation
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled

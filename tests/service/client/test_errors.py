@@ -13,7 +13,7 @@ import logitd
 from logitd import APIStatusError, LogitdError
 from logitd.service import client
 from logitd.service.client.errors import BY_STATUS, STATUS_OF_TYPE, from_event, from_reply
-from logitd.service.core.errors import ErrorType
+from logitd.service.errors import ErrorType
 from tests.service.client.test_reading import JSON
 
 BODY = {"error": {"message": "no", "type": "t", "param": "p", "code": "c"}}

@@ -108,7 +108,7 @@ def test_the_servers_own_fault(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr("logitd.service.core.models.Models.find", broken)
+    monkeypatch.setattr("logitd.service.models.served.Models.find", broken)
     error = refused(ServerError, lambda: connect(server.url).probs("a"))
     assert (error.status, error.code) == (500, "internal")
     assert error.message.endswith(f"request id {error.request_id}")

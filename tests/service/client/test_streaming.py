@@ -17,8 +17,8 @@ from logitd import (
     MalformedReplyError,
     StreamError,
 )
-from logitd.service.api import sse
 from logitd.service.client.streaming import EventDecoder, StreamState
+from logitd.service.http import sse
 from tests.service.client.test_reading import JSON
 
 HEAD = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from logitd.service.app.server import serve
+from logitd.service.application.server import serve
 from logitd.service.connections.limits import (
     MOST_CONNECTIONS,
     ConnectionLimitError,
@@ -18,7 +18,7 @@ from logitd.service.connections.limits import (
     connection_limits,
 )
 from logitd.service.connections.open_connections import Reports
-from logitd.service.core.metrics import ConnectionEnd, Metrics
+from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,

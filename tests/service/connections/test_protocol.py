@@ -24,7 +24,7 @@ from logitd.service.connections.limits import (
     MIN_BYTES_PER_SECOND,
     head_size,
 )
-from logitd.service.schemas.status import ErrorReply
+from logitd.service.http.schemas import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,

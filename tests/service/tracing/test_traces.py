@@ -20,7 +20,7 @@ from starlette.responses import StreamingResponse
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
 from logitd.model.version import VERSION
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing import otlp
 from logitd.service.tracing.traces import TracesError, traces_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from logitd.service.app.app import create_app
+from logitd.service.application.app import create_app
 from logitd.service.cli.main import run
 from tests.service.serving import Serving, serve_settings, serving, serving_app
 

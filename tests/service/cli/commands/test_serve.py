@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from logitd.service.cli.commands.serve import print_banner
-from logitd.service.core.models import Models
+from logitd.service.models.served import Models
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import client, serving

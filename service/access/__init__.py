@@ -1,0 +1,1 @@
+"""Access: API keys, their limits, and the names of callers."""

@@ -1,0 +1,108 @@
+"""KeyLimits: how much each API key may ask for, in requests a minute and in requests at once.
+
+For a server that several people or programs share: a key that asks for more is answered 429 with
+its own numbers, and the others notice nothing. Only what is posted counts: whoever looks at
+/metrics does not compute. A minute's requests come back evenly (a leaky bucket), so a key that was
+silent may ask for all of them at once. Belongs to the event loop.
+
+Not here: how much all callers together may have waiting, and who is next (`admission.py`,
+`callers.py`).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from logitd.service.engine.admission import Limit
+from logitd.service.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimit:
+    """What one key may ask for; 0 is as much as it likes, None what others may.
+
+    per_minute  requests
+    at_once     requests that are being answered
+    """
+
+    per_minute: int | None = None
+    at_once: int | None = None
+
+
+@dataclass(slots=True)
+class _Spent:
+    """What of a key's requests counts still as of a moment, and how many are open."""
+
+    used: float
+    moment: float
+    open: int = 0
+
+
+class KeyLimits:
+    """Counts the requests of each key."""
+
+    def __init__(
+        self,
+        default: KeyLimit,
+        own: Mapping[str, KeyLimit],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`own` are the limits of keys that have others than the default."""
+        self._default = default
+        self._own = own
+        self._clock = clock
+        self._spent: dict[str, _Spent] = {}
+
+    def of(self, name: str) -> tuple[int, int]:
+        """Requests a minute, and at once; 0 is unlimited."""
+        own, other = self._own.get(name, self._default), self._default
+        per_minute = other.per_minute if own.per_minute is None else own.per_minute
+        at_once = other.at_once if own.at_once is None else own.at_once
+        return per_minute or 0, at_once or 0
+
+    def replace(self, own: Mapping[str, KeyLimit]) -> None:
+        """From now on keys have these; what they have spent stays spent."""
+        self._own = own
+
+    @contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """Count a request of a key while it is answered. Raises ApiError (429) where it has met a
+        limit, and then it does not count."""
+        (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
+        if at_once and spent.open >= at_once:
+            raise _rejected(
+                f"the key {name!r} may have {at_once} requests answered at once, and has "
+                f"{spent.open}; wait for one of them to end",
+                1,
+                Limit.KEY_AT_ONCE,
+            )
+        if per_minute:
+            if spent.used + 1 > per_minute:
+                wait = math.ceil((spent.used + 1 - per_minute) * 60 / per_minute)
+                raise _rejected(
+                    f"the key {name!r} may send {per_minute} requests a minute, and has sent "
+                    f"them; try again in about {wait} s",
+                    wait,
+                    Limit.KEY_PER_MINUTE,
+                )
+            spent.used += 1
+        spent.open += 1
+        try:
+            yield
+        finally:
+            spent.open -= 1
+
+    def _as_of_now(self, name: str) -> _Spent:
+        """What a key has spent, less what has come back to it meanwhile."""
+        now, (per_minute, _) = self._clock(), self.of(name)
+        spent = self._spent.setdefault(name, _Spent(0.0, now))
+        left = spent.used - (now - spent.moment) * per_minute / 60
+        spent.used = min(max(left, 0.0), per_minute)  # it may have had a higher limit before
+        spent.moment = now
+        return spent
+
+
+def _rejected(message: str, wait: int, limit: Limit) -> ApiError:
+    return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", wait, limit)

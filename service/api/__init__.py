@@ -1,1 +1,0 @@
-"""The API: endpoints, the way in and the way out, and OpenAI's API."""

@@ -1,1 +1,0 @@
-"""The application: assembled, started, watched by signals, described in /docs."""

@@ -1,0 +1,1 @@
+"""Application: the ASGI application, its middleware, its life and its server."""

@@ -1,0 +1,138 @@
+"""The application: routes, middleware and the life of what is served.
+
+`create_app` starts nothing; the application loads its checkpoint when the server starts it, while
+/health already answers 503, and stops its engine when the server stops it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import fastapi_offline
+from fastapi import FastAPI, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+
+from logitd.model.version import VERSION
+from logitd.service import errors
+from logitd.service.access.auth import ApiKeyCheck, is_public, read_api_keys
+from logitd.service.application import docs as openapi
+from logitd.service.application.lifespan import live
+from logitd.service.application.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
+from logitd.service.http import endpoint
+from logitd.service.http.routes import admin, facts, status
+from logitd.service.models.state import ServiceState
+from logitd.service.openai import chat_route, completions_route, models_route
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.tracing.attributes import Ended
+from logitd.service.tracing.traces import traces_of
+
+DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
+
+Prompts are texts, lists of token ids, or lists of either. Errors are
+`{"error": {"message", "type", "param", "code"}}`, and the message says what to do."""
+
+
+def create_app(settings: ServeSettings) -> FastAPI:
+    """The service as an ASGI application; ApiKeyError if its keys cannot be used, TracesError if
+    there can be no traces and some are asked for."""
+    state = ServiceState(settings, read_api_keys(settings.api_keys, settings.api_key_file))
+    traces = traces_of(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        life = asyncio.create_task(live(state))
+        if traces is not None:
+            traces.open()
+        try:
+            yield
+        finally:
+            await state.settled.wait()  # what loads cannot be told to stop
+            life.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await life
+            await state.drain()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
+
+    app = FastAPI(
+        title="logitd",
+        version=VERSION,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = state
+    errors.install(app)
+    openapi.install(app, needs_key=lambda path: _needs_key(state, path))
+    others = (facts, completions_route, chat_route, models_route, status, admin)
+    routers = [endpoint.router(), *(routes.router for routes in others)]
+    for router in routers:
+        # Not by include_router: what that makes of them is made by the first request, which then
+        # waits, as everybody else does.
+        app.router.routes.extend(router.routes)
+    _serve_docs(app)
+    _serve_playground(app)
+    _add_middleware(app, state, None if traces is None else traces.record)
+    return app
+
+
+def _needs_key(state: ServiceState, path: str) -> bool:
+    return bool(state.keys.names) and not is_public(path, state.settings.public_endpoints)
+
+
+def _add_middleware(
+    app: FastAPI, state: ServiceState, trace: Callable[[Ended], str | None] | None
+) -> None:
+    """What a request passes on its way in, the innermost first."""
+    app.add_middleware(HeadAsGet)
+    if state.keys.names:
+        app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
+    app.add_middleware(BugAnswer)
+    if state.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    app.add_middleware(RequestLog, metrics=state.metrics, trace=trace)
+
+
+def _serve_playground(app: FastAPI) -> None:
+    """The page at /, which needs nothing but this server."""
+    static = Path(__file__).parents[1] / "playground"
+    app.mount("/static", StaticFiles(directory=static), name="static")
+
+    @app.get("/", include_in_schema=False)
+    def playground() -> Response:
+        return FileResponse(static / "index.html")
+
+
+def _serve_docs(app: FastAPI) -> None:
+    """Swagger UI from this machine's files: /docs works without a network."""
+    assets = Path(fastapi_offline.__file__).parent / "static"
+    app.mount("/docs/assets", StaticFiles(directory=assets), name="docs-assets")
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def document() -> Response:
+        """In a thread: it is made when it is first asked for, in a quarter of a second."""
+        return JSONResponse(app.openapi())
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="logitd",
+            swagger_js_url="/docs/assets/swagger-ui-bundle.js",
+            swagger_css_url="/docs/assets/swagger-ui.css",
+            swagger_favicon_url="/docs/assets/favicon.png",
+        )

@@ -1,0 +1,64 @@
+"""What /docs and /openapi.json say beyond what FastAPI finds out by itself.
+
+Request bodies are read by `body_of`, which FastAPI cannot see into, so their schemas are added
+here; so are the errors that every endpoint can answer, and, where API keys are on, which endpoints
+need one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import RequestBody
+from logitd.service.http.admin_schemas import ReloadRequest
+from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+
+REQUEST_BODIES: tuple[type[RequestBody], ...] = (
+    *(operation.body for operation in OPERATIONS),
+    CompletionRequest,
+    ChatRequest,
+    ReloadRequest,
+)
+
+
+def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
+    """Let the application describe itself with the request bodies and what needs a key."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+                tags=app.openapi_tags,
+            )
+            _, bodies = models_json_schema(
+                [(model, "validation") for model in REQUEST_BODIES],
+                ref_template="#/components/schemas/{model}",
+            )
+            schema["components"]["schemas"].update(bodies["$defs"])
+            _add_keys(schema, needs_key)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:
+    """Say which operations need an API key; /docs then has a place to enter one."""
+    operations = [
+        operation
+        for path, methods in schema["paths"].items()
+        for operation in methods.values()
+        if needs_key(path)
+    ]
+    if operations:
+        bearer = {"type": "http", "scheme": "bearer"}
+        schema["components"]["securitySchemes"] = {"api_key": bearer}
+    for operation in operations:
+        operation["security"] = [{"api_key": []}]

@@ -1,0 +1,143 @@
+"""Life of the served models: load them off the event loop, then follow their runs if wanted.
+
+Builds the engine of each model and everything the event loop needs for it. /health answers 503
+meanwhile, and says why if loading fails. If one of several models cannot be loaded, the others are
+served; loading has failed only if none can be.
+"""
+
+import asyncio
+import logging
+from dataclasses import replace
+from functools import partial
+
+from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
+from logitd.model.inference.constraints.sandbox import Checker
+from logitd.service.engine.admission import AdmissionController, QueueLimits
+from logitd.service.engine.async_engine import AsyncEngine
+from logitd.service.engine.build import (
+    STARTUP_ERRORS,
+    BuiltEngine,
+    Shares,
+    build,
+    divide_memory,
+)
+from logitd.service.engine.driver import EngineDriver, StepThread
+from logitd.service.models.constraints import Constraints
+from logitd.service.models.follow import follow
+from logitd.service.models.reloader import Reloader
+from logitd.service.models.served import LoadedModel, NotLoaded
+from logitd.service.models.state import ServiceState
+from logitd.service.settings.model_source import ModelSource
+from logitd.service.settings.serve import ServeSettings
+
+logger = logging.getLogger("logitd")
+
+
+async def live(state: ServiceState) -> None:
+    """Load the models of the settings, and follow their runs if that is wanted."""
+    await load(state)
+    if state.settings.follow is not None:
+        await asyncio.gather(*(follow(served) for served in state.models.served))
+
+
+async def load(state: ServiceState) -> None:
+    """Load the models of the settings, one after the other; well or badly, `state` knows
+    afterwards. Nothing is computed before all are there: a thread that computes for the first time
+    gets as many of torch's as there are at that moment, and loading has one."""
+    sources = state.settings.models
+    if len(sources) == 1:
+        model = await _load_model(state, state.settings)
+        if isinstance(model, NotLoaded):
+            _cannot_serve(state, model.reason)
+        else:
+            state.serve([model])
+        return
+    try:
+        shares = await asyncio.to_thread(divide_memory, state.settings)
+    except STARTUP_ERRORS as error:
+        _cannot_serve(state, str(error))
+        return
+    steps = StepThread()
+    models = [await _load_share(state, source, shares, steps) for source in sources]
+    missing = [model for model in models if isinstance(model, NotLoaded)]
+    if len(missing) == len(models):
+        told = "; ".join(f"{model.name}: {model.reason}" for model in missing)
+        _cannot_serve(state, f"none of {len(models)} models could be loaded: {told}")
+        steps.close()
+        return
+    for model in missing:
+        logger.error("%s is not served, the others are: %s", model.name, model.reason)
+    state.serve(models, steps)
+
+
+def _cannot_serve(state: ServiceState, reason: str) -> None:
+    logger.error("cannot serve: %s", reason)
+    state.fail(reason)
+
+
+async def _load_share(
+    state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
+) -> LoadedModel | NotLoaded:
+    """One of several, with the slots that are its share."""
+    assert source.name is not None
+    if (reason := shares.refused.get(source.name)) is not None:
+        return NotLoaded(source.name, reason)
+    slots = shares.slots[source.name]
+    return await _load_model(
+        state, state.settings.of(source, slots=slots, kv_cache_memory=None), steps
+    )
+
+
+async def _load_model(
+    state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
+) -> LoadedModel | NotLoaded:
+    """The model of settings that are of one."""
+    source = settings.source
+    name = source.name or name_of(source.path)
+    resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
+    try:
+        built = await asyncio.to_thread(build, resolved)
+        checker = await asyncio.to_thread(Checker, built.checkpoint.tokenizer)
+    except STARTUP_ERRORS as error:
+        return NotLoaded(name, str(error))
+    except Exception as error:
+        logger.exception("a bug kept %s from being loaded", name)
+        return NotLoaded(name, f"{type(error).__name__}: {error}")
+    return _served(state, settings, built, checker, steps)
+
+
+def _served(
+    state: ServiceState,
+    settings: ServeSettings,
+    built: BuiltEngine,
+    checker: Checker,
+    steps: StepThread | None,
+) -> LoadedModel:
+    driver = EngineDriver(built.engine, built.load_weights, steps)
+    metrics = state.metrics_of(settings.source)
+    limits = QueueLimits(
+        sequences=settings.max_queue,
+        tokens=settings.max_queue_tokens,
+        elements=settings.max_queue_elements,
+        per_request=settings.max_sequences,
+    )
+    name = settings.source.name or built.checkpoint.name
+    checkpoints = {0: replace(built.checkpoint, name=name)}
+    engine = AsyncEngine(
+        driver,
+        AdmissionController(driver.model_config, driver.slots, limits),
+        stall_timeout=settings.stall_timeout,
+        on_step=partial(state.on_step, metrics),
+    )
+    return LoadedModel(
+        checkpoints=checkpoints,
+        computation=built.computation,
+        engine=engine,
+        reloader=Reloader(settings, engine, checkpoints, metrics, state.reload_lock),
+        constraints=Constraints(
+            built.compiler, checker, timeout=settings.constraint_timeout, metrics=metrics
+        ),
+        settings=settings,
+        keys=state.keys,
+        reply_budget=state.reply_budget,
+    )

@@ -1,0 +1,213 @@
+"""Server: uvicorn around the application, and what a signal means.
+
+SIGTERM or SIGINT: readiness turns 503, and after `drain_grace` seconds new requests are rejected;
+the running ones get `drain_timeout` seconds, what is left is aborted with an error of its own, and
+the process exits with 0. While the checkpoint is being loaded it exits with 0 at once. A second
+signal quits at once, with 128 and its number. SIGHUP reads the API keys again and looks for another
+checkpoint to serve. An engine that failed for good ends the process with 1, so that whoever watches
+it can start another.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import ceil
+from typing import Any
+
+import uvicorn
+
+from logitd.service.access.auth import ApiKeyError
+from logitd.service.application.app import create_app
+from logitd.service.connections.limits import ConnectionLimitError, connection_limits
+from logitd.service.connections.open_connections import OpenConnections
+from logitd.service.connections.protocol import Connection
+from logitd.service.log import configure_logging
+from logitd.service.models.reloader import ReloadError
+from logitd.service.models.served import LoadedModel, Models
+from logitd.service.models.state import ServiceState
+from logitd.service.settings.serve import ServeSettings
+from logitd.service.tracing.traces import TracesError
+
+logger = logging.getLogger("logitd")
+
+
+Announce = Callable[[Models, int], None]
+"""Told what is served, and on which port, once requests are answered."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with an announcement at the start and a drain at the end."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServiceState,
+        connections: OpenConnections,
+        announce: Announce,
+    ) -> None:
+        super().__init__(config)
+        self._state = state
+        self._connections = connections
+        self._announce = announce
+        self._signals = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        loading = ", ".join(map(str, self._state.settings.models))
+        logger.info("listening on port %d, loading %s", self._port, loading)
+        self._start(self._announce_when_ready())
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again after a clean stop; ours ends with exit code 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        yield
+
+    def _on_reload(self) -> None:
+        """Accept the keys, and serve the checkpoint, that the settings mean now: those of the file,
+        and of a run its best."""
+        if self._state.keys.names:
+            try:
+                names = self._state.read_keys_again()
+                logger.info("SIGHUP: the keys of %s are accepted now", ", ".join(names))
+            except ApiKeyError as error:
+                logger.error("SIGHUP: the keys before are accepted still: %s", error)
+        if self._signals or not self._state.models.served:
+            logger.warning("SIGHUP: there is nothing to reload now")
+        else:
+            logger.info("SIGHUP: looking for another checkpoint")
+            for served in self._state.models.served:
+                self._start(self._reload(served))
+
+    async def _reload(self, served: LoadedModel) -> None:
+        reloader = served.reloader
+        try:
+            reloaded = await reloader.reload(reloader.wanted())
+        except (OSError, ReloadError) as error:
+            logger.warning("SIGHUP: %s was not reloaded: %s", served.name, error)
+        else:
+            if not reloaded.swapped:
+                logger.info("SIGHUP: %s is served already", reloaded.checkpoint.path)
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            # Nothing here is worth waiting for.
+            logger.warning("%s again: quitting at once", signal.Signals(number).name)
+            os._exit(128 + number)
+        if not self._state.settled.is_set():
+            # Nothing was accepted, and what loads is in native code that cannot be told to stop.
+            logger.info("%s while loading: quitting at once", signal.Signals(number).name)
+            os._exit(0)
+        grace = self._state.settings.drain_grace
+        if grace:
+            logger.info(
+                "%s: not ready any more, draining in %g s", signal.Signals(number).name, grace
+            )
+        else:
+            logger.info("%s: draining", signal.Signals(number).name)
+        self._start(self._drain_then_exit(grace))
+
+    @property
+    def _port(self) -> int:
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    async def _announce_when_ready(self) -> None:
+        await self._state.settled.wait()
+        models = self._state.models
+        if not models.served:
+            self.should_exit = True  # there will never be anything to serve
+            return
+        self._announce(models, self._port)
+        failed = await self._first_failed(models)
+        told = f"the engine of {failed.name}" if models.several else "the engine"
+        logger.error("%s failed: exiting with 1", told)
+        self.should_exit = True
+
+    async def _first_failed(self, models: Models) -> LoadedModel:
+        """The model whose engine fails for good, once one does."""
+        waiting = [asyncio.ensure_future(served.engine.failed.wait()) for served in models.served]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiter in waiting:
+                waiter.cancel()
+        return next(served for served in models.served if served.engine.failed.is_set())
+
+    async def _drain_then_exit(self, grace: float) -> None:
+        self._state.leave()
+        await asyncio.sleep(grace)
+        now = asyncio.get_running_loop().time()
+        self._connections.reply_deadline = now + self._state.settings.drain_timeout
+        await self._state.drain()
+        self.should_exit = True
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        """Run a task beside the server; the loop itself keeps only weak references."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def uvicorn_config(
+    app: Any, settings: ServeSettings, connections: OpenConnections
+) -> uvicorn.Config:
+    """How uvicorn runs the application: with connections of our own."""
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=partial(Connection, connections=connections),  # type: ignore[arg-type]
+        ws="none",
+        backlog=connections.limits.backlog,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Connections end by themselves before that (`Connection.shutdown`).
+        timeout_graceful_shutdown=ceil(settings.drain_timeout) + 5,
+    )
+
+
+def serve(settings: ServeSettings, announce: Announce) -> int:
+    """Run until a signal comes; the process's exit code."""
+    configure_logging(settings.log_level, json=settings.log_format == "json")
+    try:
+        app = create_app(settings)
+    except (ApiKeyError, TracesError) as error:
+        logger.error("cannot serve: %s", error)
+        return 1
+    state: ServiceState = app.state.service
+    try:
+        connections = OpenConnections(connection_limits(settings), state.metrics)
+    except ConnectionLimitError as error:
+        logger.error("cannot serve: %s", error)
+        return 1
+    config = uvicorn_config(app, settings, connections)
+    server = Server(config, state, connections, announce)
+    loop_factory = config.get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            runner.run(server.serve())
+        except SystemExit as end:  # uvicorn's way out when it cannot bind; it has logged why
+            reason = end.__context__
+            if isinstance(reason, OSError) and reason.errno == errno.EADDRINUSE:
+                logger.error(
+                    "port %d is in use: end what listens there, or choose another port; "
+                    "--port 0 takes a free one",
+                    settings.port,
+                )
+            return 1
+    served = state.models.served
+    answered = bool(served) and all(model.engine.failure is None for model in served)
+    return 0 if answered and server.started else 1

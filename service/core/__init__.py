@@ -1,1 +1,0 @@
-"""What every part of the service shares: errors, API keys, metrics, state."""

@@ -1,0 +1,114 @@
+"""Body: the JSON of a request, read within its limit and parsed strictly.
+
+What its fields mean is decided by the operation (`model/operations/`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from logitd.model.operations.body import MAX_IDS, RequestBody
+from logitd.model.operations.prompts import clip
+from logitd.model.operations.validation import describe_errors
+from logitd.service.errors import ApiError, bad_request, body_too_large, client_gone
+from logitd.service.http.structure import count_structure
+
+MAX_VALUES = MAX_IDS + 2**14
+"""JSON values in a body: the ids of the longest list, and all else."""
+MAX_PARTS = 2**14
+"""Lists, objects and keys in a body. Each takes a parser as long as ten numbers."""
+UNCOUNTED_BYTES = 2**14
+"""Size up to which a body is parsed unseen: that takes a few ms, whatever it holds."""
+
+BODY = "body"
+"""`request.state` key of the body, once it is read; read by tracing."""
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency that reads a request's JSON into `model`.
+
+    pydantic reads the raw bytes: unlike the usual way through Python objects, that rejects NaN,
+    Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
+    """
+
+    async def read(request: Request) -> Body:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body's content type is {clip(media_type)!r}; send application/json "
+                "(curl: --json, or -H 'Content-Type: application/json')",
+            )
+        _require_plain(request)
+        raw = await _bounded_body(request)
+        if len(raw) > UNCOUNTED_BYTES:
+            await _check_structure(raw)
+        try:
+            body = model.model_validate_json(raw)
+        except ValidationError as error:
+            raise describe_errors(error, model.model_fields) from error
+        setattr(request.state, BODY, body)
+        return body
+
+    return read
+
+
+def described_by(model: type[RequestBody]) -> dict[str, Any]:
+    """The OpenAPI description of a body that `body_of` reads."""
+    content = {
+        "schema": {"$ref": f"#/components/schemas/{model.__name__}"},
+        "examples": {
+            summary: {"summary": summary, "value": body} for summary, body in model.examples.items()
+        },
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+async def _bounded_body(request: Request) -> bytes:
+    """The body, read up to the limit; not at all where its declared length is above it."""
+    limit: int = request.app.state.service.settings.max_body_bytes
+    # The HTTP parser has accepted the header as a number.
+    if int(request.headers.get("content-length", "0")) > limit:
+        raise body_too_large(limit)
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise body_too_large(limit)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise client_gone() from error
+    return b"".join(chunks)
+
+
+def _require_plain(request: Request) -> None:
+    """Raise ApiError for a body that is encoded: nothing here would decode it."""
+    for header, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+        # The parser of HTTP has seen to it that there is one way to tell where the body ends.
+        encoding = ", ".join(request.headers.getlist(header)).strip().lower()
+        if encoding not in ("", plain):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body is encoded as {clip(encoding)!r}; send it as it is",
+            )
+
+
+async def _check_structure(raw: bytes) -> None:
+    """Raise ApiError for a body whose parsing would hold up everybody else."""
+    structure = await asyncio.to_thread(count_structure, raw)
+    parts = structure.containers + structure.keys
+    if structure.values > MAX_VALUES or parts > MAX_PARTS:
+        raise bad_request(
+            f"the body has up to {structure.values} JSON values ({MAX_VALUES} are allowed) and "
+            f"{parts} lists, objects and keys ({MAX_PARTS} are allowed); send several requests",
+            code="body_too_large",
+        )

@@ -1,0 +1,137 @@
+"""Completions: sampled text as one reply or as a stream of chunks.
+
+Ends sequences whose text has reached a stop string. An endpoint that writes replies in another
+shape has a `ResponseFormat`. Not here: how tokens become text (`model/operations/completion.py`).
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+
+from logitd.model.inference.engine.events import FinishEvent
+from logitd.model.operations.completion import GrowingReply
+from logitd.model.operations.operation import Completions
+from logitd.service.errors import EXPECTED, as_api_error, raise_failure
+from logitd.service.http import sse
+from logitd.service.http.envelope import envelope, server_timing, timings
+from logitd.service.models.context import RequestContext
+
+
+class ResponseFormat(Protocol):
+    """How an endpoint writes completions. Called in the order of the events; may keep state."""
+
+    def reply(self, reply: dict[str, Any]) -> Any:
+        """The reply, from that of /generate."""
+        ...
+
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
+        """The chunks of a stream, from one of /generate. `counts` are the prompt, completion and
+        total tokens so far."""
+        ...
+
+
+class NativeFormat:
+    """The format of /generate itself."""
+
+    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
+        return reply
+
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
+        return (chunk,)
+
+
+async def respond(generation: "Generation", context: RequestContext, *, stream: bool) -> Response:
+    """The response of a generation; a client that leaves ends it."""
+    if not stream:
+        reply = await context.unless_gone(generation.reply())
+        return Response(
+            orjson.dumps(reply),
+            media_type="application/json",
+            headers=server_timing(generation.finishes),
+        )
+    return sse.StreamedResponse(
+        generation.events(),
+        on_end=generation.abort,
+        write_timeout=context.model.settings.slow_reader_timeout,
+        media_type=sse.MEDIA_TYPE,
+        waits=True,
+    )
+
+
+class Generation:
+    """One submitted request, and the reply that grows from it."""
+
+    def __init__(
+        self,
+        plan: Completions,
+        context: RequestContext,
+        response_format: ResponseFormat | None = None,
+    ) -> None:
+        """Submits the plan. Raises as `RequestContext.submit` does."""
+        self._submission = context.submit(plan.requests)
+        self._growing = GrowingReply(plan, context.checkpoint.tokenizer)
+        self._head = envelope("gen", context.checkpoint)
+        self._format = response_format or NativeFormat()
+
+    @property
+    def finishes(self) -> list[FinishEvent]:
+        return self._growing.finishes
+
+    def abort(self) -> None:
+        """Nobody reads any more."""
+        self._submission.abort()
+
+    async def reply(self) -> Any:
+        """The whole answer; whatever ends this call ends the generation."""
+        try:
+            while not self._submission.finished:
+                await self._advance(timeout=None)
+        finally:
+            self.abort()
+        return self._format.reply({**self._head, **self._growing.take_json(), **self._tail()})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as a stream."""
+        try:
+            while not self._submission.finished:
+                if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
+                    yield sse.KEEP_ALIVE
+                    continue
+                new = self._growing.take_json()
+                if (new["choices"] or "prompts" in new) and (part := self._part(new)):
+                    yield part
+            if part := self._part({"choices": [], **self._tail()}):
+                yield part
+        except EXPECTED as error:
+            yield sse.event(as_api_error(error).body())
+        yield sse.DONE
+
+    def _part(self, chunk: dict[str, Any]) -> bytes:
+        """The events of a chunk; none if the format has nothing to say."""
+        prompt_tokens, generated = self._growing.prompt_tokens, self._growing.generated
+        counts = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": prompt_tokens + generated,
+        }
+        return b"".join(map(sse.event, self._format.chunks({**self._head, **chunk}, counts)))
+
+    async def _advance(self, timeout: float | None) -> bool:
+        """Take in the events since the last call. False if there were none in `timeout`."""
+        events = await self._submission.take(timeout)
+        for event in events:
+            if isinstance(event, FinishEvent) and not self._growing.is_finished(event):
+                raise_failure(event)
+            if self._growing.push(event):
+                self._submission.stop(event.request_id, event.index)  # type: ignore[union-attr]
+        return bool(events)
+
+    def _tail(self) -> dict[str, Any]:
+        """Members that are known at the end."""
+        return {
+            "usage": self._growing.usage(),
+            "seed": self._growing.seed,
+            "timings": timings(self.finishes, self._growing.generated),
+        }

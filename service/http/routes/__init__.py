@@ -1,0 +1,1 @@
+"""Routes that are no operations: the server, its models, its administrator."""

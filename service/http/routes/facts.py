@@ -1,0 +1,79 @@
+"""GET /stages and GET /tokenizer_info: what the served model is made of."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import StageKind, stages_of
+from logitd.service.errors import ERRORS
+from logitd.service.http.envelope import checkpoint_name
+from logitd.service.http.schemas import StagesReply, TokenizerInfo
+from logitd.service.models.state import Chosen
+
+router = APIRouter()
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: ERRORS[status] for status in (401, 404, 431, 503)
+}
+
+
+@router.get(
+    "/stages",
+    response_model=StagesReply,
+    responses=RESPONSES,
+    summary="The names of what the forward computes",
+    tags=["outputs"],
+)
+def stages(context: Chosen) -> dict[str, Any]:
+    """Every stage of the served model: its name in /activations and in interventions, its shape,
+    its meaning and what TransformerLens calls it."""
+    config = context.checkpoint.config
+    kinds = dict.fromkeys(stage.kind for stage in stages_of(config))  # in their order
+    return {
+        "model": context.checkpoint.name,
+        "stages": [_stage_json(kind, config) for kind in kinds],
+    }
+
+
+def _stage_json(kind: StageKind, config: GPTConfig) -> dict[str, Any]:
+    """The StageInfo."""
+    stages = [stage for stage in stages_of(config) if stage.kind is kind]
+    sizes = [None if axis == "T" else getattr(config, axis) for axis in kind.axes]
+    return {
+        "name": kind.pattern,
+        "names": [stage.name for stage in stages],
+        "axes": ["positions", *kind.axes],
+        "shape": [None, *sizes],
+        "meaning": kind.meaning,
+        "changeable": kind.changes,
+        "transformer_lens": kind.lens_pattern,
+    }
+
+
+@router.get(
+    "/tokenizer_info",
+    responses=RESPONSES,
+    summary="The vocabulary",
+    tags=["vocabulary"],
+)
+def tokenizer_info(context: Chosen) -> TokenizerInfo:
+    """Its size, its special tokens and the pattern that cuts texts. A vocabulary without an
+    end-of-text token has null for `eos_token`."""
+    checkpoint, tokenizer = context.checkpoint, context.checkpoint.tokenizer
+    eos, template = tokenizer.end_of_text, checkpoint.chat_template
+    return TokenizerInfo.model_validate(
+        {
+            "model": checkpoint.name,
+            "checkpoint": checkpoint_name(checkpoint),
+            "vocab_size": tokenizer.vocab_size,
+            "kind": tokenizer.kind,
+            "eos_token": None if eos is None else tokenizer.token_text(eos),
+            "eos_token_id": eos,
+            "bos_token": None,
+            "pad_token": None,
+            "chat_template": None if template is None else template.source,
+            "pattern": tokenizer.pattern,
+            "special_tokens": tokenizer.special_tokens,
+        }
+    )

@@ -1,0 +1,159 @@
+"""GET endpoints for people who operate the service: health, info, version, metrics.
+
+Those that only say what is in memory do so on the event loop, so that they answer without a thread
+to be free for them.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from logitd.model.checkpoint.beside import Point, read_card, read_curve
+from logitd.model.version import VERSION
+from logitd.service.errors import ERRORS
+from logitd.service.http.envelope import checkpoint_name
+from logitd.service.http.schemas import CardReply, Health, Info, ModelStatus, Version
+from logitd.service.metrics.metrics import CONTENT_TYPE
+from logitd.service.models.served import Models
+from logitd.service.models.state import AskedModel, Chosen, Ready, ServiceState, State
+
+router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
+
+UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Loading, draining or failed"}
+}
+
+
+@router.get(
+    "/health",
+    responses=UNREADY,
+    response_model_exclude_unset=True,
+    summary="Ready to answer? (the same as /health/ready)",
+)
+@router.get(
+    "/health/ready",
+    responses=UNREADY,
+    response_model_exclude_unset=True,
+    summary="Ready to answer?",
+)
+async def ready(state: State, response: Response) -> Health:
+    """200 when requests are answered, 503 while loading, draining or failed. Of several models one
+    that could not be loaded is named, and the others answer."""
+    health = _health(state)
+    if health.status != "ok":
+        response.status_code = 503
+        response.headers["Retry-After"] = "1"
+    return health
+
+
+@router.get("/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Alive?")
+async def live(state: State, response: Response) -> Health:
+    """200 while the process can still become or stay useful; 503 when it hangs or has failed."""
+    health = _health(state)
+    if health.status in ("stalled", "failed"):
+        response.status_code = 503
+    return health
+
+
+def _health(state: ServiceState) -> Health:
+    status, reason = state.status()
+    if state.models.several:
+        return Health(status=status, reason=reason, models=_statuses(state.models))
+    return Health(status=status, reason=reason)
+
+
+def _statuses(models: Models) -> list[ModelStatus]:
+    """Each model of a server, in their order."""
+    told = ((model.name, *model.status()) for model in models.every)
+    return [ModelStatus(model=name, status=status, reason=reason) for name, status, reason in told]
+
+
+@router.get(
+    "/info",
+    responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
+    summary="What is served, where and how",
+)
+async def info(models: Ready, model: AskedModel = None) -> Info:
+    """The checkpoint, its shape and training, the device, and the limits of a request. Of several
+    models it is the first that was loaded, or the one that `model` names."""
+    context = models.of(models.all.served[0].name if model is None else model)
+    served, checkpoint = context.model, context.checkpoint
+    settings, computed, cost = served.settings, served.computation, served.quantization
+    return Info.model_validate(
+        {
+            "version": VERSION,
+            "model": checkpoint.name,
+            "models": _statuses(models.all),
+            "checkpoint": checkpoint_name(checkpoint),
+            "config": checkpoint.config.to_dict(),
+            "vocabulary": checkpoint.tokenizer.kind,
+            "training": checkpoint.training.to_dict(),
+            "parameters": computed.parameters,
+            "device": computed.device,
+            "decoding": computed.decoding,
+            "kernels": computed.kernels,
+            "speculate": settings.speculate,
+            "dtype": computed.placement.dtype_name,
+            "quantization": None if cost is None else cost.to_dict(),
+            "threads": computed.placement.threads,
+            "slots": served.slots,
+            "kv_cache_bytes": computed.kv_cache_bytes,
+            "prefill_chunk": settings.prefill_chunk,
+            "target_gap": computed.target_gap,
+            "api_keys": bool(served.key_names),
+            "limits": {
+                "context_length": checkpoint.config.context_length,
+                "max_sequences": settings.max_sequences,
+                "max_queue": settings.max_queue,
+                "max_queue_tokens": settings.max_queue_tokens,
+                "max_queue_elements": settings.max_queue_elements,
+                "max_reply_elements": settings.max_reply_elements,
+                "max_body_bytes": settings.max_body_bytes,
+            },
+        }
+    )
+
+
+@router.get(
+    "/card",
+    responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
+    summary="The model card, and the curve of the training",
+)
+def card(context: Chosen) -> CardReply:
+    """What stands beside the checkpoint, read anew each time: a run may be going on. Without a log
+    of the run the curve is that of the card, and without a card it is empty."""
+    checkpoint = context.checkpoint
+    text = read_card(checkpoint.path)
+    curve = read_curve(checkpoint.path, text)
+    return CardReply.model_validate(
+        {
+            "model": checkpoint.name,
+            "checkpoint": checkpoint_name(checkpoint),
+            "card": text,
+            "curve": {
+                "training": [_point_json(point) for point in curve.training],
+                "validation": [_point_json(point) for point in curve.validation],
+            },
+        }
+    )
+
+
+def _point_json(point: Point) -> dict[str, Any]:
+    """The CurvePoint."""
+    return {"step": point.step, "loss": point.loss, "bits_per_byte": point.bits_per_byte}
+
+
+@router.get("/version", responses={401: ERRORS[401]}, summary="The version of logitd")
+async def version() -> Version:
+    return Version(version=VERSION)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={401: ERRORS[401]},
+    summary="Prometheus metrics",
+)
+def metrics(state: State) -> Response:
+    """Prometheus' text format."""
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE)

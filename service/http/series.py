@@ -1,0 +1,108 @@
+"""Series: many requests of one reply, a few of them at a time.
+
+Jobs are admitted as they come, between everybody else's requests: a sweep of a thousand cells takes
+a few places in the queue, and the rest of it waits here. It also waits while the queue is full.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from logitd.model.operations.operation import Operation, Series
+from logitd.service.engine.admission import QueueFull
+from logitd.service.engine.submission import Submission
+from logitd.service.errors import EXPECTED, as_api_error
+from logitd.service.http import sse
+from logitd.service.http.envelope import checkpoint_headers, envelope
+from logitd.service.models.context import RequestContext, gather
+
+AT_ONCE = 8
+"""Jobs of one series in the queue or in the batch."""
+FULL_SECONDS = 0.2
+"""Pause before a job is offered again to a full queue."""
+
+
+async def respond(
+    operation: Operation, plan: Series, context: RequestContext, *, stream: bool
+) -> Response:
+    """One reply with all parts, or an event for each."""
+    running = RunningSeries(operation.reply_id, plan, context)
+    if not stream:
+        reply = await context.unless_gone(running.reply())
+        return Response(orjson.dumps(reply), media_type="application/json")
+    return sse.StreamedResponse(
+        sse.with_keep_alive(running.events()),
+        on_end=running.end,
+        write_timeout=context.model.settings.slow_reader_timeout,
+        media_type=sse.MEDIA_TYPE,
+        headers=checkpoint_headers(context.checkpoint),
+        waits=True,
+    )
+
+
+class RunningSeries:
+    """The jobs of one reply. Values that they share are counted in the budget until the end."""
+
+    def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
+        self._plan = plan
+        self._context = context
+        self._head = {**envelope(reply_id, context.checkpoint), **plan.head}
+        self._running: deque[Submission] = deque()
+        context.model.reply_budget.take(plan.held)
+        self._held = plan.held
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole reply."""
+        parts = [part async for part in self.parts()]
+        return {**self._head, **self._plan.members(parts)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The same as server-sent events: the head, then each part."""
+        yield sse.event(self._head)
+        try:
+            async for part in self.parts():
+                yield sse.event({self._plan.event: part})
+        except EXPECTED as error:
+            yield sse.event(as_api_error(error).body())
+        yield sse.DONE
+
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+        """The parts in the order of their jobs, AT_ONCE of which are under way."""
+        jobs = self._plan.jobs
+        upcoming = next(jobs, None)
+        try:
+            while upcoming is not None or self._running:
+                while upcoming is not None and len(self._running) < AT_ONCE:
+                    submission = await self._submit(upcoming)
+                    if submission is None:
+                        break
+                    self._running.append(submission)
+                    upcoming = next(jobs, None)
+                computed = await gather(self._running[0])
+                self._running.popleft()
+                yield self._plan.part(computed)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        for submission in self._running:
+            submission.abort()
+        self._running.clear()
+        self._context.session.close()
+        self._context.model.reply_budget.give_back(self._held)
+        self._held = 0
+
+    async def _submit(self, job: Any) -> Submission | None:
+        """Queue a job. None if the queue is full and another job of this series is under way."""
+        while True:
+            try:
+                return self._context.submit([job], more=True)
+            except QueueFull:
+                if self._running:
+                    return None
+                await asyncio.sleep(FULL_SECONDS)

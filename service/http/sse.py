@@ -1,0 +1,172 @@
+"""Server-sent events: a streamed reply that ends its request when its reader goes.
+
+Format: `data: {json}` and a blank line, LF only; a comment every 15 s keeps proxies awake; an error
+after the first byte is `data: {"error": ...}`; `data: [DONE]` is the last.
+
+Starlette's StreamingResponse leaves two gaps that this class closes: a generator that always has
+something to say never notices that its client has gone, and one that is blocked on a full socket is
+not told to stop.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from logitd.service.errors import ERRORS, EXPECTED, as_api_error
+
+logger = logging.getLogger("logitd.http")
+
+MEDIA_TYPE = "text/event-stream"
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {
+        "content": {
+            MEDIA_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "description": "An event, with `stream`; comments (`: keep-alive`) come "
+                    "between them.",
+                    "properties": {
+                        "data": {
+                            "type": "string",
+                            "description": "A chunk as JSON on one line; an error after the first "
+                            'byte is `{"error": ...}`; the last event is `[DONE]`.',
+                        }
+                    },
+                    "required": ["data"],
+                }
+            }
+        }
+    },
+}
+"""What an endpoint that can stream answers besides its reply, for its OpenAPI description."""
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+UNICODE_BREAKS = tuple(
+    (mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\u0085\u2028\u2029"
+)
+
+
+def event(data: Any) -> bytes:
+    """One event, on one line for every client: orjson escapes the line breaks of ASCII, and some
+    clients' readers of lines break at those of Unicode too."""
+    line = orjson.dumps(data)
+    for raw, escaped in UNICODE_BREAKS:
+        line = line.replace(raw, escaped)
+    return b"data: " + line + b"\n\n"
+
+
+async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces, with a comment between them wherever one takes its time."""
+    upcoming = asyncio.ensure_future(anext(pieces, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_SECONDS)
+            if not done:
+                yield KEEP_ALIVE
+                continue
+            if (piece := upcoming.result()) is None:
+                return
+            yield piece
+            upcoming = asyncio.ensure_future(anext(pieces, None))
+    finally:
+        upcoming.cancel()
+
+
+class StreamedResponse(Response):
+    """Writes the pieces of an async iterator as they come.
+
+    `on_end` is called exactly once, at the latest when the client is seen to be gone, or has left a
+    piece unread for `write_timeout` seconds: it must make the iterator's source stop. `waits`: the
+    iterator lets others run before each piece by itself, because it waits for something to come.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        *,
+        on_end: Callable[[], None],
+        write_timeout: float,
+        media_type: str,
+        headers: Mapping[str, str] | None = None,
+        waits: bool = False,
+    ) -> None:
+        self._pieces = pieces
+        self._waits = waits
+        self._sending_since: float | None = None
+        self._unread = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._on_end = on_end
+        self._write_timeout = write_timeout
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.init_headers(
+            {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        )
+        del self.headers["content-length"]  # unknown: the body is chunked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(_disconnect(receive))
+        self._look(writing)
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if self._unread:
+                logger.warning("a client left its stream unread for %g s", self._write_timeout)
+            elif writing.done():
+                writing.result()
+        except EXPECTED as error:
+            # Too late for a status. The body stays without its end, so the client knows.
+            logger.warning("a reply was broken off: %s", as_api_error(error).message)
+        finally:
+            self._on_end()
+            if self._watch is not None:
+                self._watch.cancel()
+            writing.cancel()
+            leaving.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async for piece in self._pieces:
+            await self._send_body(send, piece, more=True)
+            if not self._waits:
+                # A send that never suspends would keep the disconnect from being seen.
+                await asyncio.sleep(0)
+        await self._send_body(send, b"", more=False)
+
+    async def _send_body(self, send: Send, piece: bytes, *, more: bool) -> None:
+        self._sending_since = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
+        self._sending_since = None
+
+    def _look(self, writing: asyncio.Future[None]) -> None:
+        """End the writing of a piece that is left unread; look again when that could be so. A
+        timeout for each piece would cost as much as the piece."""
+        loop = asyncio.get_running_loop()
+        now, since = loop.time(), self._sending_since
+        begun = now if since is None else since
+        if now - begun >= self._write_timeout:
+            self._unread = True
+            writing.cancel()
+        else:
+            self._watch = loop.call_at(begun + self._write_timeout, self._look, writing)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has gone. The body must have been read already."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

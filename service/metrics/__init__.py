@@ -1,0 +1,1 @@
+"""Metrics: what the service tells Prometheus."""

@@ -1,0 +1,157 @@
+"""Chat: from messages to a prompt by the checkpoint's template, and the replies of
+/v1/chat/completions from those of /generate.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.operations.operation import Subject
+from logitd.model.operations.prompts import encode_within, no_vocabulary
+from logitd.model.text.chat_template import ChatTemplateError, Message
+from logitd.service.errors import bad_request
+from logitd.service.openai import schemas
+from logitd.service.openai.envelope import head, usage, usage_member
+from logitd.service.openai.logprobs import ShownTokens, chat_logprobs
+from logitd.service.openai.schemas import ChatRequest
+from logitd.service.openai.tools import GrowingCall, NewOfCall, text_of_calls
+
+
+async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
+    """The token ids of a conversation that the assistant is to continue, as the checkpoint's
+    template writes it; or ApiError."""
+    # In a thread: how long it takes is up to the template.
+    return await asyncio.to_thread(_render, [_message(m) for m in body.messages], subject)
+
+
+def _render(messages: Sequence[Message], subject: Subject) -> tuple[int, ...]:
+    checkpoint = subject.checkpoint
+    if not checkpoint.tokenizer.has_text:
+        raise no_vocabulary("messages")
+    if checkpoint.chat_template is None:
+        raise bad_request(
+            f"{checkpoint.name} has no chat template, so it is not known how a conversation is "
+            "written for it. Send the text to /v1/completions; or give the checkpoint a template: "
+            "`logitd train --chat-template FILE`, or chat_template in the tokenizer section of "
+            "its config.json",
+            "messages",
+            "no_chat_template",
+        )
+    try:
+        pieces = checkpoint.chat_template.render(messages, checkpoint.tokenizer)
+    except ChatTemplateError as error:
+        raise bad_request(str(error), "messages", "chat_template_failed") from error
+    ids: list[int] = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            ids += encode_within(piece, "messages", subject)
+    if not ids:
+        raise bad_request("the chat template gives an empty prompt for these messages", "messages")
+    return tuple(ids)
+
+
+def _message(message: schemas.Message) -> Message:
+    """A message as templates know it; calls are text of it."""
+    texts = [message.content or "", text_of_calls(message.tool_calls or ())]
+    known = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": "\n".join(filter(None, texts)),
+    }
+    return known if message.name is None else {**known, "name": message.name}
+
+
+class ChatFormat:
+    """One request's replies."""
+
+    def __init__(self, body: ChatRequest, checkpoint: CheckpointInfo) -> None:
+        self._head = head("chatcmpl", "chat.completion", checkpoint)
+        self._tokenizer = checkpoint.tokenizer
+        self._body = body
+        self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+        self._functions = body.callable_tools
+        self._calls: dict[int, GrowingCall] = {}
+
+    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": native["index"],
+                "message": self._message(native),
+                "logprobs": self._logprobs(native),
+                "finish_reason": self._finish_reason(native),
+            }
+            for native in reply["choices"]
+        ]
+        return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
+
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+        """The role, the text as it grows, the reason of the end: a chunk each."""
+        options = self._body.stream_options
+        chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        told = usage_member(options, usage(counts))
+        for native in chunk["choices"]:
+            for choice in self._deltas(native):
+                yield {**chunk_head, "choices": [choice], **told}
+        if "usage" in chunk and options is not None and options.include_usage:
+            yield {**chunk_head, "choices": [], "usage": usage(chunk["usage"])}
+
+    def _message(self, native: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": native["text"], "refusal": None}
+        if not self._functions:
+            return message
+        call = self._call(native)
+        calls = {} if call is None else {"tool_calls": [_tool_call(call)]}
+        return {**message, "content": None, **calls}
+
+    def _finish_reason(self, native: dict[str, Any]) -> str | None:
+        reason: str | None = native["finish_reason"]
+        return "tool_calls" if self._functions and reason == "stop" else reason
+
+    def _call(self, native: dict[str, Any]) -> NewOfCall | None:
+        """What is new of the call that a choice is."""
+        growing = self._calls.setdefault(native["index"], GrowingCall(self._functions))
+        return growing.push(native["text"], reason=native["finish_reason"])
+
+    def _deltas(self, native: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        index = native["index"]
+        if index not in self._tokens:
+            content = None if self._functions else ""
+            yield _delta(index, {"role": "assistant", "content": content, "refusal": None})
+        logprobs = self._logprobs(native)
+        listed = logprobs is not None and logprobs["content"]
+        if self._functions:
+            call = self._call(native)
+            calls = {} if call is None else {"tool_calls": [{"index": 0, **_tool_call(call)}]}
+            if calls or listed:
+                yield _delta(index, calls, logprobs)
+        elif native["text"] or listed:
+            yield _delta(index, {"content": native["text"]}, logprobs)
+        if native["finish_reason"] is not None:
+            yield _delta(index, {}, finish_reason=self._finish_reason(native))
+
+    def _logprobs(self, native: dict[str, Any]) -> dict[str, Any] | None:
+        shown = self._tokens.setdefault(native["index"], ShownTokens()).push(native)
+        if not self._body.logprobs:
+            return None
+        if shown and isinstance(native["stop_reason"], int):
+            shown = shown[:-1]  # the special token that ended the answer does not belong to it
+        return chat_logprobs(self._tokenizer, shown)
+
+
+def _tool_call(call: NewOfCall) -> dict[str, Any]:
+    """What is new of a call, in OpenAI's shape."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _delta(
+    index: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

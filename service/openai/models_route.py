@@ -1,0 +1,56 @@
+"""GET /v1/models: the models that are served, as OpenAI's clients list them."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+
+from logitd.service.errors import ERRORS
+from logitd.service.http.envelope import checkpoint_name
+from logitd.service.models.served import LoadedModel
+from logitd.service.models.state import Ready
+from logitd.service.openai.schemas import Model, ModelList
+
+router = APIRouter(tags=["openai"])
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
+
+
+@router.get("/v1/models", responses=RESPONSES, summary="The models served")
+async def models(choice: Ready) -> ModelList:
+    """The checkpoints that answer, the first of them to requests that name none. One that could not
+    be loaded is in /info."""
+    return ModelList(object="list", data=[_model(served) for served in choice.all.served])
+
+
+@router.get(
+    "/v1/models/{model:path}",  # a directory, and so a model, may have any name
+    responses={**RESPONSES, 404: ERRORS[404]},
+    summary="One model",
+)
+async def one_model(model: str, choice: Ready) -> Model:
+    """The checkpoint that answers under that name."""
+    return _model(choice.all.find(model))
+
+
+def _model(served: LoadedModel) -> Model:
+    checkpoint = served.checkpoint
+    described: dict[str, Any] = {
+        "id": checkpoint.name,
+        "object": "model",
+        "created": _timestamp(checkpoint.training.created),
+        "owned_by": "logitd",
+        "max_model_len": checkpoint.config.context_length,
+        "checkpoint": checkpoint_name(checkpoint),
+    }
+    return Model.model_validate(described)
+
+
+def _timestamp(created: str) -> int:
+    """Seconds since 1970 of an ISO 8601 time; 0 for anything else."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return 0
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())

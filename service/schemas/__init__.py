@@ -1,1 +1,0 @@
-"""Bodies of requests and replies, as pydantic models."""

@@ -1,0 +1,397 @@
+"""API keys: who is let in, who is not, and that no key is ever told to anybody."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from logitd.service.access.auth import (
+    KEY_FILE_BYTES,
+    ApiKeyError,
+    ApiKeys,
+    is_public,
+    read_api_keys,
+)
+from logitd.service.application.app import create_app
+from logitd.service.application.server import serve
+from logitd.service.http.schemas import ErrorReply
+from logitd.service.settings.serve import ServeSettings
+from tests.service.serving import (
+    Serving,
+    eventually,
+    read_all,
+    read_until,
+    request_bytes,
+    serve_settings,
+    serving,
+)
+
+ALICE, CI = "alices-secret-key", "0123456789=#/+~"
+KEYS = f"alice={ALICE},ci={CI}"
+PROTECTED = (
+    *("/generate", "/logits", "/probs", "/score", "/hidden_states"),
+    *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions"),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
+    *("/info", "/card", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),
+)
+PUBLIC = (
+    *("/", "/docs", "/docs/assets/favicon.png", "/openapi.json", "/version"),
+    *("/static/playground/main.js", "/health", "/health/live", "/health/ready"),
+)
+
+
+@pytest.fixture(scope="module")
+def locked(checkpoint_path: Path) -> Iterator[Serving]:
+    """A service that asks for one of two keys."""
+    with serving(checkpoint_path, api_keys=KEYS) as running:
+        yield running
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def unauthorized(response: httpx.Response) -> str:
+    """The message of a response that must be 401."""
+    assert response.status_code == 401, response.text[:300]
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["x-request-id"]
+    error = ErrorReply.model_validate(response.json()).error
+    assert (error.type, error.code) == ("authentication_error", "invalid_api_key")
+    return error.message
+
+
+# Who is let in
+
+
+@pytest.mark.parametrize("path", PROTECTED)
+def test_nothing_but_what_is_public_answers_without_a_key(locked: Serving, path: str) -> None:
+    """Not even with 404: what exists here is nobody's business."""
+    for method in ("GET", "POST", "OPTIONS", "DELETE"):
+        assert "is needed here" in unauthorized(locked.client.request(method, path))
+        response = locked.client.request(method, path, headers=bearer(ALICE))
+        assert response.status_code != 401
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+@pytest.mark.parametrize("headers", [{}, bearer("a wrong one"), bearer(CI)], ids=str)
+def test_what_is_public_answers_anybody(
+    locked: Serving, path: str, headers: dict[str, str]
+) -> None:
+    assert locked.client.get(path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER ", "Bearer   "])
+@pytest.mark.parametrize("key", [ALICE, CI])
+def test_every_key_is_accepted(locked: Serving, scheme: str, key: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    response = locked.post("/generate", body, Authorization=f"{scheme}{key}")
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"Bearer", b"Bearer ", b"", b"Bearer x", b"Bearer " + ALICE[:-1].encode(),
+     b"Bearer " + ALICE.encode() + b"x", b"Bearer " + ALICE.upper().encode(),
+     b"Basic " + ALICE.encode(), ALICE.encode(), b"Bearer alice", b"Bearer alice=" + ALICE.encode(),
+     b"Bearer " + KEYS.encode(), b"Bearer " + ALICE.encode() + b" " + CI.encode(),
+     b"Bearer \xc3\xa9", b"Bearer \xff\xfe", b"Bearer " + b"x" * 60_000],
+    ids=lambda value: repr(value[:24]),
+)  # fmt: skip
+def test_no_other_value_is(locked: Serving, value: bytes) -> None:
+    for path in ("/info", "/generate"):
+        with locked.connect() as raw:  # no client sends all of these
+            head = b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path.encode()
+            raw.sendall(head + b"Authorization: " + value + b"\r\n\r\n")
+            assert read_all(raw).startswith(b"HTTP/1.1 401 ")
+
+
+def test_two_keys_at_once_are_none(locked: Serving) -> None:
+    """Which of them would the request be booked to?"""
+    both = [("Authorization", f"Bearer {key}") for key in (ALICE, CI)]
+    unauthorized(locked.client.get("/info", headers=both))
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/health/../info", "/version/../info", "//info", "/docs/%2e%2e/info", "/static/..%2f../info",
+     "/%2e/info", "/docs/assets/../../info", "/info/", "/INFO", "/info%00", "/;/info", "/?/info",
+     "/version?path=/info", "/health#/info", "http://x/health/../info"],
+)  # fmt: skip
+def test_no_spelling_of_a_path_gets_around_it(locked: Serving, target: str) -> None:
+    with locked.connect() as raw:
+        raw.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert b'"checkpoint"' not in read_all(raw)
+
+
+def test_the_answer_comes_before_the_body(locked: Serving) -> None:
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for more in ("Content-Length: 4000000", "Transfer-Encoding: chunked",
+                 "Content-Length: 4000000\r\nExpect: 100-continue"):  # fmt: skip
+        with locked.connect() as raw:
+            raw.sendall(f"{head}{more}\r\n\r\n".encode())
+            assert read_until(raw, b"\r\n\r\n").startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_body_that_was_refused_does_not_upset_what_follows(locked: Serving) -> None:
+    with locked.connect() as raw:
+        raw.sendall(request_bytes("/tokenize", {"prompt": "x" * 100_000}))
+        key = f"Authorization: Bearer {ALICE}"
+        raw.sendall(request_bytes("/tokenize", {"prompt": "x"}, key, "Connection: close"))
+        replies = read_all(raw)
+    assert replies.count(b"HTTP/1.1 401 ") == 1
+    assert replies.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_the_official_client_knows_what_it_means(locked: Serving) -> None:
+    def ask(key: str) -> Any:
+        http = openai.OpenAI(
+            base_url=locked.url,
+            api_key=key,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        )
+        with http:
+            return http.get("/info", cast_to=object)
+
+    with pytest.raises(openai.AuthenticationError) as caught:
+        ask("another-key")
+    assert caught.value.code == "invalid_api_key"
+    assert caught.value.type == "authentication_error"
+    assert ask(ALICE)["model"] == "tiny"
+
+
+def test_which_paths_are_public_can_be_set(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, api_keys=KEYS, public_endpoints="/metrics,/generate") as server:
+        assert server.client.get("/metrics").status_code == 200
+        assert server.post("/generate", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert server.client.get("/health/live").status_code == 200
+        for path in ("/", "/docs", "/version", "/metrics-not", "/info"):
+            unauthorized(server.client.get(path))
+
+
+def test_only_health_can_not_be_locked(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, api_keys=KEYS, public_endpoints="") as server:
+        assert server.client.get("/health").status_code == 200
+        unauthorized(server.client.get("/"))
+
+
+@pytest.mark.parametrize(
+    ("path", "public", "expected"),
+    [("/", ("/",), True), ("/info", ("/",), False), ("/a", ("/a",), True), ("/a/b", ("/a",), True),
+     ("/ab", ("/a",), False), ("/a", ("/a/b",), False), ("/health", (), True),
+     ("/health/ready", (), True), ("/healthy", (), False), ("", ("/",), False)],
+)  # fmt: skip
+def test_public_paths(path: str, public: tuple[str, ...], expected: bool) -> None:
+    assert is_public(path, public) is expected
+
+
+# Who they are
+
+
+def test_callers_are_known_by_name(checkpoint_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
+    with serving(checkpoint_path, api_keys=KEYS) as server:
+        assert calls(server) == {"alice": 0, "ci": 0, "none": 0}
+        server.client.get("/info", headers=bearer(ALICE) | {"X-Request-ID": "a"})
+        server.client.get("/version", headers=bearer(CI) | {"X-Request-ID": "b"})
+        server.client.get("/version", headers=bearer("wrong-key") | {"X-Request-ID": "c"})
+        server.client.get("/info", headers={"X-Request-ID": "d"})
+        eventually(lambda: calls(server) == {"alice": 1, "ci": 1, "none": 2})
+        eventually(lambda: len(http_lines(caplog)) == 4)  # written when a reply has gone
+    lines = http_lines(caplog)
+    assert [line.partition(" ms ")[2] for line in lines] == [
+        "a key=alice", "b key=ci", "c key=none", "d key=none"
+    ]  # fmt: skip
+
+
+def http_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged of requests."""
+    return [record.getMessage() for record in caplog.records if record.name == "logitd.http"]
+
+
+def calls(server: Serving) -> dict[str, float | None]:
+    """Requests by the names of their keys; None where there is no series."""
+    sample = server.state.metrics.registry.get_sample_value
+    names = ("alice", "ci", "none")
+    return {name: sample("logitd_api_key_requests_total", {"key": name}) for name in names}
+
+
+def test_without_keys_nobody_has_a_name(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
+    server.client.get("/version", headers=bearer(ALICE))
+    eventually(lambda: len(http_lines(caplog)) == 1)
+    assert "key=" not in caplog.text
+    assert 'key="' not in server.client.get("/metrics").text
+    assert server.client.get("/info").json()["api_keys"] is False
+
+
+def test_info_says_that_keys_are_on(locked: Serving) -> None:
+    assert locked.client.get("/info", headers=bearer(CI)).json()["api_keys"] is True
+
+
+def test_no_series_is_made_by_what_is_sent(locked: Serving) -> None:
+    before = locked.client.get("/metrics", headers=bearer(CI)).text.count("logitd_api_key_requests")
+    for number in range(20):
+        locked.client.get("/info", headers=bearer(f"key-number-{number}"))
+    after = locked.client.get("/metrics", headers=bearer(CI)).text.count("logitd_api_key_requests")
+    assert after == before
+
+
+# Nobody is told
+
+
+def test_nothing_tells_a_key(locked: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    sent = "a-key-with-a-typing-error"
+    replies = [
+        locked.client.request(method, path, headers=bearer(key), json={"prompt": "a", "n": 0})
+        for method in ("GET", "POST")
+        for path in (*PROTECTED, *PUBLIC)
+        for key in (sent, ALICE)
+    ]
+    told = [*(reply.text for reply in replies), *(str(reply.headers) for reply in replies)]
+    told += [caplog.text, repr(locked.state.keys), repr(vars(locked.state))]
+    told += [str(vars(locked.served)), repr(locked.app.user_middleware)]
+    for secret in (sent, ALICE, CI):
+        assert not any(secret in one for one in told)
+    assert "/info" in caplog.text
+
+
+def test_settings_do_not_show_keys(tmp_path: Path) -> None:
+    settings = serve_settings(tmp_path, api_keys=KEYS)
+    dumped = str(settings.model_dump())
+    for shown in (repr(settings), str(settings), settings.model_dump_json(), dumped):
+        assert ALICE not in shown
+        assert CI not in shown
+    assert settings.api_keys == SecretStr(KEYS)
+
+
+def test_documentation_says_what_needs_a_key(locked: Serving, server: Serving) -> None:
+    document = locked.client.get("/openapi.json").json()
+    assert document["components"]["securitySchemes"]["api_key"]["scheme"] == "bearer"
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert ("security" in operation) == (path in PROTECTED), path
+    assert "securitySchemes" not in server.client.get("/openapi.json").json()["components"]
+
+
+# Keys from a setting and from a file
+
+
+def test_keys_of_both_places_are_accepted(tmp_path: Path, checkpoint_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# who: key\n\n  bob = {'b' * 8}  \ncarol={'c' * 8}=#\n")
+    keys = read_api_keys(SecretStr(f" alice = {ALICE} , ci={CI}"), file)
+    assert keys.names == ("alice", "ci", "bob", "carol")
+    for name, key in {"alice": ALICE, "ci": CI, "bob": "b" * 8, "carol": "c" * 8 + "=#"}.items():
+        assert keys.name_of(key.encode()) == name
+    with serving(checkpoint_path, api_key_file=file) as server:
+        unauthorized(server.client.get("/info", headers=bearer(ALICE)))
+        assert server.client.get("/info", headers=bearer("bbbbbbbb")).status_code == 200
+
+
+def test_no_keys_are_no_keys() -> None:
+    assert read_api_keys(None, None).names == ()
+    assert repr(read_api_keys(SecretStr(KEYS), None)) == "ApiKeys()", "not even a digest"
+    assert ApiKeys().name_of(b"") is None
+
+
+@given(st.binary())
+def test_anything_may_be_presented(presented: bytes) -> None:
+    keys = read_api_keys(SecretStr(KEYS), None)
+    expected = {ALICE.encode(): "alice", CI.encode(): "ci"}.get(presented)
+    assert keys.name_of(presented) == expected
+
+
+LISTED = {
+    "": "entry 1 of the API keys is not of the form NAME=KEY",
+    "alice": "entry 1 of the API keys is not of the form NAME=KEY",
+    f"alice={ALICE},": "entry 2 of the API keys is not of the form NAME=KEY",
+    f"alice={ALICE},hidden-secret": "entry 2 of the API keys is not of the form NAME=KEY",
+    "alice=": "entry 1 of the API keys has a key of 0 characters, at least 8 are needed",
+    "alice=1234567": "entry 1 of the API keys has a key of 7 characters, at least 8 are needed",
+    f"={ALICE}": "entry 1 of the API keys has a name that cannot be used",
+    f"a b={ALICE}": "entry 1 of the API keys has a name that cannot be used",
+    f"ä={ALICE}": "entry 1 of the API keys has a name that cannot be used",
+    f"{'n' * 65}={ALICE}": "entry 1 of the API keys has a name that cannot be used",
+    f"none={ALICE}": "entry 1 of the API keys has a name that cannot be used",
+    "alice=hidden secret": "entry 1 of the API keys has a key that a header cannot hold",
+    "alice=hidden-sécret": "entry 1 of the API keys has a key that a header cannot hold",
+    "alice=hidden\x00secret": "entry 1 of the API keys has a key that a header cannot hold",
+    f"a={ALICE},b={CI},a=hidden-secret": "entry 3 of the API keys has the same name as entry 1",
+    f"a={ALICE},b={ALICE}": "entry 2 of the API keys has the same key as entry 1",
+}
+
+
+@pytest.mark.parametrize("listed", LISTED)
+def test_keys_that_cannot_be_used_are_refused_without_a_word_of_them(listed: str) -> None:
+    with pytest.raises(ApiKeyError) as caught:
+        read_api_keys(SecretStr(listed), None)
+    message = str(caught.value)
+    assert message.startswith(LISTED[listed])
+    for secret in (ALICE, CI, "hidden", "1234567"):
+        assert secret not in message
+
+
+def test_lines_of_a_file_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    for text, problem in {
+        "# none yet\n\n": f"the API key file {file} has no keys; write one NAME=KEY on each line",
+        "": f"the API key file {file} has no keys; write one NAME=KEY on each line",
+        f"# a\ncarol={'c' * 9}\nbob\n": f"line 3 of the API key file {file} is not of the form",
+        f"carol={CI}\n": f"line 1 of the API key file {file} has the same key as entry 2 of the",
+        f"alice={'x' * 8}": f"line 1 of the API key file {file} has the same name as entry 1 of",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ApiKeyError) as caught:
+            read_api_keys(SecretStr(KEYS), file)
+        assert str(caught.value).startswith(problem)
+        assert ALICE not in str(caught.value)
+    file.write_bytes(b"alice=\xff\xff\xff\xff\xff\xff\xff\xff")
+    with pytest.raises(ApiKeyError, match="is not UTF-8 text"):
+        read_api_keys(None, file)
+    with pytest.raises(ApiKeyError, match="cannot be read: No such file or directory"):
+        read_api_keys(None, tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("put", "problem"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (os.mkdir, "is a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.write_bytes(b"#" * (KEY_FILE_BYTES + 1)), "are the most it may"),
+    ],
+    ids=["pipe", "directory", "zeros", "loop", "large"],
+)  # fmt: skip
+def test_a_file_of_keys_that_is_none_is_not_waited_for(
+    tmp_path: Path, put: Callable[[Path], object], problem: str
+) -> None:
+    """The server reads it again while it answers."""
+    put(tmp_path / "keys")
+    with pytest.raises(ApiKeyError, match=problem):
+        read_api_keys(None, tmp_path / "keys")
+
+
+def test_a_service_whose_keys_cannot_be_used_does_not_start(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    settings: ServeSettings = serve_settings(checkpoint_path, port=0, api_keys="alice=short")
+    assert serve(settings, announce=lambda served, port: None) == 1
+    assert logged_errors == [
+        "cannot serve: entry 1 of the API keys has a key of 5 characters, at least 8 are needed; "
+        "`openssl rand -hex 24` makes a good one"
+    ]
+    logged_errors.clear()
+    with pytest.raises(ApiKeyError):
+        create_app(settings)

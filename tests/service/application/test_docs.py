@@ -1,0 +1,189 @@
+"""/docs teaches: every body is described, every example is accepted, nothing comes from outside."""
+
+import re
+from typing import Any
+
+import pytest
+
+from logitd.model.operations.activations import ActivationsRequest
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import RequestBody
+from logitd.model.operations.sweep import SweepRequest
+from logitd.model.operations.tokenize import DetokenizeRequest
+from logitd.service.http.admin_schemas import ReloadRequest
+from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from tests.service.serving import Serving
+
+BODIES: dict[str, type[RequestBody]] = {
+    **{operation.path: operation.body for operation in OPERATIONS},
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+QUEUED = (
+    "/generate",
+    "/logits",
+    "/probs",
+    "/score",
+    "/hidden_states",
+    "/attention",
+    "/activations",
+    "/sweep",
+    "/lens",
+    "/attributions",
+    "/v1/completions",
+    "/v1/chat/completions",
+)
+"""Bodies that become work of the engine."""
+UNQUEUED = ("/tokenize", "/detokenize")
+GETS = (
+    *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
+    "/tokenizer_info",
+    "/stages",
+    *("/v1/models", "/v1/models/{model}"),
+)
+
+
+@pytest.fixture(scope="module")
+def document(server: Serving) -> dict[str, Any]:
+    response = server.client.get("/openapi.json")
+    assert response.status_code == 200
+    return dict(response.json())
+
+
+def references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [found for part in value.values() for found in references(part)]
+    if isinstance(value, list):
+        return [found for part in value for found in references(part)]
+    return []
+
+
+def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == {*QUEUED, *UNQUEUED, *GETS, "/admin/reload"}
+    for path, methods in document["paths"].items():
+        assert set(methods) == {"get" if path in GETS else "post"}
+        for operation in methods.values():
+            assert operation["summary"], path
+            assert operation["tags"], path
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    found = set(references(document))
+    assert found
+    for reference in found:
+        value: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            value = value[part]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str) -> None:
+    model = BODIES[path]
+    body = document["paths"][path]["post"]["requestBody"]
+    assert body["required"] is True
+    reference = body["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+    assert set(schema["properties"]) == set(model.model_fields)
+    assert schema["additionalProperties"] is False
+    required = {
+        DetokenizeRequest: ["tokens"],
+        ChatRequest: ["messages"],
+        ActivationsRequest: ["prompt", "stages"],
+        SweepRequest: ["prompt", "vary", "over"],
+    }
+    assert schema.get("required", []) == required.get(model, ["prompt"])
+    assert all(field["description"] for field in schema["properties"].values())
+
+
+@pytest.mark.parametrize(
+    ("path", "summary"), [(path, one) for path, model in BODIES.items() for one in model.examples]
+)
+def test_every_documented_example_is_accepted(
+    document: dict[str, Any], chatter: Serving, path: str, summary: str
+) -> None:
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert set(content["examples"]) == set(BODIES[path].examples)
+    response = chatter.post(path, content["examples"][summary]["value"])
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"] == "application/json":
+        assert response.json()["model"] == "chatty"
+    else:
+        assert response.content.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
+    responses = document["paths"][path]["post"]["responses"]
+    assert {"200", "400", "401", "404", "413", "415", "431", "500", "503"} <= set(responses)
+    assert ({"429", "504"} <= set(responses)) == (path in QUEUED)
+    for status, response in responses.items():
+        if status != "200":
+            assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")
+            assert response["description"]
+
+
+def test_what_the_administrator_may_do_is_described(document: dict[str, Any]) -> None:
+    operation = document["paths"]["/admin/reload"]["post"]
+    assert {"200", "400", "401", "403", "409", "413", "415", "500"} <= set(operation["responses"])
+    examples = operation["requestBody"]["content"]["application/json"]["examples"]
+    for example in examples.values():
+        ReloadRequest.model_validate(example["value"])
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_errors_of_what_takes_no_body_are_documented(document: dict[str, Any], path: str) -> None:
+    responses = set(document["paths"][path]["get"]["responses"])
+    assert {"200", "431"} <= responses
+    assert ("401" in responses) != path.startswith("/health")
+
+
+def test_a_status_that_is_not_documented_fails_a_test(server: Serving) -> None:
+    """`Serving.client` looks each status up that a test provokes."""
+    app = server.app
+    described = app.openapi()
+    try:
+        app.openapi_schema = {"paths": {"/generate": {"post": {"responses": {"200": {}}}}}}
+        with pytest.raises(AssertionError, match="/generate"):
+            server.post("/generate", {"prompt": ""})
+    finally:
+        app.openapi_schema = described
+    assert server.post("/generate", {"prompt": ""}).status_code == 400
+
+
+def test_the_page_uses_local_files_alone(server: Serving) -> None:
+    page = server.client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(?:https?:)?//[a-z0-9]", page.text, flags=re.IGNORECASE)
+    files = re.findall(r"(?:href|src)=[\"']([^\"']+)", page.text)
+    assert {file.rpartition(".")[2] for file in files} == {"css", "js", "png"}
+    for file in [*files, "/openapi.json"]:
+        assert file in page.text
+        response = server.client.get(file)
+        assert response.status_code == 200, file
+        assert len(response.content) > 500, file
+
+
+def test_there_is_no_second_documentation(server: Serving) -> None:
+    assert server.client.get("/redoc").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_among_the_replies(
+    server: Serving, document: dict[str, Any], path: str
+) -> None:
+    """Under the media type that it comes with."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    assert content.keys() == {"application/json", "text/event-stream"}
+    assert content["text/event-stream"]["schema"]["required"] == ["data"]
+    body = {"prompt": "a", "max_tokens": 1, "stream": True}
+    if "chat" not in path:  # which needs a template
+        with server.client.stream("POST", path, json=body) as reply:
+            assert reply.headers["content-type"].partition(";")[0] in content
+
+
+def test_what_does_not_stream_does_not_say_so(document: dict[str, Any]) -> None:
+    for path in ("/probs", "/score", "/logits"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert "text/event-stream" not in content

@@ -1,0 +1,265 @@
+"""The server's life: loading, signals and the drain, in real processes."""
+
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import pytest
+
+from logitd.service.application.server import serve
+from logitd.service.http.schemas import ErrorReply
+from logitd.service.models.served import Models
+from tests.e2e.server import ServedProcess
+from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
+
+LONG = {"prompt": "a", "ignore_eos": True}
+"""A generation of seconds."""
+
+
+@pytest.fixture(scope="module")
+def slow_path(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Half a gigabyte, which takes seconds to load: more than a process has that ends at once."""
+    path = slow_checkpoint(checkpoint_path, tmp_path_factory.mktemp("slow"), 2**27)
+    yield path
+    shutil.rmtree(path)
+
+
+def process(checkpoint: Path, *flags: str) -> ServedProcess:
+    return ServedProcess("--checkpoint", str(checkpoint), "--threads", "1", *flags)
+
+
+class Stream:
+    """A streaming client that reads in a thread of its own until the end."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        self.received = b""
+        self.begun = threading.Event()
+        self._error: httpx.HTTPError | None = None
+        self._body = {**LONG, "stream": True, **fields}
+        self._url = url
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self.begun.wait(60)
+
+    def _read(self) -> None:
+        try:
+            with (
+                client(self._url) as http,
+                http.stream("POST", "/generate", json=self._body) as response,
+            ):
+                for piece in response.iter_raw():
+                    self.received += piece
+                    self.begun.set()
+        except httpx.HTTPError as error:
+            self._error = error
+
+    def events(self) -> list[Any]:
+        """All of the stream, when it has ended as a stream should."""
+        self._thread.join(60)
+        assert self._error is None
+        return events(self.received)
+
+    def broken_off(self) -> bool:
+        """Whether it ended as no stream should."""
+        self._thread.join(60)
+        return self._error is not None
+
+
+def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """A request in a thread of its own, and where its response will be."""
+    responses: list[httpx.Response] = []
+
+    def post() -> None:
+        with client(url) as http:
+            responses.append(http.post("/generate", json=body))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread, responses
+
+
+def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_path: Path) -> None:
+    path = slow_checkpoint(checkpoint_path, tmp_path, 2**26)
+    with closing(process(path)) as server:
+        server.wait_for("listening on port")
+        assert "logitd is ready" not in server.output
+        with client(server.url) as http:
+            assert http.get("/health").status_code == 503
+            assert http.get("/health/live").status_code == 200
+            assert http.post("/generate", json=LONG).status_code == 503
+            server.wait_for("logitd is ready")
+            assert http.get("/health").status_code == 200
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 0
+
+
+def test_a_signal_ends_it_at_once_while_it_loads(slow_path: Path) -> None:
+    with closing(process(slow_path)) as server:
+        server.wait_for("listening on port")
+        time.sleep(0.1)
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert time.monotonic() - began < 1
+        assert "SIGTERM while loading: quitting at once" in server.output
+        assert "Traceback" not in server.output
+
+
+def test_a_second_signal_quits_even_while_it_drains(spelling_path: Path) -> None:
+    with closing(process(spelling_path, "--slots", "1", "--kernels", "torch")) as server:
+        server.wait_for("logitd is ready")
+        stream = Stream(server.url, max_tokens=600)
+        server.signal(signal.SIGTERM)
+        server.wait_for("SIGTERM: draining")
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 128 + signal.SIGTERM
+        assert "Traceback" not in server.output
+        stream.broken_off()
+
+
+def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
+    spelling_path: Path,
+) -> None:
+    # Plain torch: native, the stream would be over before it is seen that somebody waits.
+    with process(spelling_path, "--slots", "1", "--kernels", "torch") as server:
+        stream = Stream(server.url, max_tokens=600)
+        waiting, responses = posted(server.url, LONG | {"max_tokens": 5})
+        with client(server.url) as http:
+            eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
+            server.signal(signal.SIGTERM)
+            eventually(lambda: http.get("/health").status_code == 503)
+            assert http.get("/health").json()["status"] == "draining"
+            refused = http.post("/generate", json=LONG)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+        assert server.exit_code() == 0
+        *_, last = stream.events()
+        assert last["usage"]["completion_tokens"] == 600
+        waiting.join(60)
+        assert responses[0].json()["usage"]["completion_tokens"] == 5
+        assert "Traceback" not in server.output
+        assert "ERROR" not in server.output
+
+
+def test_a_grace_answers_on_while_balancers_learn_that_it_leaves(spelling_path: Path) -> None:
+    with process(spelling_path, "--drain-grace", "3") as server, client(server.url) as http:
+        server.signal(signal.SIGTERM)
+        server.wait_for("not ready any more, draining in 3 s")
+        assert http.get("/health").json()["status"] == "draining"
+        answered = http.post("/generate", json={"prompt": "a", "max_tokens": 3})
+        assert answered.status_code == 200
+        assert answered.json()["usage"]["completion_tokens"] == 3
+        assert server.exit_code() == 0
+        assert "Traceback" not in server.output
+
+
+def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return http.get("/info", headers=headers).status_code
+
+    keys.write_text("ann=the-key-of-ann\nbob=the-key-of-bob\n")
+    with process(spelling_path, "--api-key-file", str(keys)) as server, client(server.url) as http:
+        assert (status("the-key-of-ann"), status("the-key-of-eve")) == (200, 401)
+        keys.write_text("eve=the-key-of-eve\nbob=another-of-bob\n")
+        server.signal(signal.SIGHUP)
+        server.wait_for("the keys of eve, bob are accepted now")
+        assert (status("the-key-of-ann"), status("the-key-of-bob")) == (401, 401)
+        assert (status("the-key-of-eve"), status("another-of-bob")) == (200, 200)
+        for text, why in (("eve", "not of the form"), ("# none\n", "has no keys")):
+            keys.write_text(text)
+            server.signal(signal.SIGHUP)
+            server.wait_for(why)
+            assert (status("the-key-of-eve"), status("the-key-of-ann")) == (200, 401)
+        headers = {"Authorization": "Bearer the-key-of-eve"}
+        assert 'key="eve"' in http.get("/metrics", headers=headers).text
+
+
+def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None:
+    with process(
+        spelling_path, "--slots", "2", "--drain-timeout", "0.1", "--kernels", "torch"
+    ) as server:
+        streams = [Stream(server.url), Stream(server.url)]
+        waiting, responses = posted(server.url, LONG)
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        for stream in streams:
+            *before, last = stream.events()
+            assert before, "it was running"
+            error = ErrorReply.model_validate(last).error
+            assert error.type == "unavailable_error"
+            assert "shutting down" in error.message
+        waiting.join(60)
+        assert responses[0].status_code == 503
+        assert responses[0].headers["retry-after"] == "1"
+        ErrorReply.model_validate(responses[0].json())
+        assert "aborting 3 sequences at shutdown" in server.output
+        assert "Traceback" not in server.output
+
+
+def test_a_second_signal_quits_at_once(spelling_path: Path) -> None:
+    with process(spelling_path) as server:
+        stream = Stream(server.url)
+        server.signal(signal.SIGTERM)
+        server.wait_for("SIGTERM: draining")
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 128 + signal.SIGINT
+        assert stream.broken_off()
+        assert "Traceback" not in server.output
+
+
+@pytest.mark.usefixtures("signals_as_before")
+def test_a_port_in_use_ends_it_with_a_sentence(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = serve_settings(checkpoint_path, port=taken.getsockname()[1])
+        assert serve(settings, announce=lambda served, port: None) == 1
+    assert len(logged_errors) == 2
+    assert "address already in use" in logged_errors[0]
+    assert "--port 0 takes a free one" in logged_errors[1]
+    logged_errors.clear()
+
+
+@pytest.mark.usefixtures("signals_as_before")
+def test_what_cannot_be_loaded_ends_it_with_a_sentence(
+    tmp_path: Path, logged_errors: list[str]
+) -> None:
+    settings = serve_settings(tmp_path / "nowhere", port=0)
+    assert serve(settings, announce=lambda served, port: None) == 1
+    assert logged_errors == [
+        f"cannot serve: {tmp_path}/nowhere does not exist; expected the directory of a checkpoint"
+    ]
+    logged_errors.clear()
+
+
+@pytest.mark.usefixtures("signals_as_before")
+def test_an_engine_that_fails_ends_it_with_1(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    """A supervisor starts it again."""
+    requests: list[threading.Thread] = []
+
+    def break_engine(models: Models, port: int) -> None:
+        def broken(on_compute: object) -> NoReturn:
+            raise RuntimeError("a fault of the engine")
+
+        models.served[0].engine._driver._engine.step = broken  # type: ignore[assignment]
+        request, _ = posted(f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 1})
+        requests.append(request)
+
+    assert serve(serve_settings(checkpoint_path), announce=break_engine) == 1
+    requests[0].join(60)
+    assert "a fault of the engine" in logged_errors[0]
+    assert logged_errors[1] == "the engine failed: exiting with 1"
+    logged_errors.clear()

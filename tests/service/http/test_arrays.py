@@ -1,0 +1,121 @@
+"""Arrays as bytes: what we write, NumPy and safetensors read."""
+
+import io
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitd.model.operations.body import DType
+from logitd.service.http.arrays import (
+    JSON_ELEMENTS,
+    PART_BYTES,
+    TensorSpec,
+    byte_parts,
+    encoded,
+    json_parts,
+    npy_header,
+    safetensors_header,
+)
+
+FLOATS = st.floats(width=32)  # NaN, infinities, subnormals and zeros of both signs too
+
+
+def random_array(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("dtype", "descr"), [("float32", "<f4"), ("float16", "<f2")])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 257), (1024, 50257), (12, 10**7, 10**6)])
+def test_the_npy_header_is_numpys(shape: tuple[int, ...], dtype: DType, descr: str) -> None:
+    header = npy_header(shape, dtype)
+    assert len(header) % 64 == 0
+    read = io.BytesIO(header)
+    assert np.lib.format.read_magic(read) == (1, 0)
+    assert np.lib.format.read_array_header_1_0(read) == (shape, False, np.dtype(descr))
+    assert read.read() == b""
+
+
+def test_header_and_parts_make_an_npy_file() -> None:
+    array = random_array(5, 3, 7)
+    file = npy_header((5, 3, 7), "float32") + b"".join(byte_parts(array))
+    assert np.array_equal(np.load(io.BytesIO(file)), array)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["float32", "float16", "int64"]),
+            st.lists(st.integers(1, 5), max_size=3).map(tuple),
+        ),
+        max_size=5,
+    )
+)
+def test_safetensors_reads_what_we_write(tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+    specs = [TensorSpec(f"t.{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)]
+    arrays = [np.arange(np.prod(s.shape), dtype=s.dtype).reshape(s.shape) for s in specs]
+    file = safetensors_header(specs, {"who": "é", "x": ""}) + b"".join(a.tobytes() for a in arrays)
+    loaded = safetensors.numpy.load(file)
+    assert loaded.keys() == {spec.name for spec in specs}
+    for spec, array in zip(specs, arrays, strict=True):
+        assert loaded[spec.name].dtype == array.dtype
+        assert np.array_equal(loaded[spec.name], array)
+
+
+def test_bfloat16_is_written_for_torch() -> None:
+    array = random_array(4, 6)
+    header = safetensors_header([TensorSpec("x", "bfloat16", (4, 6))], {})
+    loaded = safetensors.torch.load(header + b"".join(byte_parts(encoded(array, "bfloat16"))))
+    assert loaded["x"].dtype == torch.bfloat16
+    assert torch.equal(loaded["x"], torch.from_numpy(array).bfloat16())
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=50))
+def test_bfloat16_is_rounded_as_torch_rounds(values: list[float]) -> None:
+    array = np.array(values, dtype=np.float32)
+    ours = torch.from_numpy(encoded(array, "bfloat16").view(np.int16)).view(torch.bfloat16)
+    torchs = torch.from_numpy(array).bfloat16()
+    assert torch.equal(ours.isnan(), torchs.isnan())
+    real = ~torchs.isnan()
+    assert torch.equal(ours[real].view(torch.int16), torchs[real].view(torch.int16))
+
+
+def test_numbers_are_contiguous_in_the_form_asked_for() -> None:
+    rows = np.arange(24, dtype=np.float32).reshape(4, 6)[:, ::2]
+    dtypes: list[DType] = ["float32", "float16"]
+    for name in dtypes:
+        converted = encoded(rows, name)
+        assert converted.dtype == np.dtype(name)
+        assert converted.flags.c_contiguous
+        assert np.array_equal(converted, rows)
+
+
+@pytest.mark.parametrize("numbers", [0, 1, PART_BYTES // 4, PART_BYTES // 4 + 1, 200_000])
+def test_bytes_come_in_parts(numbers: int) -> None:
+    array = random_array(numbers)
+    parts = list(byte_parts(array))
+    assert b"".join(parts) == array.tobytes()
+    assert all(0 < len(part) <= PART_BYTES for part in parts)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3,), (2, 3), (4, 1, 5), (3, 2, 100, 90), (1, 30_000), (2, 1, 0)]
+)
+def test_json_comes_in_parts(shape: tuple[int, ...]) -> None:
+    array = random_array(*shape)
+    parts = list(json_parts(array))
+    assert orjson.loads(b"".join(parts)) == array.tolist() or np.array_equal(
+        np.array(orjson.loads(b"".join(parts)), dtype=np.float32).reshape(shape), array
+    )
+    assert max(map(len, parts)) <= 25 * max(JSON_ELEMENTS, shape[-1])
+
+
+def test_what_is_not_finite_is_null_in_json() -> None:
+    array = np.array([[1.5, -np.inf], [np.nan, np.inf]], dtype=np.float32)
+    assert b"".join(json_parts(array)) == b"[[1.5,null],[null,null]]"

@@ -1,0 +1,180 @@
+"""POST /attributions: the values of the model, beside others, and an end at any moment."""
+
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.task import (
+    DEFAULT_STEPS,
+    MAX_STEPS,
+    METHODS,
+    AttributionTask,
+    Method,
+)
+from logitd.model.operations.attributions import (
+    AttributionsReply,
+    AttributionsRequest,
+    PromptAttributions,
+)
+from logitd.model.transformer.gpt import GPT
+from logitd.service.engine.admission import Load
+from logitd.service.metrics.model_metrics import StepKind
+from tests.service.http.asking import PROMPT
+from tests.service.serving import Serving, eventually, request_bytes, serving
+from tests.service.spelling import long_prompt, spelled
+
+LONG: dict[str, Any] = {
+    "prompt": long_prompt(3000),
+    "methods": ["integrated_gradients"],
+    "steps": MAX_STEPS,
+}
+"""Minutes of work for the spelling model."""
+
+
+def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
+    body = {"prompt": PROMPT, **fields}
+    return AttributionsReply.model_validate(server.json("/attributions", body)).prompts
+
+
+def same(ours: float | None, theirs: float) -> None:
+    """The server may have other threads than the test, and so other bits."""
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_the_values_are_those_of_the_model(server: Serving, gpt: GPT) -> None:
+    (prompt,) = attributions(
+        server, token="a", minus_id=98, position=-3, methods=METHODS, steps=3, baseline=32
+    )
+    ids = list(PROMPT.encode())
+    task = AttributionTask(
+        position=len(ids) - 3, token_id=97, minus_id=98, methods=METHODS, steps=3, baseline=32
+    )
+    expected = attribute(gpt, ids, task)
+    path, minus = expected.integrated_gradients, prompt.minus
+    assert prompt.token_ids == ids == [token.id for token in prompt.tokens]
+    assert [bytes(token.bytes) for token in prompt.tokens] == [bytes([i]) for i in ids]
+    assert prompt.position == len(ids) - 3
+    assert (prompt.token.id, prompt.token.text) == (97, "a")
+    assert minus is not None
+    assert minus.id == 98
+    same(prompt.token.logit, expected.logit)
+    same(prompt.value, expected.target)
+    assert prompt.value == prompt.token.logit - minus.logit
+    assert expected.gradient_times_input is not None
+    assert path is not None
+    for token, gradient, along in zip(
+        prompt.tokens, expected.gradient_times_input, path.values, strict=True
+    ):
+        same(token.gradient_times_input, gradient)
+        same(token.integrated_gradients, along)
+    summary = prompt.integrated_gradients
+    assert summary is not None
+    assert (summary.steps, summary.baseline) == (3, 32)
+    same(summary.baseline_value, path.baseline_target)
+    same(summary.gap, path.gap)
+    assert summary.gap == pytest.approx(summary.sum - (prompt.value - summary.baseline_value))
+    assert prompt.direct is not None
+    assert prompt.direct.sum == pytest.approx(prompt.value, rel=1e-4)
+    assert [(part.stage, part.head) for part in prompt.direct.parts] == [
+        (part.stage, part.head) for part in expected.direct or ()
+    ]
+    for part, theirs in zip(prompt.direct.parts, expected.direct or (), strict=True):
+        same(part.value, theirs.value)
+
+
+def test_the_likeliest_token_and_one_method_are_the_default(server: Serving) -> None:
+    (prompt,) = attributions(server)
+    likeliest = server.json("/probs", {"prompt": PROMPT, "top_k": 1})["prompts"][0]["tokens"][0]
+    logits = server.json("/logits", {"prompt": PROMPT})["prompts"][0]["logits"][0]
+    assert prompt.token.id == likeliest["id"]
+    assert prompt.value == prompt.token.logit == pytest.approx(max(logits), rel=1e-4)
+    assert (prompt.minus, prompt.direct, prompt.integrated_gradients) == (None, None, None)
+    assert prompt.position == len(PROMPT) - 1
+    assert all(token.gradient_times_input is not None for token in prompt.tokens)
+    assert all(token.integrated_gradients is None for token in prompt.tokens)
+    reply = server.json("/attributions", {"prompt": PROMPT})
+    assert "direct" not in reply["prompts"][0]
+    assert "integrated_gradients" not in reply["prompts"][0]["tokens"][0]
+
+
+def test_the_numbers_of_the_schema_are_those_of_the_engine(server: Serving) -> None:
+    assert get_args(Method) == METHODS
+    limits = AttributionsRequest.model_json_schema()["properties"]["steps"]["anyOf"][0]
+    assert limits["maximum"] == MAX_STEPS
+    (prompt,) = attributions(server, prompt="x", methods=["integrated_gradients"])
+    assert prompt.integrated_gradients is not None
+    assert prompt.integrated_gradients.steps == DEFAULT_STEPS
+    assert prompt.integrated_gradients.baseline == "zero"
+
+
+def test_pieces_and_steps_are_counted(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, slots=1) as server:
+        attributions(server, token="a")
+        server.wait_idle()
+        assert server.sample("logitd_attribution_pieces_total") == 2 * 3 + 1
+        steps = sum(server.sample("logitd_step_seconds_count", kind=kind) for kind in StepKind)
+        assert steps == 2 * 3 + 1
+
+
+def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
+    with serving(spelling_path, slots=1) as server:
+        began = time.monotonic()
+        response = server.post("/attributions", {**LONG, "timeout": 0.5})
+        assert response.status_code == 504
+        assert time.monotonic() - began < 20
+        server.wait_idle()
+        assert server.finished("timeout") == 1
+
+
+def test_one_whose_client_has_gone_is_ended(spelling_path: Path) -> None:
+    with serving(spelling_path, slots=1) as server:
+        with closing(server.connect()) as raw:
+            raw.sendall(request_bytes("/attributions", LONG))
+            eventually(lambda: server.sample("logitd_num_sequences_running") == 1)
+        server.wait_idle()
+        assert server.finished("abort") == 1
+
+
+def test_streams_go_on_beside_it_and_neither_changes_the_other(spelling_path: Path) -> None:
+    with serving(spelling_path, slots=2) as server:
+        short = {"prompt": long_prompt(100), "methods": list(METHODS), "steps": 2}
+        alone = server.json("/attributions", short)["prompts"]
+        asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        expected = spelled("a", 60)
+        assert server.generate("a", **asked)["choices"][0]["token_ids"] == expected
+        with closing(server.connect()) as raw:
+            raw.sendall(request_bytes("/attributions", {**LONG, "prompt": long_prompt(300)}))
+            eventually(lambda: server.sample("logitd_num_sequences_running") == 1)
+            beside: list[Any] = []
+            asking = threading.Thread(
+                target=lambda: beside.append(server.json("/attributions", short)["prompts"])
+            )
+            asking.start()
+            assert server.generate("a", **asked)["choices"][0]["token_ids"] == expected
+            asking.join()
+            assert server.sample("logitd_num_sequences_running") == 1, "the long one still runs"
+        assert beside == [alone]
+        server.wait_idle()
+
+
+def test_it_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
+    """A long one is what waits, where 300 prompt tokens would not be."""
+    with serving(spelling_path, slots=1, max_queue_tokens=2000) as server:
+        with closing(server.connect()) as raw:
+            raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
+            eventually(lambda: server.sample("logitd_num_sequences_running") == 1)
+            with closing(server.connect()) as another:
+                another.sendall(request_bytes("/attributions", {**LONG, "prompt": "b" * 100}))
+                eventually(lambda: server.sample("logitd_num_sequences_running") == 2)
+                asked = {"prompt": "c" * 300, "methods": ["integrated_gradients"], "steps": 2}
+                refused = server.post("/attributions", asked)
+                assert refused.status_code == 429, refused.text
+                assert "prompt tokens are waiting" in refused.json()["error"]["message"]
+                assert server.post("/attributions", {"prompt": "c" * 300}).status_code == 200
+        server.wait_idle()
+        assert server.served.admission._open.total == Load(), "what was counted is given back"

@@ -1,0 +1,88 @@
+"""The members and headers that replies have in common."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from logitd.model.inference.engine.events import (
+    FinishEvent,
+    FinishReason,
+    SequenceTimes,
+)
+from logitd.model.operations.operation import new_id
+from logitd.service.http.envelope import (
+    checkpoint_headers,
+    server_timing,
+    timings,
+)
+from tests.model.factories import training_record
+
+
+@pytest.fixture
+def checkpoint(checkpoint_path: Path) -> CheckpointInfo:
+    return read_checkpoint(checkpoint_path)
+
+
+def finish(*times: float | None, reason: FinishReason = FinishReason.LENGTH) -> FinishEvent:
+    return FinishEvent("gen-1", 0, reason, SequenceTimes(*times), 2, 0, 1)  # type: ignore[arg-type]
+
+
+# Times
+
+
+def test_timings_span_all_sequences() -> None:
+    first = finish(10.0, 10.5, 11.0, 13.0)
+    second = finish(10.0, 11.5, 12.0, 15.0)
+    assert timings([second, first], 8) == {
+        "queue_ms": 500.0,
+        "prefill_ms": 500.0,
+        "decode_ms": 4000.0,
+        "ttft_ms": 1000.0,
+        "tokens_per_second": 2.0,
+    }
+
+
+def test_timings_of_what_never_started_divide_by_nothing() -> None:
+    never = finish(10.0, None, None, 12.0, reason=FinishReason.ABORT)
+    assert timings([never], 0)["tokens_per_second"] == 0.0
+
+
+def test_the_phases_are_a_header_too() -> None:
+    first = finish(10.0, 10.5, 11.0, 13.0)
+    second = finish(10.0, 11.5, 12.0, 15.00025)
+    assert server_timing([second, first]) == {
+        "Server-Timing": "queue;dur=500.000, prefill;dur=500.000, decode;dur=4000.250"
+    }
+
+
+# Who answers
+
+
+def test_ids_do_not_repeat() -> None:
+    ids = {new_id("gen") for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(one.startswith("gen-") and len(one) > 30 for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("modèle", "mod%C3%A8le"),
+        ("模型", "%E6%A8%A1%E5%9E%8B"),
+        ("two words", "two%20words"),
+        ("a\r\nX-Evil: 1", "a%0D%0AX-Evil:%201"),
+        ("100%", "100%25"),
+        ("step-000500[best]", "step-000500[best]"),
+    ],
+)
+def test_a_name_that_no_header_can_hold_is_percent_encoded(
+    checkpoint: CheckpointInfo, name: str, sent: str
+) -> None:
+    assert checkpoint_headers(replace(checkpoint, name=name))["X-Logitd-Name"] == sent
+
+
+def test_what_is_unknown_has_no_header(checkpoint: CheckpointInfo) -> None:
+    never = replace(checkpoint, training=training_record(val_loss=None))
+    assert "X-Logitd-Val-Loss" not in checkpoint_headers(never)

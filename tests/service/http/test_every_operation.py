@@ -1,0 +1,212 @@
+"""What holds for every operation over HTTP, whatever it computes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import TypeAdapter
+
+from logitd.model.inference.engine.requests import Logits, OutputsRequest
+from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.body import (
+    Examples,
+    ModelName,
+    PromptBody,
+    Reply,
+    ReplyBody,
+    Timeout,
+    TokenId,
+)
+from logitd.model.operations.computed import Computed
+from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
+from logitd.model.operations.prompts import encode_all
+from logitd.service.application.app import create_app
+from logitd.service.http import endpoint
+from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST, npy
+from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
+
+QUEUED = [name for name, operation in BY_NAME.items() if operation.form != "vocabulary"]
+WITH_PROMPTS = [
+    name for name in BY_NAME if name not in ("sweep", "detokenize") and "prompt" in SMALLEST[name]
+]
+
+
+def test_these_are_the_operations() -> None:
+    assert [operation.name for operation in OPERATIONS] == [
+        *("generate", "logits", "probs", "score", "hidden_states", "attention", "activations"),
+        *("sweep", "lens", "attributions", "tokenize", "detokenize"),
+    ]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_reply_is_what_its_model_says_and_names_the_weights(server: Serving, name: str) -> None:
+    operation = BY_NAME[name]
+    bodies: Sequence[Mapping[str, Any]] = [SMALLEST[name]]
+    if operation.form == "vocabulary":  # several texts have another reply
+        bodies = [SMALLEST[name], {key: [value] for key, value in SMALLEST[name].items()}]
+    for body in bodies:
+        response = server.post(operation.path, body)
+        assert response.status_code == 200, response.text
+        timed = operation.form in ("record", "completions")
+        assert ("prefill;dur=" in response.headers.get("server-timing", "")) == timed
+        reply = response.json()
+        TypeAdapter(operation.reply).validate_python(reply)
+        assert reply["id"].startswith(f"{operation.reply_id}-")
+        assert reply["model"] == reply["checkpoint"]["name"] == "tiny"
+        assert (reply["checkpoint"]["step"], reply["checkpoint"]["val_loss"]) == (7, 2.5)
+        sha256 = server.served.checkpoint.weights_sha256
+        assert reply["checkpoint"]["weights_sha256"] == sha256
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_model_may_be_named(server: Serving, name: str) -> None:
+    assert server.json(f"/{name}", {**SMALLEST[name], "model": "tiny"})["model"] == "tiny"
+    error = server.refused(f"/{name}", {**SMALLEST[name], "model": "gpt-4"}, 404)
+    assert (error.param, error.code) == ("model", "model_not_found")
+    assert "not served here, 'tiny' is" in error.message
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_a_timeout_is_504(server: Serving, name: str) -> None:
+    error = server.refused(f"/{name}", {**SMALLEST[name], "timeout": 1e-9}, 504)
+    assert (error.type, error.code) == ("timeout_error", "deadline_exceeded")
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("name", WITH_PROMPTS)
+def test_a_prompt_among_many_is_the_prompt_alone(server: Serving, name: str) -> None:
+    given = {**SMALLEST[name], **({"seed": 1} if name == "generate" else {})}
+    prompts = [PROMPT, "x", "€" if name == "tokenize" else [256, 3]]
+    member = "choices" if name == "generate" else "prompts"
+    together = server.json(f"/{name}", {**given, "prompt": prompts})[member]
+    assert [one["index"] for one in together] == [0, 1, 2]
+    for prompt, found in zip(prompts, together, strict=True):
+        (alone,) = server.json(f"/{name}", {**given, "prompt": [prompt]})[member]
+        own = ("index", "prompt_index")
+        assert {key: value for key, value in found.items() if key not in own} == {
+            key: value for key, value in alone.items() if key not in own
+        }
+
+
+@pytest.mark.parametrize("name", [name for name in QUEUED if name != "generate"])
+def test_nothing_is_generated(server: Serving, name: str) -> None:
+    before = server.sample("logitd_generation_tokens_total")
+    server.json(f"/{name}", SMALLEST[name])
+    assert server.sample("logitd_generation_tokens_total") == before
+
+
+# How large a reply may be
+
+ALL = {"positions": "all"}
+LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("generate", {"n": 2, "max_tokens": 10, "logprobs": 4}, {"logprobs": 5},
+     "120 logprobs; 100 are allowed"),
+    ("generate", {"prompt": "x" * 78, "max_tokens": None, "logprobs": 1}, {"logprobs": 2},
+     "150 logprobs"),
+    ("probs", {"prompt": ["a"] * 5, "top_k": 20}, {"top_k": 21}, "105 logprobs"),
+    ("probs", {"prompt": ["a"] * 5, "token_ids": [1] * 20}, {"token_ids": [1] * 21}, "105 log"),
+    ("logits", {"prompt": "a", "top_k": 100}, {"top_k": 101}, "101 logprobs"),
+    ("score", {"prompt": "x" * 50}, {"logprobs": 5}, "300 logprobs; 100 are allowed"),
+    ("lens", {**ALL, "layers": [0], "top_k": 1}, {"top_k": 2}, "118 logprobs"),
+    ("attributions", {"prompt": "x" * 100}, {"prompt": ["x" * 100, "y"]},
+     "101 tokens and parts; 100 are allowed"),
+    ("attributions", {"prompt": "x" * 74}, {"methods": ["direct"]}, "101 tokens and parts"),
+    ("hidden_states", {"prompt": "x" * 50, **ALL}, {"prompt": ["x" * 50] * 2}, "12800 elements"),
+    ("attention", {"prompt": "x" * 32, **ALL, "dtype": "float16"}, {"dtype": "float32"},
+     "12288 elements; 6400 are allowed"),
+    ("activations", {"prompt": "x" * 128, **ALL}, {"stages": ["embedding", "blocks.0.output"]},
+     "8192 elements"),
+]  # fmt: skip
+"""An operation, fields whose reply just fits, what makes it larger, and what is said of that."""
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint_path: Path) -> Iterator[Serving]:
+    with serving(checkpoint_path, slots=2, max_reply_elements=100 * 64) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("name", "fits", "more", "said"), LARGE)
+def test_what_is_too_large_for_a_reply_is_refused_with_both_sizes(
+    small: Serving, name: str, fits: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    body = {**SMALLEST[name], **fits}
+    assert small.post(f"/{name}", body).status_code == 200
+    error = small.refused(f"/{name}", {**body, **more})
+    assert said in error.message
+    assert "--max-reply-elements" in error.message
+    eventually(lambda: small.served.reply_budget.used == 0)
+
+
+# One file more
+
+
+class RankRequest(PromptBody):
+    """Where given tokens stand among all next ones."""
+
+    examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
+
+    token_ids: list[TokenId]
+    timeout: Timeout = None
+    model: ModelName = None
+
+
+class PromptRanks(ReplyBody):
+    index: int
+    ranks: list[int]
+
+
+class RankReply(Reply):
+    prompts: list[PromptRanks]
+
+
+def plan(body: RankRequest, subject: Subject) -> Planning:
+    yield from ()
+    requests = [
+        OutputsRequest(
+            request_id=new_id("outputs"),
+            token_ids=prompt,
+            positions=(len(prompt) - 1,),
+            output=Logits(),
+        )
+        for prompt in encode_all(body.prompts, "prompt", subject)
+    ]
+    subject.check_listed(len(requests) * len(body.token_ids), "ranks", "token_ids")
+
+    def reply(computed: Computed) -> dict[str, Any]:
+        rows = [computed.rows[request.request_id][0] for request in requests]
+        ranks = [[int((row > row[i]).sum()) + 1 for i in body.token_ids] for row in rows]
+        return {"prompts": [{"index": i, "ranks": each} for i, each in enumerate(ranks)]}
+
+    return Record(requests, reply)
+
+
+RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "", reply_id="rank")
+
+
+def test_an_operation_is_one_file(checkpoint_path: Path) -> None:
+    """With its route, its refusals, a deadline, the choice of a model and the limits of a reply."""
+    app = create_app(serve_settings(checkpoint_path, max_reply_elements=100 * 64))
+    app.router.routes[:0] = endpoint.router([RANK]).routes
+    with serving_app(app) as running:
+        eventually(lambda: running.state.status() == ("ok", None))
+        ids = [5, 200, 256]
+        reply = RankReply.model_validate(
+            running.json("/rank", {"prompt": ["x", PROMPT], "token_ids": ids})
+        )
+        assert reply.id.startswith("rank-")
+        row = npy(running, "/logits")[0]
+        order = sorted(range(len(row)), key=lambda token_id: -row[token_id])
+        assert reply.prompts[1].ranks == [order.index(token_id) + 1 for token_id in ids]
+        for fields, status, param, said in (
+            ({}, 400, "token_ids", "token_ids is required"),
+            ({"token_ids": [1], "promt": "a"}, 400, "promt", "did you mean 'prompt'?"),
+            ({"token_ids": [1] * 101}, 400, "token_ids", "101 ranks; 100 are allowed"),
+            ({"token_ids": [1], "prompt": [999]}, 400, "prompt", "vocabulary of 257 ids"),
+            ({"token_ids": [1], "model": "b"}, 404, "model", "'tiny' is"),
+            ({"token_ids": [1], "timeout": 1e-9}, 504, "timeout", "passed"),
+        ):
+            error = running.refused("/rank", {"prompt": "x", **fields}, status)
+            assert error.param == param
+            assert said in error.message

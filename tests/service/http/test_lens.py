@@ -1,0 +1,73 @@
+"""POST /lens: what the model would say after each layer, over HTTP."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logitd.model.inference.sampling.distribution import summarise
+from logitd.model.operations.lens import LensReply, PromptLens
+from tests.service.http.asking import PROMPT
+from tests.service.serving import Serving, read_chunks, request_bytes
+from tests.service.spelling import long_prompt
+
+
+def lens(server: Serving, **fields: Any) -> list[PromptLens]:
+    body = {"prompt": PROMPT, **fields}
+    return LensReply.model_validate(server.json("/lens", body)).prompts
+
+
+def test_the_last_layer_is_what_probs_says(server: Serving) -> None:
+    (prompt,) = lens(server, top_k=4, tokens=["a", "b"])
+    (at,) = prompt.positions
+    assert at.position == len(PROMPT) - 1
+    assert [layer.layer for layer in at.layers] == [0, 1, 2, 3]
+    last = at.layers[-1]
+    probs = server.json("/probs", {"prompt": PROMPT, "top_k": 4})["prompts"][0]
+    assert [token.id for token in last.top] == [token["id"] for token in probs["tokens"]]
+    for mine, theirs in zip(last.top, probs["tokens"], strict=True):
+        assert mine.logprob == pytest.approx(theirs["logprob"], rel=1e-6)
+        assert mine.rank == theirs["rank"]
+        assert mine.text == theirs["text"]
+    assert last.entropy == pytest.approx(probs["entropy"], rel=1e-6)
+    assert last.divergence == 0
+    named = server.json("/probs", {"prompt": PROMPT, "tokens": ["a", "b"]})["prompts"][0]
+    assert [token.rank for token in last.tokens] == [token["rank"] for token in named["tokens"]]
+    assert at.layers[0].divergence > 0
+
+
+def test_an_earlier_layer_is_the_head_on_its_stream(server: Serving) -> None:
+    """The stream as a layer's own output, put into the last layer by an intervention."""
+    (prompt,) = lens(server, layers=[1], positions=[-1], top_k=2)
+    body = {"prompt": PROMPT, "layers": [1], "positions": [-1]}
+    stream = server.json("/hidden_states", body)["prompts"][0]["hidden_states"][0][0]
+    change = {"stage": "blocks.2.output", "positions": [-1], "operation": "set", "values": stream}
+    logits = server.json("/logits", {"prompt": PROMPT, "interventions": [change]})
+    row = np.array(logits["prompts"][0]["logits"][0], dtype=np.float32)
+    expected = summarise(row, top_k=2).tokens
+    (layer,) = prompt.positions[0].layers
+    assert [token.id for token in layer.top] == [token.token_id for token in expected]
+    assert [token.logprob for token in layer.top] == pytest.approx(
+        [token.logprob for token in expected], rel=1e-5
+    )
+
+
+def test_the_last_position_of_a_prompt_of_several_chunks(speller: Serving) -> None:
+    prompt = long_prompt(1000)
+    reply = speller.json("/lens", {"prompt": prompt, "top_k": 2})
+    (position,) = LensReply.model_validate(reply).prompts[0].positions
+    assert position.position == 999
+    expected = speller.json("/probs", {"prompt": prompt, "top_k": 2})["prompts"][0]["tokens"]
+    assert [token.id for token in position.layers[-1].top] == [token["id"] for token in expected]
+
+
+def test_a_reply_is_written_some_layers_at_a_time(server: Serving) -> None:
+    """However many tokens a position lists, few of them are made into JSON at once."""
+    body = {"prompt": PROMPT, "positions": [-2, -1], "top_k": 200}
+    with server.connect() as raw:
+        raw.sendall(request_bytes("/lens", body, "Connection: close"))
+        chunks = read_chunks(raw)
+    prompts = LensReply.model_validate_json(b"".join(chunks)).prompts
+    assert [len(at.layers) for at in prompts[0].positions] == [4, 4]
+    assert max(chunk.count(b'"logprob"') for chunk in chunks) == 200, "one layer of eight"
+    assert prompts == lens(server, positions=[-2, -1], top_k=200)

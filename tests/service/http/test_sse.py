@@ -1,0 +1,234 @@
+"""Streamed replies: the bytes of an event, and that a stream ends with its reader. The response is
+run as an ASGI server runs it, with `receive` and `send` written out; sockets are in tests/e2e.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from logitd.service.errors import unavailable
+from logitd.service.http.sse import DONE, KEEP_ALIVE, StreamedResponse, event
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+NEVER = 60.0
+"""A write timeout that no test waits for."""
+
+
+class Connection:
+    """A client's side of ASGI: what was sent to it, and whether it is still there."""
+
+    def __init__(self, accept: Callable[[int], Awaitable[None]] | None = None) -> None:
+        self.sent: list[Message] = []
+        self.gone = asyncio.Event()
+        self._accept = accept
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self._accept is not None:
+            await self._accept(len(self.sent))
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    @property
+    def ended(self) -> bool:
+        return self.sent[-1].get("more_body") is False
+
+
+class Ends:
+    """Counts how often it is told that a stream is over."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+async def run(
+    pieces: AsyncIterator[bytes], connection: Connection, ends: Ends, timeout: float = NEVER
+) -> None:
+    response = StreamedResponse(
+        pieces,
+        on_end=ends,
+        write_timeout=timeout,
+        media_type="text/event-stream",
+        headers={"X-More": "1"},
+    )
+    await response({"type": "http"}, connection.receive, connection.send)
+
+
+async def some(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+# The format
+
+
+@given(st.recursive(TEXT | st.integers(-(2**53), 2**53) | st.none(), st.lists, max_leaves=5))
+def test_an_event_is_one_line_whatever_it_says(data: object) -> None:
+    raw = event({"value": data})
+    assert raw.startswith(b"data: {")
+    assert raw.endswith(b"}\n\n")
+    assert b"\n" not in raw[:-2]
+    assert b"\r" not in raw
+    assert json.loads(raw[6:]) == {"value": data}
+
+
+def test_the_fixed_lines() -> None:
+    assert event({"text": "é\r\n"}) == 'data: {"text":"é\\r\\n"}\n\n'.encode()
+    assert DONE == b"data: [DONE]\n\n"
+    assert KEEP_ALIVE == b": keep-alive\n\n"
+
+
+# The response
+
+
+def test_pieces_are_sent_as_they_come_with_headers_for_proxies() -> None:
+    async def main() -> None:
+        connection, ends = Connection(), Ends()
+        await run(some(b"one", b"two"), connection, ends)
+        start, *bodies = connection.sent
+        assert start["status"] == 200
+        headers = dict(start["headers"])
+        assert headers == {
+            b"cache-control": b"no-cache",
+            b"x-accel-buffering": b"no",
+            b"x-more": b"1",
+            b"content-type": b"text/event-stream; charset=utf-8",
+        }
+        assert [body["body"] for body in bodies] == [b"one", b"two", b""]
+        assert connection.ended
+        assert ends.count == 1
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_always_has_something_to_say_ends_with_its_client() -> None:
+    async def main() -> None:
+        connection, ends = Connection(), Ends()
+
+        async def endless() -> AsyncIterator[bytes]:
+            for number in itertools.count():  # never really waits
+                if number == 100:
+                    connection.gone.set()
+                yield b"x"
+
+        await asyncio.wait_for(run(endless(), connection, ends), NEVER)
+        assert ends.count == 1
+        assert len(connection.sent) < 200
+        assert not connection.ended
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_waits_ends_with_its_client() -> None:
+    async def main() -> None:
+        connection, ends = Connection(), Ends()
+        waiting = asyncio.Event()
+
+        async def silent() -> AsyncIterator[bytes]:
+            waiting.set()
+            await asyncio.Event().wait()
+            yield b""
+
+        running = asyncio.ensure_future(run(silent(), connection, ends))
+        await waiting.wait()
+        connection.gone.set()
+        await asyncio.wait_for(running, NEVER)
+        assert ends.count == 1
+
+    asyncio.run(main())
+
+
+def test_a_client_that_is_gone_before_the_first_piece_ends_the_request_all_the_same() -> None:
+    async def main() -> None:
+        connection, ends = Connection(), Ends()
+        connection.gone.set()
+        await run(some(*[b"x"] * 1000), connection, ends)
+        assert ends.count == 1
+        assert not connection.ended
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stuck_at", [1, 3], ids=["at a piece", "at the end of the body"])
+def test_a_reader_that_stops_is_given_up(stuck_at: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async def accept(number: int) -> None:
+            if number == stuck_at:
+                await asyncio.Event().wait()
+
+        connection, ends = Connection(accept), Ends()
+        await asyncio.wait_for(run(some(b"one", b"two"), connection, ends, 0.01), NEVER)
+        assert ends.count == 1
+        assert len(connection.sent) == stuck_at
+
+    asyncio.run(main())
+    assert caplog.messages == ["a client left its stream unread for 0.01 s"]
+
+
+def test_slow_is_not_stopped() -> None:
+    async def main() -> None:
+        async def accept(number: int) -> None:
+            await asyncio.sleep(0.06)
+
+        connection, ends = Connection(accept), Ends()
+        await run(some(*[b"x"] * 8), connection, ends, 0.45)  # 0.6 s in all, 0.06 s each
+        assert connection.ended
+        assert connection.body == b"x" * 8
+
+    asyncio.run(main())
+
+
+def test_a_failure_on_the_way_leaves_the_body_without_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async def failing() -> AsyncIterator[bytes]:
+            yield b"one"
+            raise unavailable("the server is shutting down")
+
+        connection, ends = Connection(), Ends()
+        await run(failing(), connection, ends)
+        assert ends.count == 1
+        assert connection.body == b"one"
+        assert not connection.ended
+
+    asyncio.run(main())
+    assert caplog.messages == ["a reply was broken off: the server is shutting down"]
+
+
+def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
+    async def main() -> None:
+        async def broken() -> AsyncIterator[bytes]:
+            yield b"one"
+            raise ZeroDivisionError
+
+        connection, ends = Connection(), Ends()
+        with pytest.raises(ZeroDivisionError):
+            await run(broken(), connection, ends)
+        assert ends.count == 1
+
+    asyncio.run(main())
+
+
+@given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))
+def test_an_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
+    """httpx breaks lines where Python does, at Unicode's marks too: half an event was lost so."""
+    lines = event({"text": text}).decode().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}
+    assert lines[1] == ""

@@ -1,0 +1,49 @@
+"""The structure of JSON, counted without a parser: the same as a parser's tree has."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from logitd.service.http import structure
+from logitd.service.http.structure import Structure, count_structure
+
+TEXTS = st.text(st.sampled_from('ab"\\,:[]{}\n é'), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def counted(value: Any) -> Structure:
+    """The structure of a value, by walking through it."""
+    match value:
+        case list():
+            inner, keys = [counted(item) for item in value], 0
+        case dict():
+            inner, keys = [counted(item) for item in value.values()], len(value)
+        case _:
+            return Structure(0, 0, 0)
+    return Structure(
+        commas=max(0, len(inner) - 1) + sum(part.commas for part in inner),
+        containers=1 + sum(part.containers for part in inner),
+        keys=keys + sum(part.keys for part in inner),
+    )
+
+
+@given(VALUES, st.booleans(), st.integers(1, 9))
+@example(["\\"], True, 2)  # a block that ends between a backslash and what it escapes
+@example(["\\\\", '\\"', "["], True, 3)
+def test_it_is_that_of_the_parsed_value(value: Any, ascii_only: bool, block: int) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(structure, "BLOCK", block)
+        assert count_structure(text) == counted(value)
+    assert count_structure(text) == counted(value)
+
+
+def test_nothing_has_no_structure() -> None:
+    assert count_structure(b"") == Structure(0, 0, 0)

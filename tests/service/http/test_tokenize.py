@@ -1,0 +1,263 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and places of texts; and the
+calls that evaluation programs with a remote tokenizer make."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from logitd.model.operations.body import MAX_IDS
+from logitd.model.operations.tokenize import (
+    MAX_PIECES,
+    DetokenizeListReply,
+    DetokenizeReply,
+    TokenizeReply,
+)
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.service.http.schemas import TokenizerInfo
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.serving import (
+    TEST_TIMEOUT,
+    Poster,
+    Serving,
+    error_of,
+    eventually,
+    request_bytes,
+    serving,
+)
+
+MERGES = (
+    *(b"th", b"the", b" t", b" th", b" the"),
+    # Parts of characters, and what begins in one and ends in another.
+    *(b"\xe2\x82", b"\xf0\x9f", b"\xf0\x9f\x98", b"t\xc3", b"\xa9 "),
+)
+TOKENIZER = Tokenizer(
+    ranks={bytes([byte]): byte for byte in range(256)}
+    | {token: 256 + index for index, token in enumerate(MERGES)},
+    pattern=r"[^\n]+|\n+",
+    special_tokens={END_OF_TEXT: 256 + len(MERGES), "<|user|>": 257 + len(MERGES)},
+)
+END_OF_TEXT_ID = 256 + len(MERGES)
+
+TEXT = st.lists(
+    st.text(max_size=12) | st.sampled_from(["the ", "€", "té ", "😀", END_OF_TEXT, "<|user|>"])
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A service with a vocabulary whose tokens cut characters in two."""
+    gpt = tiny_gpt(tiny_config(vocab_size=TOKENIZER.vocab_size))
+    path = tmp_path_factory.mktemp("checkpoints") / "merging"
+    save_tiny_checkpoint(path, gpt=gpt, tokenizer=TOKENIZER)
+    with serving(path) as running:
+        yield running
+
+
+# What evaluation programs with a remote tokenizer send, and what they read of the answers
+
+
+@pytest.mark.parametrize("text", ["test", "the 😀", "", " a\n\nb", "x" * 5000])
+def test_a_remote_tokenizer_gets_what_it_reads(merging: Serving, text: str) -> None:
+    body = {"prompt": text, "add_special_tokens": False}
+    ids = merging.json("/tokenize", body)["tokens"]
+    assert ids == TOKENIZER.encode(text)
+    assert merging.json("/detokenize", {"tokens": ids})["prompt"] == text
+
+
+def test_a_remote_tokenizer_learns_what_ends_a_text(merging: Serving) -> None:
+    response = merging.client.get("/tokenizer_info", headers={"Content-Type": "application/json"})
+    info = response.json()
+    assert response.status_code == 200
+    assert info["eos_token"] == END_OF_TEXT
+    assert (info["bos_token"], info["pad_token"], info["chat_template"]) == (None, None, None)
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    assert merging.json("/tokenize", body)["tokens"] == [info["eos_token_id"]] == [END_OF_TEXT_ID]
+
+
+# Texts to ids
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXT, names=st.sampled_from(["ids", "text"]))
+@example(text="", names="ids")
+def test_the_pieces_are_the_text(merging: Serving, text: str, names: str) -> None:
+    body = {"prompt": text, "special_tokens": names}
+    reply = TokenizeReply.model_validate(merging.json("/tokenize", body))
+    assert reply.tokens == TOKENIZER.encode(text, special_ids=names == "ids")
+    assert reply.count == len(reply.tokens)
+    assert reply.pieces is not None
+    assert [piece.id for piece in reply.pieces] == reply.tokens
+    assert b"".join(bytes(piece.bytes) for piece in reply.pieces) == text.encode()
+    for piece in reply.pieces:
+        part = text[piece.start : piece.end]
+        assert bytes(piece.bytes) in part.encode(), "what it touches holds it"
+        assert piece.text == bytes(piece.bytes).decode(errors="replace")
+        assert piece.special == (piece.id >= END_OF_TEXT_ID)
+    covered = [index for piece in reply.pieces for index in range(piece.start, piece.end)]
+    assert sorted(set(covered)) == list(range(len(text))), "no character is left out"
+    assert covered == sorted(covered), "the pieces are in order"
+
+
+def test_a_character_in_pieces(merging: Serving) -> None:
+    pieces = merging.json("/tokenize", {"prompt": "té 😀"})["pieces"]
+    assert [(bytes(one["bytes"]), one["start"], one["end"]) for one in pieces] == [
+        (b"t\xc3", 0, 2),
+        (b"\xa9 ", 1, 3),
+        (b"\xf0\x9f\x98", 3, 4),
+        (b"\x80", 3, 4),
+    ]
+    assert [one["text"] for one in pieces] == ["t\ufffd", "\ufffd ", "\ufffd", "\ufffd"]
+
+
+def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) -> None:
+    text = f"a{END_OF_TEXT}"
+    plain = merging.json("/tokenize", {"prompt": text, "special_tokens": "text"})["tokens"]
+    (prompt,) = merging.json("/logits", {"prompt": text, "top_k": 1})["prompts"]
+    assert plain == prompt["token_ids"] == TOKENIZER.encode(text)
+    assert merging.json("/tokenize", {"prompt": text})["tokens"] == [97, END_OF_TEXT_ID]
+
+
+# How much is described
+
+
+@pytest.mark.parametrize("form", ["one text", "several"])
+def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str) -> None:
+    def ask(count: int, **fields: Any) -> httpx.Response:
+        text: Any = "x" * count if form == "one text" else ["x" * (count - 5), "x" * 5]
+        return merging.post("/tokenize", {"prompt": text, **fields})
+
+    def pieces(response: httpx.Response) -> list[Any]:
+        reply = response.json()
+        return [one["pieces"] for one in reply.get("prompts", [reply])]
+
+    assert sum(map(len, pieces(ask(MAX_PIECES)))) == MAX_PIECES
+    assert sum(map(len, pieces(ask(MAX_PIECES, pieces=True)))) == MAX_PIECES
+    assert set(pieces(ask(MAX_PIECES + 1))) == {None}
+    assert set(pieces(ask(5 if form == "one text" else 6, pieces=False))) == {None}
+    error = error_of(ask(MAX_PIECES + 1, pieces=True))
+    assert error.param == "pieces"
+    assert f"has {MAX_PIECES + 1} tokens; at most {MAX_PIECES}" in error.message
+
+
+def test_a_text_of_megabytes(merging: Serving) -> None:
+    text = "the 😀\n" * 200_000
+    reply = merging.json("/tokenize", {"prompt": text})
+    assert reply["pieces"] is None
+    assert reply["tokens"] == TOKENIZER.encode(text)
+    assert merging.json("/detokenize", {"tokens": reply["tokens"][:MAX_IDS]})["prompt"] in text
+
+
+LONG_WORK: dict[str, Any] = {
+    "/tokenize": {"prompt": "x" * 200_000},
+    "/detokenize": {"tokens": [120] * 120_000},
+}
+
+
+@pytest.mark.parametrize("path", LONG_WORK)
+def test_long_texts_wait_for_one_another_and_for_nobody_else(merging: Serving, path: str) -> None:
+    lock = merging.state.long_texts
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
+    try:
+        waiting = Poster(merging, path, LONG_WORK[path])
+        assert merging.json("/tokenize", {"prompt": "the"})["count"] == 1
+        assert merging.generate("a", max_tokens=1, seed=1)["choices"]
+        with pytest.raises(AssertionError, match="not within"):
+            eventually(lambda: waiting.answered, timeout=1.0)
+    finally:
+        merging.loop.call_soon_threadsafe(lock.release)
+    assert waiting.response().status_code == 200
+
+
+def test_a_client_that_leaves_while_it_waits(merging: Serving) -> None:
+    lock = merging.state.long_texts
+    gone = {"endpoint": "/tokenize", "status": "499"}
+    before = merging.sample("logitd_http_requests_total", **gone)
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
+    try:
+        with merging.connect() as raw:
+            raw.sendall(request_bytes("/tokenize", LONG_WORK["/tokenize"]))
+        eventually(lambda: merging.sample("logitd_http_requests_total", **gone) == before + 1)
+    finally:
+        merging.loop.call_soon_threadsafe(lock.release)
+    assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"] == 200_000
+
+
+# Ids to text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ids=st.lists(st.integers(0, TOKENIZER.vocab_size - 1)))
+@example(ids=[])
+@example(ids=[0xF0, 0x9F])
+def test_text_is_a_view_of_bytes(merging: Serving, ids: list[int]) -> None:
+    reply = DetokenizeReply.model_validate(merging.json("/detokenize", {"tokens": ids}))
+    assert bytes(reply.bytes) == TOKENIZER.decode_bytes(ids)
+    assert reply.prompt == TOKENIZER.decode(ids)
+
+
+def test_several_lists_of_ids(merging: Serving) -> None:
+    lists: list[list[int]] = [[104, 105], [], [END_OF_TEXT_ID], [0xF0]]
+    reply = DetokenizeListReply.model_validate(merging.json("/detokenize", {"tokens": lists}))
+    assert [one.index for one in reply.prompts] == [0, 1, 2, 3]
+    assert [one.prompt for one in reply.prompts] == ["hi", "", END_OF_TEXT, "\ufffd"]
+    assert [bytes(one.bytes) for one in reply.prompts][3] == b"\xf0"
+
+
+def test_ids_whose_text_is_larger_than_a_body_may_be(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, max_body_bytes=5000) as server:
+        name = len(END_OF_TEXT)
+        fits = 5000 // name
+        assert len(server.json("/detokenize", {"tokens": [256] * fits})["bytes"]) == fits * name
+        for tokens in ([256] * (fits + 1), [[256] * fits, [256]]):
+            error = server.refused("/detokenize", {"tokens": tokens})
+            assert error.param == "tokens"
+            assert f"has {(fits + 1) * name} bytes; 5000 are allowed" in error.message
+            assert "--max-body-bytes" in error.message
+
+
+# The vocabulary
+
+
+def test_info_describes_the_vocabulary(merging: Serving) -> None:
+    info = TokenizerInfo.model_validate(merging.client.get("/tokenizer_info").json())
+    assert info.vocab_size == TOKENIZER.vocab_size
+    assert info.eos_token_id == END_OF_TEXT_ID
+    assert info.special_tokens == TOKENIZER.special_tokens
+    assert info.pattern == TOKENIZER.pattern
+    assert info.model == info.checkpoint.name == "merging"
+
+
+def test_a_vocabulary_without_an_end_of_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=SPLIT_PATTERN,
+        special_tokens={"<|user|>": 256},
+    )
+    with serving(save_tiny_checkpoint(tmp_path / "bare", tokenizer=tokenizer).path) as server:
+        info = server.client.get("/tokenizer_info").json()
+        assert info["eos_token"] is info["eos_token_id"] is None
+        assert info["special_tokens"] == {"<|user|>": 256}
+        assert server.json("/tokenize", {"prompt": END_OF_TEXT})["count"] == len(END_OF_TEXT)
+
+
+# Refusals
+
+
+def test_a_text_that_the_pattern_gives_up_on(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=r"(x+x+)+y(?!z)|.",  # takes for ever on a row of x
+        special_tokens={END_OF_TEXT: 256},
+    )
+    with serving(save_tiny_checkpoint(tmp_path / "slow", tokenizer=tokenizer).path) as server:
+        for path in ("/tokenize", "/generate"):
+            error = server.refused(path, {"prompt": "x" * 60})
+            assert error.param == "prompt"
+            assert error.message.startswith("the prompt cannot be tokenized: ")
+        assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3

@@ -1,0 +1,394 @@
+"""POST /v1/chat/completions: the checkpoint's template, OpenAI's shape, the tokens of /generate."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from logitd.service.http.schemas import ErrorReply
+from logitd.service.openai.schemas import ChatReply
+from tests.model.factories import save_tiny_checkpoint
+from tests.profiles import examples
+from tests.service.serving import TEST_TIMEOUT, Serving, events, serving
+from tests.service.spelling import spelling_gpt
+
+PATH = "/v1/chat/completions"
+HEAD = {"id", "object", "created", "model", "system_fingerprint"}
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  What is é? "},
+]
+START, END = 257, 258
+PROMPT = [
+    *(START, *b"system\nBe brief.", END, *b"\n"),
+    *(START, *"user\nWhat is é?".encode(), END, *b"\n"),
+    *(START, *b"assistant"),
+]
+SPECIALS = [256, 257, 258]
+
+
+def chat(server: Serving, messages: Any = MESSAGES, **fields: Any) -> Any:
+    reply = server.json(PATH, {"messages": messages, **fields})
+    ChatReply.model_validate(reply)
+    return reply
+
+
+def stream(server: Serving, messages: Any = MESSAGES, **fields: Any) -> list[Any]:
+    response = server.post(PATH, {"messages": messages, "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    return events(response.content)
+
+
+def refusal(server: Serving, status: int = 400, **fields: Any) -> Any:
+    response = server.post(PATH, {"messages": MESSAGES, **fields})
+    assert response.status_code == status, response.text
+    return ErrorReply.model_validate(response.json()).error
+
+
+def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
+    """A choice put together from the chunks of a stream: the role first, the reason last."""
+    parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    first, *middle, last = parts
+    assert first["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert last["delta"] == {}
+    assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+    assert all(set(part["delta"]) == {"content"} for part in middle)
+    logprobs = [one for part in middle if part["logprobs"] for one in part["logprobs"]["content"]]
+    return {
+        "index": index,
+        "message": {
+            "role": "assistant",
+            "content": "".join(part["delta"]["content"] for part in middle),
+            "refusal": None,
+        },
+        "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+        "finish_reason": last["finish_reason"],
+    }
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The spelling model behind a template that ends with the last letter of the last message."""
+    path = save_tiny_checkpoint(
+        tmp_path_factory.mktemp("checkpoints") / "parrot",
+        gpt=spelling_gpt(),
+        chat_template="{% if messages | length > 5 %}{{ raise_exception('too many: '"
+        " + messages[0].content) }}{% endif %}{{ messages[-1].content }}",
+    ).path
+    with serving(path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as running:
+        yield running
+
+
+def ask(letter: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": letter}]
+
+
+# The shape
+
+
+def test_a_reply_is_what_openai_says(chatter: Serving) -> None:
+    reply = chat(chatter, max_tokens=6, n=2, seed=9)
+    assert set(reply) == {*HEAD, "choices", "usage"}
+    assert reply["id"].startswith("chatcmpl-")
+    assert (reply["object"], reply["model"]) == ("chat.completion", "chatty")
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    for choice in reply["choices"]:
+        assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+        assert set(choice["message"]) == {"role", "content", "refusal"}
+    assert reply["usage"]["prompt_tokens"] == len(PROMPT)
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_chunk_has_one_choice_and_says_so(chatter: Serving) -> None:
+    chunks = stream(chatter, n=2, max_tokens=4, seed=9)
+    heads = [{name: chunk[name] for name in HEAD} for chunk in chunks]
+    assert all(head == heads[0] for head in heads)
+    assert heads[0]["object"] == "chat.completion.chunk"
+    for chunk in chunks:
+        assert set(chunk) == {*HEAD, "choices"}
+        (choice,) = chunk["choices"]
+        assert set(choice) == {"index", "delta", "logprobs", "finish_reason"}
+
+
+def test_usage_comes_when_asked_for(chatter: Serving) -> None:
+    options: dict[str, Any] = {"include_usage": True}
+    *chunks, last = stream(chatter, max_tokens=3, stream_options=options)
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens"] == len(PROMPT)
+    options = {"continuous_usage_stats": True}
+    chunks = stream(chatter, max_tokens=3, ignore_eos=True, stream_options=options)
+    assert chunks[-1]["choices"]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 3
+
+
+# The same as /generate after the template
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "greedy": {"temperature": 0},
+    "hot": {"temperature": 3.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
+    "penalties": {"presence_penalty": 3.0, "frequency_penalty": 2.0, "repetition_penalty": 1.8},
+    "bias": {"logit_bias": {"65": 4.0, "66": -50}},
+    "ended by a special token": {"logit_bias": {"257": 8.0}},
+    "stop": {"stop": ["a", "\ufffd"]},
+    "several": {"n": 3},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_choices_are_those_of_generate(chatter: Serving, name: str, streamed: bool) -> None:
+    fields = {"seed": 5, "max_tokens": 24, **FIELDS[name]}
+    native_fields = {**fields, "stop_token_ids": SPECIALS}
+    if native_fields.pop("logprobs", False):
+        native_fields["logprobs"] = native_fields.pop("top_logprobs")
+    native = chatter.generate(PROMPT, **native_fields)["choices"]
+    if streamed:
+        chunks = stream(chatter, **fields)
+        choices = [joined(chunks, index) for index in range(len(native))]
+    else:
+        choices = chat(chatter, **fields)["choices"]
+    for choice, own in zip(choices, native, strict=True):
+        assert choice["message"]["content"] == own["text"]
+        assert choice["finish_reason"] == own["finish_reason"]
+        if "tokens" not in own:
+            assert choice["logprobs"] is None
+            continue
+        for one, token in zip(choice["logprobs"]["content"], own["tokens"], strict=True):
+            assert (one["bytes"], one["logprob"]) == (token["bytes"], token["logprob"])
+            assert [top["logprob"] for top in one["top_logprobs"]] == [
+                top["logprob"] for top in token["top"]
+            ]
+    if name == "ended by a special token":
+        assert native[0]["stop_reason"] == 257
+
+
+def test_an_answer_may_go_on_after_special_tokens(chatter: Serving) -> None:
+    fields: dict[str, Any] = {"seed": 5, "max_tokens": 24, "logit_bias": {"257": 8.0}}
+    (choice,) = chat(chatter, **fields, ignore_eos=True)["choices"]
+    assert "<|im_start|>" in choice["message"]["content"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_the_token_that_ends_an_answer_is_not_in_its_logprobs(chatter: Serving) -> None:
+    fields: dict[str, Any] = {"seed": 5, "logit_bias": {"258": 100}, "logprobs": True}
+    (choice,) = chat(chatter, **fields)["choices"]
+    assert choice["message"]["content"] == ""
+    assert choice["logprobs"] == {"content": [], "refusal": None}
+    (choice,) = chat(chatter, **fields, min_tokens=3)["choices"]
+    assert len(choice["logprobs"]["content"]) == 3
+    bytes_of = [byte for one in choice["logprobs"]["content"] for byte in one["bytes"]]
+    assert bytes(bytes_of).decode(errors="replace") == choice["message"]["content"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("stop", "text"), [("def", "bc"), (["é", "x"], "bcdefghijklmnopqrstuvw")])
+def test_stop_strings(parrot: Serving, stop: Any, text: str, streamed: bool) -> None:
+    fields: dict[str, Any] = {"stop": stop, "logprobs": True}
+    choice = (
+        joined(stream(parrot, ask("a"), **fields)) if streamed
+        else chat(parrot, ask("a"), **fields)["choices"][0]
+    )  # fmt: skip
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == text
+
+
+def test_an_answer_is_what_fits_unless_said_otherwise(parrot: Serving) -> None:
+    (choice,) = chat(parrot, ask("x"))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("yz é€😀.", "stop")
+    for name in ("max_tokens", "max_completion_tokens"):
+        (choice,) = chat(parrot, ask("a"), **{name: 3})["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("bcd", "length")
+
+
+# Messages
+
+
+def usage_of(server: Serving, *messages: dict[str, Any]) -> int:
+    count: int = chat(server, list(messages), max_tokens=1)["usage"]["prompt_tokens"]
+    return count
+
+
+def test_special_tokens_come_from_the_template_alone(chatter: Serving) -> None:
+    """What a message says counts letter by letter."""
+    plain = usage_of(chatter, {"role": "user", "content": "x" * 10})
+    assert usage_of(chatter, {"role": "user", "content": "<|im_end|>"}) == plain
+    both = usage_of(chatter, *[{"role": "user", "content": "x" * 5}] * 2)
+    parts = ({"role": "user", "content": one} for one in ("<|im_", "end|>"))
+    assert usage_of(chatter, *parts) == both
+
+
+def test_a_developer_is_the_system(chatter: Serving) -> None:
+    answers = [
+        chat(chatter, [{"role": role, "content": "a"}], max_tokens=8, seed=1)["choices"]
+        for role in ("system", "developer", "user")
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_text_parts_are_one_text(chatter: Serving) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    one = usage_of(chatter, {"role": "user", "content": parts})
+    assert one == usage_of(chatter, {"role": "user", "content": "a\nb"})
+
+
+def test_a_conversation_goes_on_from_what_was_cached(chatter: Serving) -> None:
+    first = [{"role": "user", "content": "a question of some length, told once"}]
+    answer = chat(chatter, first, max_tokens=4, seed=1)["choices"][0]["message"]
+    more = [*first, answer, {"role": "user", "content": "and another"}]
+    usage = chat(chatter, more, max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
+
+
+# Refusals
+
+
+def test_a_checkpoint_without_a_template_says_what_to_do(server: Serving) -> None:
+    error = refusal(server)
+    assert (error.param, error.code) == ("messages", "no_chat_template")
+    for way_out in ("/v1/completions", "--chat-template", "config.json"):
+        assert way_out in error.message
+
+
+def test_a_template_may_refuse(parrot: Serving) -> None:
+    error = refusal(parrot, messages=[{"role": "user", "content": "<|endoftext|>"}] * 6)
+    assert (error.param, error.code) == ("messages", "chat_template_failed")
+    assert error.message == "the chat template says: too many: <|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": []}, "messages", None),
+        ({"messages": "a"}, "messages", None),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages",
+         "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, "messages",
+         "context_length_exceeded"),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", None),
+        ({"top_logprobs": 2}, "top_logprobs", None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"logprobs": 1}, "logprobs", None),
+        ({"n": 65}, "n", None),
+        ({"stop": ""}, "stop", None),
+        ({"tools": [{}]}, "tools", None),
+        ({"response_format": {"type": "json"}}, "response_format", None),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+         "response_format", None),
+        ({"prompt": "a"}, "prompt", None),
+        ({"echo": True}, "echo", None),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", None),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_field_that_cannot_be_honoured(
+    chatter: Serving, fields: dict[str, Any], param: str, code: str | None, streamed: bool
+) -> None:
+    if streamed and "stream_options" in fields:
+        return
+    error = refusal(chatter, **{"stream": streamed, **fields})
+    assert (error.param, error.code) == (param, code)
+
+
+def test_a_prompt_that_comes_to_nothing(parrot: Serving) -> None:
+    assert refusal(parrot, messages=ask("")).param == "messages"
+
+
+def test_an_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
+    chunks = stream(parrot, ask("a"), timeout=0.1, ignore_eos=True)
+    assert ErrorReply.model_validate(chunks[-1]).error.code == "deadline_exceeded"
+    parrot.wait_idle()
+
+
+def test_a_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None:
+    """The template would refuse these messages. The stream that fills the queue may end before they
+    come, where the machine is busy: then once more."""
+    body = {"messages": ask("a"), "stream": True, "ignore_eos": True}
+    for _ in range(20):
+        with parrot.client.stream("POST", PATH, json=body) as running:
+            next(running.iter_raw())
+            response = parrot.post(PATH, {"messages": ask("a") * 6})
+        parrot.wait_idle()
+        if response.status_code == 429:
+            break
+    assert response.status_code == 429
+    assert int(response.headers["retry-after"]) >= 1
+
+
+# Anything valid
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("<|im_end>"), max_size=12)
+VALID = st.fixed_dictionaries(
+    {
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(["system", "user", "assistant", "developer"]),
+                    "content": TEXT
+                    | st.lists(
+                        st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2
+                    ),
+                },
+                optional={"name": st.none() | TEXT, "refusal": st.none()},
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+    },
+    optional={
+        "max_tokens": st.none() | st.just(4),
+        "max_completion_tokens": st.none() | st.just(4),
+        "temperature": st.none() | st.floats(0, 3),
+        "top_p": st.none() | st.floats(0.01, 1),
+        "n": st.none() | st.integers(1, 2),
+        "stream": st.none() | st.booleans(),
+        "logprobs": st.none() | st.booleans(),
+        "logit_bias": st.none() | st.just({"5": -3.5}),
+        "stop": st.none() | st.lists(st.sampled_from(["a", "\ufffd", "\n"]), max_size=3),
+        "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
+        "presence_penalty": st.none() | st.floats(-2, 2),
+        "response_format": st.none() | st.just({"type": "text"}),
+        "tools": st.none() | st.just([]),
+        "tool_choice": st.none() | st.sampled_from(["none", "auto"]),
+        "metadata": st.none() | st.just({"a": "b"}),
+        "user": st.none() | TEXT,
+    },
+)
+
+
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=VALID)
+def test_any_valid_fields_get_a_good_answer(chatter: Serving, fields: dict[str, Any]) -> None:
+    response = chatter.post(PATH, json.dumps({"max_completion_tokens": 4, **fields}).encode())
+    assert response.status_code == 200, response.text
+    count = fields.get("n") or 1
+    if fields.get("stream"):
+        chunks = events(response.content)
+        assert not any("error" in chunk for chunk in chunks)
+        choices = [joined(chunks, index) for index in range(count)]
+    else:
+        choices = ChatReply.model_validate(response.json()).model_dump()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(count))
+    for choice in choices:
+        assert choice["finish_reason"] in ("stop", "length")
+        if choice["logprobs"] is not None:
+            assert all(math.isfinite(one["logprob"]) for one in choice["logprobs"]["content"])
+
+
+def test_the_template_is_the_checkpoints(chatter: Serving, tmp_path: Path) -> None:
+    """It is read from config.json, and may be added to a checkpoint that has none."""
+    path = save_tiny_checkpoint(tmp_path / "plain").path
+    document = json.loads((path / "config.json").read_text())
+    document["tokenizer"]["chat_template"] = "{{ messages[0].content }}"
+    (path / "config.json").write_text(json.dumps(document))
+    with serving(path) as running:
+        assert usage_of(running, {"role": "user", "content": "abc"}) == 3

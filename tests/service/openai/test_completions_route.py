@@ -1,0 +1,441 @@
+"""POST /v1/completions: OpenAI's shape to the letter, the values of /generate and of the model."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from logitd.model.transformer.gpt import GPT
+from logitd.service.http.schemas import ErrorReply
+from logitd.service.openai.schemas import CompletionReply
+from tests.profiles import examples
+from tests.service.serving import Serving, events, serving
+
+PATH = "/v1/completions"
+PROMPT = "A prompt"
+HEAD = {"id", "object", "created", "model", "system_fingerprint"}
+
+
+def complete(server: Serving, prompt: Any = PROMPT, **fields: Any) -> Any:
+    reply = server.json(PATH, {"prompt": prompt, **fields})
+    CompletionReply.model_validate(reply)
+    return reply
+
+
+def stream(server: Serving, prompt: Any = PROMPT, **fields: Any) -> list[Any]:
+    response = server.post(PATH, {"prompt": prompt, "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    return events(response.content)
+
+
+def refusal(server: Serving, status: int = 400, **fields: Any) -> Any:
+    response = server.post(PATH, {"prompt": PROMPT, **fields})
+    assert response.status_code == status, response.text
+    return ErrorReply.model_validate(response.json()).error
+
+
+def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
+    """A choice put together from the chunks of a stream."""
+    parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    whole: dict[str, Any] = {
+        "index": index,
+        "text": "".join(part["text"] for part in parts),
+        "logprobs": None,
+        "finish_reason": parts[-1]["finish_reason"],
+    }
+    if parts[0]["logprobs"] is not None:
+        whole["logprobs"] = {
+            name: [one for part in parts for one in part["logprobs"][name]]
+            for name in parts[0]["logprobs"]
+        }
+    assert all(part["finish_reason"] is None for part in parts[:-1])
+    return whole
+
+
+# The shape
+
+
+def test_a_reply_is_what_openai_says(server: Serving) -> None:
+    reply = complete(server, [PROMPT, [1, 2]], n=2, max_tokens=6, seed=9)
+    assert set(reply) == {*HEAD, "choices", "usage"}
+    assert reply["id"].startswith("cmpl-")
+    assert (reply["object"], reply["model"]) == ("text_completion", "tiny")
+    sha256 = server.served.checkpoint.weights_sha256
+    assert reply["system_fingerprint"] == f"step-7-{sha256[:12]}"
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    for choice in reply["choices"]:
+        assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+        assert choice["logprobs"] is None
+    usage = reply["usage"]
+    assert usage["prompt_tokens"] == len(PROMPT) + 2
+    assert usage["completion_tokens"] <= 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_what_was_cached_is_told(server: Serving) -> None:
+    fields: dict[str, Any] = {"prompt": "c" * 70, "max_tokens": 1}
+    cached = [complete(server, **fields)["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert cached[1] == {"cached_tokens": 64}
+
+
+# The same as /generate
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "greedy": {"temperature": 0},
+    "hot": {"temperature": 3.0, "top_p": 0.9},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.2},
+    "penalties": {"presence_penalty": 3.0, "frequency_penalty": 2.0, "repetition_penalty": 1.8},
+    "bias": {"logit_bias": {"65": 4.0, "66": -50}},
+    "allowed": {"allowed_token_ids": [65, 66, 67, 256]},
+    "stop": {"stop": ["a", "\ufffd"]},
+    "stop token": {"stop_token_ids": [147, 186]},
+    "least": {"min_tokens": 9, "logit_bias": {"256": 30}},
+    "on and on": {"ignore_eos": True, "logit_bias": {"256": 30}},
+    "several": {"n": 3, "prompt": ["a", [7, 8, 9], "é"]},
+    "ids": {"prompt": [[1, 2], [3]]},
+    "one list of ids": {"prompt": [1, 2, 3]},
+    "echo": {"echo": True, "n": 2},
+    "seed": {"seed": 2**63 - 1},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_choices_are_those_of_generate(server: Serving, name: str, streamed: bool) -> None:
+    fields = {"prompt": PROMPT, "seed": 5, "max_tokens": 24, **FIELDS[name]}
+    native = server.json("/generate", fields)
+    if streamed:
+        chunks = stream(server, **fields, stream_options={"include_usage": True})
+        choices = [joined(chunks, index) for index in range(len(native["choices"]))]
+        usage = chunks[-1]["usage"]
+    else:
+        reply = complete(server, **fields)
+        choices, usage = reply["choices"], reply["usage"]
+    told = [(c["index"], c["text"], c["finish_reason"]) for c in choices]
+    assert told == [(c["index"], c["text"], c["finish_reason"]) for c in native["choices"]]
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [usage[name] for name in counts] == [native["usage"][name] for name in counts]
+
+
+def test_a_negative_seed_is_one_of_its_own(server: Serving) -> None:
+    text = complete(server, seed=-1, max_tokens=24)["choices"][0]["text"]
+    assert text == server.generate(PROMPT, seed=2**64 - 1, max_tokens=24)["choices"][0]["text"]
+    assert text != complete(server, seed=1, max_tokens=24)["choices"][0]["text"]
+
+
+def test_sixteen_tokens_unless_said_otherwise(speller: Serving) -> None:
+    for fields in ({}, {"max_tokens": None}):
+        (choice,) = complete(speller, "a", **fields)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("bcdefghijklmnopq", "length")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("stop", ["def", ["xyz", "gh", "hi"], "b", "é", "€"])
+def test_stop_strings_cut_text_and_lists(speller: Serving, stop: Any, streamed: bool) -> None:
+    fields: dict[str, Any] = {"stop": stop, "max_tokens": 60, "logprobs": 0}
+    (native,) = speller.generate("a", **fields)["choices"]
+    choice = (
+        joined(stream(speller, "a", **fields)) if streamed
+        else complete(speller, "a", **fields)["choices"][0]
+    )  # fmt: skip
+    assert (choice["text"], choice["finish_reason"]) == (native["text"], "stop")
+    assert choice["logprobs"]["tokens"] == [
+        chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in native["text"].encode()
+    ]
+
+
+# Logprobs
+
+
+def prompt_logprobs(gpt: GPT, ids: Sequence[int]) -> list[float | None]:
+    """Of each token of a prompt under the plain forward; nothing predicts the first."""
+    rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
+    return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"stop": ["a", "\ufffd"]}], ids=str)
+def test_logprobs_are_those_of_generate(
+    server: Serving, fields: dict[str, Any], streamed: bool
+) -> None:
+    fields = {"prompt": [PROMPT, [200, 201]], "n": 2, "seed": 5, "max_tokens": 20, "logprobs": 3,
+              **fields}  # fmt: skip
+    native = server.json("/generate", fields)
+    if streamed:
+        chunks = stream(server, **fields)
+        choices = [joined(chunks, index) for index in range(4)]
+    else:
+        choices = complete(server, **fields)["choices"]
+    for choice, own in zip(choices, native["choices"], strict=True):
+        lists, count = choice["logprobs"], len(choice["logprobs"]["tokens"])
+        assert {len(each) for each in lists.values()} == {count}
+        tokens = own["tokens"][:count]
+        assert fields.get("stop") or count == len(own["tokens"])
+        assert lists["token_logprobs"] == [token["logprob"] for token in tokens]
+        for name, value, top, token in zip(
+            lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], tokens, strict=True
+        ):
+            assert len(name) == 1 or name in (f"bytes:\\x{token['id']:02x}", "<|endoftext|>")
+            if value is None:
+                assert top is None
+                continue
+            assert top[name] == value, "the very same number"
+            ranked = sorted(top.values(), reverse=True)
+            assert ranked[:3] == [one["logprob"] for one in token["top"]]
+            assert len(top) == (3 if token["rank"] <= 3 else 4)
+
+
+def test_the_scoring_call_of_lm_eval(server: Serving, gpt: GPT) -> None:
+    """Prompts as ids, echo, and one token more than the prompt, whatever that is: values by
+    position, greedy where the value is the largest in its dict."""
+    prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
+    (likely,) = server.generate([72, 105, 32], max_tokens=3, temperature=0)["choices"]
+    prompts.append([72, 105, 32, *likely["token_ids"]])
+    reply = complete(
+        server, prompts, model="tiny", max_tokens=1, temperature=0, logprobs=1, seed=1234, echo=True
+    )
+    found = set()
+    for ids, choice in zip(prompts, reply["choices"], strict=True):
+        lists = choice["logprobs"]
+        values, tops = lists["token_logprobs"], lists["top_logprobs"]
+        assert len(values) == len(tops) == len(ids) + 1
+        assert values[:-1] == pytest.approx(prompt_logprobs(gpt, ids), abs=1e-4)
+        rows = gpt(torch.tensor([ids])).logits[0]
+        for place in range(1, len(ids)):
+            is_greedy = values[place] == max(tops[place].values())
+            assert is_greedy == (int(rows[place - 1].argmax()) == ids[place])
+            found.add(is_greedy)
+    assert found == {True, False}
+
+
+def test_a_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
+    """lm-eval takes the last entry off, and counts on one more than the prompt has."""
+    (choice,) = complete(speller, ".", max_tokens=1, logprobs=1, echo=True)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (".", "stop")
+    assert choice["logprobs"]["tokens"] == [".", "<|endoftext|>"]
+    assert choice["logprobs"]["text_offset"] == [0, 1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("prompt", ["Hello é", [200, 201, 65], ["a", [195]], "."])
+def test_a_prompt_is_scored_without_generating(
+    server: Serving, prompt: Any, streamed: bool
+) -> None:
+    fields: dict[str, Any] = {"echo": True, "logprobs": 2, "temperature": 0, "n": 2}
+    one_more = complete(server, prompt, max_tokens=1, **fields)
+    count = len(one_more["choices"])
+    if streamed:
+        fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = stream(server, prompt, max_tokens=0, **fields)
+        choices = [joined(chunks, index) for index in range(count)]
+        assert all(chunk["usage"]["completion_tokens"] == 0 for chunk in chunks)
+        usage = chunks[-1]["usage"]
+    else:
+        reply = complete(server, prompt, max_tokens=0, **fields)
+        choices, usage = reply["choices"], reply["usage"]
+    for choice, more in zip(choices, one_more["choices"], strict=True):
+        lists = more["logprobs"]
+        assert choice["logprobs"] == {name: values[:-1] for name, values in lists.items()}
+        assert choice["finish_reason"] == "length"
+        prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], str) else [prompt]
+        own = prompts[choice["index"] // 2]
+        raw = own.encode() if isinstance(own, str) else bytes(own)
+        assert choice["text"] == raw.decode(errors="replace")
+    assert usage["completion_tokens"] == 0
+    assert usage["total_tokens"] == usage["prompt_tokens"] == one_more["usage"]["prompt_tokens"]
+
+
+def test_a_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -> None:
+    (choice,) = complete(speller, "z.", max_tokens=0, echo=True, logprobs=0)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("z.", "length")
+    assert choice["logprobs"]["tokens"] == ["z", "."]
+
+
+# Streams
+
+
+def test_a_chunk_has_one_choice_and_the_shape_of_the_reply(server: Serving) -> None:
+    chunks = stream(server, [PROMPT, "more"], n=2, max_tokens=5, seed=5)
+    heads = [{name: chunk[name] for name in HEAD} for chunk in chunks]
+    assert all(head == heads[0] for head in heads)
+    assert heads[0]["id"].startswith("cmpl-")
+    for chunk in chunks:
+        assert set(chunk) == {*HEAD, "choices"}
+        (choice,) = chunk["choices"]
+        assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+        assert choice["text"] or choice["finish_reason"], "it says something"
+    assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2, 3}
+
+
+def test_usage_comes_last_when_asked_for(server: Serving) -> None:
+    for options in ({}, {"include_usage": False}, None):
+        chunks = stream(server, max_tokens=3, stream_options=options)
+        assert all("usage" not in chunk for chunk in chunks)
+    *chunks, last = stream(server, max_tokens=3, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert last["choices"] == []
+    assert set(last["usage"]) == {
+        *("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details")
+    }
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_usage_so_far_in_every_chunk(speller: Serving, last: bool) -> None:
+    options = {"include_usage": last, "continuous_usage_stats": True}
+    chunks = stream(speller, "a", max_tokens=8, n=2, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 16
+    assert all(chunk["usage"]["prompt_tokens"] == 1 for chunk in chunks)
+    assert (chunks[-1]["choices"] == []) == last
+
+
+def test_an_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
+    chunks = stream(speller, "a", timeout=0.1, max_tokens=8000, ignore_eos=True)
+    assert ErrorReply.model_validate(chunks[-1]).error.code == "deadline_exceeded"
+    assert all(chunk["object"] == "text_completion" for chunk in chunks[:-1])
+    speller.wait_idle()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x" * 128, "max_tokens": 0, "echo": True}, "prompt"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
+        ({"seed": 2**63}, "seed"),
+        ({"n": 65}, "n"),
+        ({"logprobs": 258}, "logprobs"),
+        ({"logit_bias": {"257": 1}}, "logit_bias"),
+        ({"stop": [""]}, "stop"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [[257]]}, "prompt"),
+        ({"user": "u" * 513}, "user"),
+        ({"tools": []}, "tools"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1, "logprobs_stage": "processed"}, None),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_field_that_cannot_be_honoured(
+    server: Serving, fields: dict[str, Any], param: str | None, streamed: bool
+) -> None:
+    """In a stream too it is a status, and no event."""
+    if streamed and "stream_options" in fields and not fields.get("stream"):
+        return
+    assert refusal(server, **{"stream": streamed, **fields}).param == param
+
+
+# Anything valid
+
+VALID = st.fixed_dictionaries(
+    {
+        "prompt": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+        | st.lists(st.integers(0, 256), min_size=1, max_size=8)
+        | st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=4), min_size=1, max_size=2)
+    },
+    optional={
+        "max_tokens": st.none() | st.integers(1, 8),
+        "temperature": st.none() | st.floats(0, 3),
+        "top_p": st.none() | st.floats(0.01, 1),
+        "top_k": st.none() | st.integers(0, 300),
+        "min_p": st.none() | st.floats(0, 1),
+        "n": st.none() | st.integers(1, 2),
+        "stream": st.none() | st.booleans(),
+        "echo": st.none() | st.booleans(),
+        "logprobs": st.none() | st.integers(0, 5),
+        "logit_bias": st.none()
+        | st.dictionaries(st.integers(0, 256).map(str), st.floats(-100, 100), max_size=3),
+        "stop": st.none()
+        | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2)
+        | st.lists(st.sampled_from(["a", "\ufffd", "\n"]), max_size=3),
+        "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
+        "presence_penalty": st.none() | st.floats(-2, 2),
+        "frequency_penalty": st.none() | st.floats(-2, 2),
+        "repetition_penalty": st.none() | st.floats(0.5, 2),
+        "ignore_eos": st.none() | st.booleans(),
+        "min_tokens": st.none() | st.just(1),
+        "stop_token_ids": st.none() | st.lists(st.integers(0, 256), max_size=3),
+        "priority": st.none() | st.integers(-100, 100),
+        "suffix": st.none() | st.just(""),
+        "user": st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+        "model": st.none() | st.just("tiny"),
+    },
+)
+
+
+def numbers(value: Any) -> list[float]:
+    """All floats of a JSON value; null in a list of them counts as NaN."""
+    if isinstance(value, dict):
+        return [one for part in value.values() for one in numbers(part)]
+    if isinstance(value, list):
+        return [one for part in value for one in numbers(part)]
+    return [value] if isinstance(value, float) else []
+
+
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=VALID)
+def test_any_valid_fields_get_a_good_answer(server: Serving, fields: dict[str, Any]) -> None:
+    response = server.post(PATH, json.dumps(fields).encode())
+    assert response.status_code == 200, response.text
+    prompts = fields["prompt"] if isinstance(fields["prompt"][0], list) else [fields["prompt"]]
+    count = len(prompts) * (fields.get("n") or 1)
+    if fields.get("stream"):
+        chunks = events(response.content)
+        assert not any("error" in chunk for chunk in chunks)
+        choices = [joined(chunks, index) for index in range(count)]
+    else:
+        choices = CompletionReply.model_validate(response.json()).model_dump()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(count))
+    for choice in choices:
+        assert choice["finish_reason"] in ("stop", "length")
+        lists = choice["logprobs"]
+        assert (lists is None) == (fields.get("logprobs") is None)
+        if lists is not None:
+            first = 1 if fields.get("echo") else 0
+            assert None not in lists["token_logprobs"][first:]
+            assert all(math.isfinite(number) for number in numbers(lists))
+            assert all(top[name] == value for name, value, top in zip(
+                lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True
+            ) if top is not None)  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_more_tokens_than_the_context_has_end_with_it(server: Serving, streamed: bool) -> None:
+    context = server.served.context_length
+    fields: dict[str, Any] = {"max_tokens": 10 * context, "ignore_eos": True, "seed": 1}
+    if streamed:
+        fields["stream_options"] = {"include_usage": True}
+        *_, choice, usage = stream(server, "ab", **fields)
+        reason, counted = choice["choices"][0]["finish_reason"], usage["usage"]
+    else:
+        reply = complete(server, ["ab", "abcd"], **fields)
+        assert [c["finish_reason"] for c in reply["choices"]] == ["length"] * 2
+        reply = complete(server, "ab", **fields)
+        reason, counted = reply["choices"][0]["finish_reason"], reply["usage"]
+    assert (reason, counted["total_tokens"]) == ("length", context)
+    refused = server.post("/generate", {"prompt": "ab", "max_tokens": 10 * context})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_any_name_of_a_model_where_a_setting_allows_it(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, any_model_name=True) as running:
+        for name in ("gpt-4o-mini", "default", "", None):
+            assert complete(running, model=name, max_tokens=1)["model"] == "tiny"
+        assert running.client.get("/v1/models/gpt-4o-mini").json()["id"] == "tiny"

@@ -1,0 +1,206 @@
+"""OpenAI's bodies: null is the default, what is not supported is refused by name, and bounds are
+those of /generate.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from annotated_types import BaseMetadata
+from pydantic import BaseModel, ValidationError
+
+from logitd.model.operations.body import ReplyBody, RequestBody
+from logitd.model.operations.generate import GenerateRequest
+from logitd.service.openai import schemas
+from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+
+REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]
+SMALLEST: dict[type[RequestBody], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
+}
+OPTIONAL = [
+    (model, name)
+    for model in REQUESTS
+    for name, field in model.model_fields.items()
+    if not field.is_required()
+]
+NUMBERS = [
+    (model, name)
+    for model, name in OPTIONAL
+    if model.model_fields[name].annotation in (int | None, float | None)
+]
+MODELS = [
+    value
+    for value in vars(schemas).values()
+    if isinstance(value, type) and issubclass(value, (RequestBody, ReplyBody))
+]
+UNSUPPORTED: dict[str, Any] = {
+    "audio": {"voice": "alloy", "format": "wav"},
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+    "moderation": {"model": "m"},
+    "prediction": {"type": "content", "content": "a"},
+    "prompt_cache_options": {"mode": "implicit"},
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "service_tier": "flex",
+    "store": True,
+    "verbosity": "low",
+    "web_search_options": {},
+}
+NEUTRAL: dict[str, list[Any]] = {
+    "function_call": ["none"],
+    "functions": [[]],
+    "modalities": [["text"]],
+    "reasoning_effort": ["none"],
+    "service_tier": ["auto", "default"],
+    "store": [False],
+    "verbosity": ["medium"],
+}
+
+
+def read(model: type[RequestBody], /, **fields: Any) -> Any:
+    return model.model_validate_json(json.dumps({**SMALLEST[model], **fields}))
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate_json(json.dumps({"messages": messages, **fields}))
+
+
+@pytest.mark.parametrize("model", REQUESTS)
+def test_examples_are_accepted_and_differ(model: type[RequestBody]) -> None:
+    bodies = [model.model_validate_json(json.dumps(one)) for one in model.examples.values()]
+    assert len({body.model_dump_json() for body in bodies}) == len(bodies) >= 2
+    assert all(len(summary.split()) > 1 for summary in model.examples)
+
+
+@pytest.mark.parametrize("model", REQUESTS)
+def test_every_model_and_field_of_a_request_is_described(model: type[RequestBody]) -> None:
+    schema = model.model_json_schema()
+    assert schema["description"]
+    missing = [name for name, field in schema["properties"].items() if "description" not in field]
+    assert missing == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_model_takes_what_it_does_not_know(model: type[BaseModel]) -> None:
+    assert model.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize(("model", "name"), OPTIONAL)
+def test_null_is_the_same_as_nothing(model: type[RequestBody], name: str) -> None:
+    assert getattr(read(model, **{name: None}), name) is None
+    assert getattr(read(model), name) is None
+
+
+@pytest.mark.parametrize(("model", "name"), NUMBERS)
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"1"', "[1]", "{}", "-1e300",
+              "1" + "0" * 400, "-" + "9" * 5000],
+    ids=lambda value: value[:9],
+)  # fmt: skip
+def test_no_number_takes_what_is_none(model: type[RequestBody], name: str, value: str) -> None:
+    smallest = json.dumps(SMALLEST[model])[:-1]
+    with pytest.raises(ValidationError):
+        model.model_validate_json(f'{smallest}, "{name}": {value}}}')
+
+
+def bounds(model: type[BaseModel], name: str) -> list[Any]:
+    return [one for one in model.model_fields[name].metadata if isinstance(one, BaseMetadata)]
+
+
+@pytest.mark.parametrize("model", REQUESTS)
+def test_a_field_that_generate_has_is_as_there(model: type[RequestBody]) -> None:
+    """But for those that mean something else here."""
+    shared = model.model_fields.keys() & GenerateRequest.model_fields.keys()
+    assert len(shared) > 15
+    for name in shared - {"max_tokens", "seed", "logprobs", "model", "timeout", "prompt"}:
+        own, native = model.model_fields[name], GenerateRequest.model_fields[name]
+        assert bounds(model, name) == bounds(GenerateRequest, name), name
+        if name not in ("n", "echo"):
+            assert own.description == native.description
+
+
+def test_what_other_servers_take_is_refused_by_name() -> None:
+    for model in REQUESTS:
+        for name in ("top_a", "prompt_logprobs", "use_beam_search", "Temperature"):
+            with pytest.raises(ValidationError) as caught:
+                read(model, **{name: 1})
+            (problem,) = caught.value.errors()
+            assert (problem["type"], problem["loc"]) == ("extra_forbidden", (name,))
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"{name} is not supported here") as caught:
+        read(ChatRequest, **{name: UNSUPPORTED[name]})
+    assert caught.value.errors()[0]["loc"] == (name,)
+    for neutral in NEUTRAL.get(name, []):
+        assert getattr(read(ChatRequest, **{name: neutral}), name) is None
+
+
+def test_a_neutral_value_is_of_its_type() -> None:
+    for name, value in {
+        "store": 0,
+        "functions": {},
+        "parallel_tool_calls": 1,
+        "metadata": [],
+    }.items():
+        with pytest.raises(ValidationError, match=name):
+            read(ChatRequest, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("metadata", {"a": "b"}), ("prompt_cache_key", "k"), ("safety_identifier", "s"),
+     ("parallel_tool_calls", False), ("prompt_cache_retention", "in_memory"),
+     ("guided_decoding_backend", "auto"), ("stream_options", {"include_usage": True}),
+     ("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("logit_bias", {}), ("n", 1)],
+)  # fmt: skip
+def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
+    read(ChatRequest, **{name: value})
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": None}, "a message without content"),
+        ({"role": "assistant", "tool_calls": []}, "a message without content"),
+        ({"role": "user", "content": 5}, "valid string"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+         "a part of type 'image_url'; text parts are supported alone"),
+        ({"role": "user", "content": ["a"]}, "a part of type 'None'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "more, or less, than type and text"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "more, or less"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "more, or less"),
+        ({"role": "user", "content": "a", "tool_call_id": "x"}, "whose role is not 'tool'"),
+        ({"role": "user", "content": "a", "tool_calls": [
+            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "assistants call"),
+        ({"role": "function", "content": "a", "name": "f"}, "role"),
+        ({"role": "User", "content": "a"}, "role"),
+        ({"content": "a"}, "role"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}, "tool_calls"),
+        ({"role": "assistant", "content": "a", "refusal": "no"}, "refusal"),
+        ({"role": "user", "content": "a", "weight": 1}, "weight"),
+    ],
+)  # fmt: skip
+def test_no_other_message_is_taken(message: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        chat(message)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"type": "grammar"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}},
+     {"type": "text", "json_schema": {"schema": {}}}, "json_object", {"type": "text", "x": 1},
+     {"type": "json_schema", "json_schema": {"schema": "{}"}}, {"type": "text", "schema": {}}],
+)  # fmt: skip
+def test_no_other_response_format_is_taken(form: Any) -> None:
+    with pytest.raises(ValidationError, match="response_format"):
+        read(ChatRequest, response_format=form)

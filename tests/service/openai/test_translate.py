@@ -1,0 +1,168 @@
+"""From OpenAI's bodies to the native one, field by field."""
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from logitd.model.operations.generate import GenerateRequest
+from logitd.service.errors import EXPECTED, ApiError, as_api_error, bad_request
+from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from logitd.service.openai.translate import (
+    constraint_names,
+    native_chat,
+    native_completion,
+    param_names,
+)
+from tests.model.factories import chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+SHARED: dict[str, Any] = {
+    "model": "tiny",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "n": 3,
+    "stream": True,
+    "logit_bias": {"5": -1.5},
+    "stop": ["a", "b"],
+    "seed": 7,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "top_k": 11,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "allowed_token_ids": [1, 2],
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "stop_token_ids": [9],
+    "logprobs_stage": "processed",
+    "priority": -3,
+    "timeout": 5.0,
+}
+"""A value of each field that both endpoints have and /generate has too; none is a default."""
+
+
+def completion(**fields: Any) -> GenerateRequest:
+    body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
+    return native_completion(body)
+
+
+def chat(**fields: Any) -> GenerateRequest:
+    message = {"role": "user", "content": "a"}
+    body = ChatRequest.model_validate_json(json.dumps({"messages": [message], **fields}))
+    return native_chat(body, (1, 2), TOKENIZER)
+
+
+def set_fields(native: GenerateRequest) -> dict[str, Any]:
+    """What differs from a request that says nothing."""
+    nothing = GenerateRequest(prompt="").model_dump()
+    return {name: value for name, value in native.model_dump().items() if value != nothing[name]}
+
+
+def refused(call: Any, **fields: Any) -> ApiError:
+    with pytest.raises(EXPECTED) as caught:
+        call(**fields)
+    error = as_api_error(cast(ApiError, caught.value))
+    assert error.status == 400
+    return error
+
+
+def test_fields_of_the_same_name_are_taken_over() -> None:
+    fields = SHARED | {"echo": True, "logprobs": 2, "max_tokens": 5, "logprobs_stage": "raw"}
+    wanted = {key: value for key, value in fields.items() if key != "logprobs_stage"}
+    assert set_fields(completion(**fields)) == {"prompt": "a", **wanted}
+    assert set_fields(chat(**SHARED, max_tokens=5)) == {
+        "prompt": [1, 2],
+        "max_tokens": 5,
+        **SHARED,
+    }
+
+
+def test_what_is_null_is_the_native_default() -> None:
+    nulls = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
+    assert set_fields(completion(**nulls)) == {"prompt": "a", "max_tokens": 16}
+    nulls = {name: None for name in ChatRequest.model_fields if name != "messages"}
+    assert set_fields(chat(**nulls)) == {"prompt": [1, 2], "stop_token_ids": [256, 257, 258]}
+
+
+def test_an_answer_ends_at_any_special_token_unless_it_shall_go_on() -> None:
+    assert chat().stop_token_ids == [256, 257, 258]
+    assert chat(stop_token_ids=[300, 7]).stop_token_ids == [7, 256, 257, 258, 300]
+    assert chat(ignore_eos=True).stop_token_ids == []
+
+
+def test_the_limit_of_an_answer_has_two_names() -> None:
+    assert chat().max_tokens is None, "what fits"
+    for fields in ({"max_tokens": 3}, {"max_completion_tokens": 3},
+                   {"max_tokens": 3, "max_completion_tokens": 3}):  # fmt: skip
+        assert chat(**fields).max_tokens == 3
+    error = refused(chat, max_tokens=3, max_completion_tokens=4)
+    assert (error.param, "is 4 and max_tokens" in error.message) == ("max_completion_tokens", True)
+
+
+def test_options_of_a_stream_change_nothing_without_one() -> None:
+    for call in (completion, chat):
+        assert call(stream_options={"include_usage": True}) == call()
+
+
+SCHEMA = {"type": "integer"}
+CONSTRAINTS: list[tuple[dict[str, Any], str, str, Any]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+     "response_format", "json_schema", SCHEMA),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_schema",
+     {"type": "object"}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format",
+     "json_schema", SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs", "json_schema", SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "structured_outputs", "json_schema",
+     SCHEMA),
+    ({"structured_outputs": {"json_object": True}}, "structured_outputs", "json_schema",
+     {"type": "object"}),
+    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "regex", "a+"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs", "choice", ["a", "b"]),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "grammar",
+     'start: "a"'),
+    ({"guided_json": SCHEMA}, "guided_json", "json_schema", SCHEMA),
+    ({"guided_json": json.dumps(SCHEMA)}, "guided_json", "json_schema", SCHEMA),
+    ({"guided_regex": "a+"}, "guided_regex", "regex", "a+"),
+    ({"guided_choice": ["a"]}, "guided_choice", "choice", ["a"]),
+    ({"guided_grammar": 'start: "a"'}, "guided_grammar", "grammar", 'start: "a"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "own", "native", "value"), CONSTRAINTS)
+@pytest.mark.parametrize("call", [completion, chat])
+def test_every_way_to_say_what_a_text_matches(
+    call: Any, fields: dict[str, Any], own: str, native: str, value: Any
+) -> None:
+    translated = call(**fields)
+    assert getattr(translated, native) == value
+    others = {"json_schema", "regex", "choice", "grammar"} - {native}
+    assert [getattr(translated, other) for other in others] == [None] * 3
+    body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
+    assert constraint_names(body) == {native: own}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_json": SCHEMA}, "guided_json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": "[" * 30_000}, "guided_json"),
+    ],
+)
+def test_one_way_at_a_time_and_a_schema_that_can_be_read(
+    fields: dict[str, Any], param: str
+) -> None:
+    for call in (completion, chat):
+        assert refused(call, **fields).param == param
+
+
+def test_errors_name_the_clients_fields() -> None:
+    for native, told in {"prompt": "messages", "n": "n", None: None}.items():
+        with pytest.raises(ApiError) as caught, param_names(prompt="messages"):
+            raise bad_request("no", native)
+        assert caught.value.param == told
