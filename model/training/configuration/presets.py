@@ -6,7 +6,6 @@ A preset is a starting point: every value in it can be replaced on the command l
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -106,10 +105,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model shape (all of `gpt2_shape`'s arguments but the vocabulary) and its recipe."""
+    """A model shape (all arguments of `gpt2_shape` but the vocabulary) and its recipe."""
 
-    name: str
-    summary: str
     shape: Mapping[str, Any]
     recipe: Recipe
 
@@ -119,7 +116,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """A preset by its name."""
+    """A preset by its name. Raises PresetError."""
     if name not in PRESETS:
         raise PresetError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name]
@@ -134,10 +131,8 @@ def _adamw(lr: float, **values: Any) -> Recipe:
 _COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip": 1.0}
 """nanoGPT's schedule and regularisation."""
 
-_ALL = (
-    Preset(
-        name="tiny",
-        summary="1.3 M parameters, about three minutes on one core: to see everything work",
+PRESETS: Mapping[str, Preset] = {
+    "tiny": Preset(
         shape={**MODERN, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
         recipe=Recipe(
             steps=1200,
@@ -152,9 +147,7 @@ _ALL = (
             checkpoint_every=400,
         ),
     ),
-    Preset(
-        name="small",
-        summary="7.3 M parameters, half an hour on two cores: the bundled checkpoint",
+    "small": Preset(
         shape={**MODERN, "n_layer": 6, "n_head": 4, "d_model": 256, "context_length": 512},
         # Four passes over the text that Python 3.11 carries, 568 steps each, evaluated twice in
         # each. A fifth one lowered the loss of training alone. It ends with a pass: soon after the
@@ -174,9 +167,7 @@ _ALL = (
             save_dtype="bfloat16",
         ),
     ),
-    Preset(
-        name="gpt2-124m",
-        summary="GPT-2 small, 124 M parameters, with nanoGPT's AdamW recipe; wants a GPU",
+    "gpt2-124m": Preset(
         shape={"n_layer": 12, "n_head": 12, "d_model": 768, "context_length": 1024},
         recipe=_adamw(
             6e-4,
@@ -192,9 +183,7 @@ _ALL = (
             val_fraction=0.01,
         ),
     ),
-    Preset(
-        name="decoder-8x64",
-        summary="the 2017 decoder, 8 layers of 64, context 16: the classroom model",
+    "decoder-8x64": Preset(
         shape={
             **ORIGINAL,
             "n_layer": 8,
@@ -220,12 +209,10 @@ _ALL = (
             checkpoint_every=1000,
         ),
     ),
-    Preset(
-        # nanoGPT's model and AdamW at the size of `tiny`. Of the learning rates 1e-3, 2e-3, 3e-3,
-        # 4e-3 and 6e-3 and of batches of 0.5, 1 and 2 thousand tokens, with each of which it was
-        # trained for 75 s on one core, 2e-3 with the smallest gave the fewest bits per byte.
-        name="nanogpt",
-        summary="nanoGPT's model and recipe at the size of `tiny`: what to compare with",
+    # nanoGPT's model and AdamW at the size of `tiny`. Of the learning rates 1e-3, 2e-3, 3e-3,
+    # 4e-3 and 6e-3 and of batches of 0.5, 1 and 2 thousand tokens, with each of which it was
+    # trained for 75 s on one core, 2e-3 with the smallest gave the fewest bits per byte.
+    "nanogpt": Preset(
         shape={**NANOGPT, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
         recipe=_adamw(
             2e-3,
@@ -241,14 +228,12 @@ _ALL = (
             checkpoint_every=800,
         ),
     ),
-    Preset(
-        # train.py config/train_shakespeare_char.py --device=cpu --block_size=64 --batch_size=12
-        # --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
-        # --eval_iters=20, for which nanoGPT's README gives a validation loss of 1.88 nats per
-        # character of tiny-shakespeare. Its vocabulary is the characters of the text; here it is
-        # the 256 bytes, which on plain ASCII is the same with rows that are never used.
-        name="nanogpt-char",
-        summary="nanoGPT's character-level model for a CPU, on the bytes of any text",
+    # train.py config/train_shakespeare_char.py --device=cpu --block_size=64 --batch_size=12
+    # --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
+    # --eval_iters=20, for which nanoGPT's README gives a validation loss of 1.88 nats per
+    # character of tiny-shakespeare. Its vocabulary is the characters of the text; here it is
+    # the 256 bytes, which on plain ASCII is the same with rows that are never used.
+    "nanogpt-char": Preset(
         shape={**NANOGPT, "n_layer": 4, "n_head": 4, "d_model": 128, "context_length": 64},
         recipe=_adamw(
             1e-3,
@@ -265,7 +250,5 @@ _ALL = (
             checkpoint_every=1000,
         ),
     ),
-)
-
-PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
-"""Every preset by its name."""
+}
+"""Every preset by its name; `model/training/README.md` describes them."""
