@@ -167,7 +167,7 @@ def _exported(names: Iterable[str]) -> str:
 
 
 def _arguments(operation: Operation) -> tuple[str, ...]:
-    """Fields that are no keywords of a method: its positional arguments, and those that the choice
+    """Fields that are not keywords of a method: its positional arguments, and those that the choice
     of a method decides."""
     required = [name for name, field in operation.body.model_fields.items() if field.is_required()]
     decided = {"stream"} | ({"top_k"} if operation.name == "logits" else set())

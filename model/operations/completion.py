@@ -155,8 +155,8 @@ class GrowingReply:
         return sum(completion.generated for completion in self._completions.values())
 
     def push(self, event: Event) -> bool:
-        """Take in an event. True if its sequence has reached a stop text and should be ended. A
-        FinishEvent that is no answer is the caller's to look at, if `is_finished` is not yet."""
+        """Take in an event. True if its sequence has reached a stop text and should be ended. The
+        caller checks a FinishEvent without an answer, unless its choice `is_finished`."""
         if isinstance(event, TokenEvent):
             return self._completions[event.request_id, event.index].push(event)
         if isinstance(event, PromptEvent):
