@@ -37,7 +37,7 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
     environment = {k: value for k, value in os.environ.items() if not k.startswith("LOGITD_")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     words = ["serve", "--host", "127.0.0.1", "--port", "0", "--drain-timeout", "0", *flags]
-    before = signal.signal(signal.SIGTERM, _exit)
+    before = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     with tempfile.TemporaryDirectory(prefix="logitd-server-") as folder:
         log = Path(folder) / "serve.log"
         with log.open("wb") as output:
@@ -55,7 +55,8 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
         finally:
             process.terminate()
             process.wait()
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _url_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:

@@ -66,7 +66,7 @@ class Plan:
         return synthetic_gpt(self.config(shape)).to(self.placement.dtype).to(self.placement.device)
 
     def workload(self, batch: int) -> Workload:
-        chunk, steps = (64, 6) if self.tiny else (2048, 48)
+        chunk, steps = (64, 8) if self.tiny else (2048, 48)
         return Workload(
             batches=(batch,),
             prompt_tokens=self.prompt_tokens,
