@@ -3,12 +3,12 @@
 Reads what programs leave in checkpoints, JSON and pickles: {stoi, itos}, {token2id, id2token},
 {char_to_int, int_to_char} and their like, a tuple of both directions, lists and strings of
 characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's encodings. Keys of
-JSON that are numbers stand as text. Which direction a dictionary has is seen from its values, not
-from its name. Does not open files (`files.py`), and does not make tokenizers (`build.py`).
+JSON that are numbers are text. The direction of a dictionary is seen from its values, not from its
+name. Does not open files (`files.py`), and does not make tokenizers (`build.py`).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ _NAMED = frozenset(
     )
 )
 _DATA = frozenset(("tokens", "words"))
-"""Names of what may be the training data as well: they count where there is nothing else."""
+"""Names of lists that may be the training data: they count only if there is nothing else."""
+_RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _MERGES = frozenset(("merges", "bpemerges", "mergeslist"))
 _PATTERNS = ("pat_str", "pattern", "split_pattern")
@@ -41,8 +42,8 @@ class Table:
     where    the place, for people
     merges   pairs of ids and what they make, in the order of what they make
     strings  pairs of texts that are joined, in order
-    pattern  how texts are cut, where that is written down
-    special  names that are special tokens by the source's own word
+    pattern  how texts are cut, if that is written down
+    special  names of special tokens, by the source's own word
     ranked   the texts are bytes that tiktoken merges by their ids
     """
 
@@ -55,94 +56,135 @@ class Table:
     ranked: bool = False
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """One vocabulary among several of a container. `ordered`: it names its ids."""
+
+    label: str
+    texts: Texts
+    ordered: bool
+    name: str = ""
+
+
 def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
-    """The vocabulary that a dictionary holds under the names that are usual; None where it holds
-    none. Raises ConvertError where it says two things at once."""
-    ordered, listed, data = dict[str, Texts](), dict[str, Texts](), dict[str, Texts]()
-    merges: Any = None
-    special: dict[str, int] = {}
-    named: frozenset[str] = frozenset()
-    for key, value in container.items():
-        name = _plain(key)
-        if name in _MERGES:
-            merges = value
-        elif name in _SPECIAL and isinstance(value, Mapping):
-            special = {k: v for k, v in value.items() if isinstance(k, str) and type(v) is int}
-        elif name in _SPECIAL and isinstance(value, list | tuple):
-            named = frozenset(text for text in value if isinstance(text, str))
-        elif _is_vocabulary(name) and (texts := _texts(value, alphabet=name in _ALPHABETS)):
-            kind = ordered if isinstance(value, Mapping) else data if name in _DATA else listed
-            kind[str(key)] = texts
-    if not ordered and not listed:
-        listed = data
-    texts = _agreeing(ordered, listed, where)
-    pairs = None if merges is None else id_merges(merges)
-    if texts is None and pairs is None:
+    """The vocabulary that a dictionary holds under the usual names, if any. Raises ConvertError if
+    it says two things at once."""
+    entries = [
+        _Entry(repr(str(key)), texts, isinstance(value, Mapping), _plain(key))
+        for key, value in container.items()
+        if _is_vocabulary(_plain(key))
+        and (texts := _texts(value, alphabet=_plain(key) in _ALPHABETS))
+    ]
+    entry = _agreed(entries, where)
+    merges = _last(container, _MERGES)
+    pairs = id_merges(merges)
+    if entry is None and pairs is None:
         return None
-    taken = {} if texts is None else dict(texts)
-    key = next(iter([*ordered, *listed])) if texts is not None else "merges"
+    texts = {} if entry is None else dict(entry.texts)
+    special = _special_tokens(container)
+    names = {token_id: name for name, token_id in special.items() if token_id is not None}
+    patterns = (p for key in _PATTERNS if isinstance(p := container.get(key), str) and p)
     return Table(
-        texts=taken | {value: name for name, value in special.items() if value not in taken},
-        where=f"{key!r} of {where}",
+        texts=names | texts,
+        where=f"{'merges'!r} of {where}" if entry is None else f"{entry.label} of {where}",
         merges=pairs,
-        strings=None if merges is None or pairs is not None else string_merges(merges),
-        pattern=_pattern(container),
-        special=named.union(special),
-        ranked=any(_plain(name) in ("mergeableranks", "ranks") for name in ordered),
+        strings=string_merges(merges) if pairs is None else None,
+        pattern=next(iter(patterns), None),
+        special=frozenset(special),
+        ranked=any(entry.ordered and entry.name in _RANKS for entry in entries),
     )
 
 
 def table_of(value: Any, where: str) -> Table | None:
     """The vocabulary that a whole file holds: a dictionary of tables, a table itself, or a tuple of
-    both directions. None where it is something else. Raises ConvertError."""
+    both directions; None if it is something else. Raises ConvertError."""
     if isinstance(value, Mapping):
-        table = table_in(value, where)
-        if table is not None:
-            return table
-        for name, inner in value.items():
-            if isinstance(inner, Mapping) and (
-                table := table_in(inner, f"{str(name)!r} of {where}")
-            ):
+        inner = ((f"{str(name)!r} of {where}", v) for name, v in value.items())
+        for place, container in ((where, value), *inner):
+            if isinstance(container, Mapping) and (table := table_in(container, place)):
                 return table
     if isinstance(value, list | tuple) and len(value) == 2 and _are_mappings(value):
-        both = {name: _texts(part, alphabet=False) for name, part in zip("ab", value, strict=True)}
-        known = {name: texts for name, texts in both.items() if texts}
-        texts = _agreeing(known, {}, where, names=("the first part", "the second"))
+        parts = zip(("the first part", "the second part"), map(_by_direction, value), strict=True)
+        entry = _agreed([_Entry(name, texts, True) for name, texts in parts if texts], where)
+        texts = None if entry is None else entry.texts
     else:
         texts = _texts(value, alphabet=False)
     return None if texts is None else Table(texts=texts, where=where)
 
 
+def _are_mappings(parts: Any) -> bool:
+    return all(isinstance(part, Mapping) for part in parts)
+
+
+def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
+    """The first vocabulary of a place. Raises ConvertError if another one contradicts it: a list
+    next to a dictionary may only leave out some of its texts."""
+    ordered = [entry for entry in entries if entry.ordered]
+    data = [entry for entry in entries if not entry.ordered and entry.name in _DATA]
+    listed = [entry for entry in entries if not entry.ordered and entry not in data]
+    if not ordered:
+        listed = listed or data
+    first = next(iter([*ordered, *listed]), None)
+    for other in ordered[1:]:
+        if first and other.texts != first.texts:
+            raise ConvertError(f"{where}: {other.label} is not {first.label} the other way round")
+    for other in listed:
+        if first is None or other.texts == first.texts:
+            continue
+        if not ordered:
+            raise ConvertError(
+                f"{where}: {first.label} and {other.label} are different vocabularies"
+            )
+        if strange := sorted({*map(str, other.texts.values())} - {*map(str, first.texts.values())}):
+            raise ConvertError(
+                f"{where}: {other.label} has {strange[0]!r}, which {first.label} lacks"
+            )
+    return first
+
+
+def _special_tokens(container: Mapping[Any, Any]) -> dict[str, int | None]:
+    """Names of special tokens, with their ids if those are written down."""
+    special: dict[str, int | None] = {}
+    for key, value in container.items():
+        if _plain(key) not in _SPECIAL:
+            continue
+        if isinstance(value, Mapping):
+            special |= {k: v for k, v in value.items() if isinstance(k, str) and type(v) is int}
+        elif isinstance(value, list | tuple):
+            for text in value:
+                if isinstance(text, str):
+                    special.setdefault(text, None)
+    return special
+
+
 def id_merges(value: Any) -> dict[tuple[int, int], int] | None:
-    """Merges of ids, {(a, b): id} or {"a,b": id}, and lists of ((a, b), id); None where they are
+    """Merges of ids, {(a, b): id} or {"a,b": id}, and lists of ((a, b), id); None if they are
     something else."""
-    if isinstance(value, Mapping):
-        items: list[Any] = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(value)
-    else:
-        return None
     merges: dict[tuple[int, int], int] = {}
-    for item in items:
+    for item in _items(value):
         if not isinstance(item, list | tuple) or len(item) != 2 or type(item[1]) is not int:
             return None
-        pair = _pair(item[0])
-        if pair is None:
+        if (pair := _pair(item[0])) is None:
             return None
         merges[pair] = item[1]
     return merges or None
 
 
+def _items(value: Any) -> Collection[Any]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return value if isinstance(value, list | tuple) else ()
+
+
 def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
-    """Merges of texts in order: [a, b], "a b", or {(a, b): rank}."""
+    """Merges of texts in order: [a, b], "a b", or {(a, b): rank}; None if they are something
+    else."""
     if isinstance(value, Mapping):
         if not all(type(rank) is int for rank in value.values()):
             return None
         value = sorted(value, key=value.__getitem__)
-    if not isinstance(value, list | tuple):
-        return None
     merges = []
-    for merge in value:
+    for merge in _items(value):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list | tuple) or len(parts) != 2:
             return None
@@ -173,12 +215,18 @@ def _plain(key: Any) -> str:
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 
+def _last(container: Mapping[Any, Any], names: Collection[str]) -> Any:
+    """The last value under one of these names."""
+    found = [value for key, value in container.items() if _plain(key) in names]
+    return found[-1] if found else None
+
+
 def _is_vocabulary(name: str) -> bool:
     return name in _NAMED or name in _ALPHABETS or _DIRECTED.fullmatch(name) is not None
 
 
 def _texts(value: Any, *, alphabet: bool) -> Texts | None:
-    """Ids and texts in whatever direction; `alphabet`: a string is its characters."""
+    """Ids and texts in either direction; `alphabet`: a string is its characters."""
     if isinstance(value, Mapping):
         return _by_direction(value)
     if isinstance(value, str) and alphabet:
@@ -189,33 +237,31 @@ def _texts(value: Any, *, alphabet: bool) -> Texts | None:
 
 
 def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
-    if not value:
+    """{token: id} or {id: token} as ids and texts."""
+    keys, values = list(value), list(value.values())
+    if value and all(type(number) is int for number in values):
+        if not all(isinstance(text, str | bytes) for text in keys):
+            return None
+        by_id = dict(zip(values, keys, strict=True))
+        for text, number in value.items():
+            if by_id[number] != text:
+                raise ConvertError(
+                    f"{text!r} and {by_id[number]!r} of a vocabulary share the id {number}"
+                )
+        return by_id
+    numbers = [_number(key) for key in keys]
+    texts = all(isinstance(text, str | bytes) for text in values)
+    if not value or not texts or None in numbers or len(set(numbers)) < len(numbers):
         return None
-    if all(type(number) is int for number in value.values()):
-        if not all(isinstance(text, str | bytes) for text in value):
-            return None
-        if len(set(value.values())) < len(value):
-            numbers = list(value.values())
-            twice = next(number for number in numbers if numbers.count(number) > 1)
-            texts = [text for text, number in value.items() if number == twice]
-            raise ConvertError(
-                f"{texts[0]!r} and {texts[1]!r} of a vocabulary share the id {twice}"
-            )
-        return {number: text for text, number in value.items()}
-    if all(isinstance(text, str | bytes) for text in value.values()):
-        numbers = [_number(key) for key in value]
-        if None in numbers or len(set(numbers)) < len(numbers):
-            return None
-        return {int(key): text for key, text in value.items()}
-    return None
+    return {int(key): text for key, text in value.items()}
 
 
 def _number(key: Any) -> int | None:
+    """The number that a key is, be it written as text."""
     if type(key) is int:
         return key
-    if isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key):
-        return int(key)
-    return None
+    whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key)
+    return int(key) if whole else None
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
@@ -226,45 +272,3 @@ def _pair(value: Any) -> tuple[int, int] | None:
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int for n in value):
         return value[0], value[1]
     return None
-
-
-def _agreeing(
-    ordered: Mapping[str, Texts],
-    listed: Mapping[str, Texts],
-    where: str,
-    names: tuple[str, str] | None = None,
-) -> Texts | None:
-    """What the tables of one place say together. Dictionaries name their ids; a list beside them
-    may leave out some of their texts."""
-    for first, second in _pairs(ordered):
-        if ordered[first] != ordered[second]:
-            this, other = names or (repr(second), repr(first))
-            raise ConvertError(f"{where}: {this} is not {other} the other way round")
-    if ordered:
-        texts = next(iter(ordered.values()))
-        for name, others in listed.items():
-            if strange := sorted(set(map(str, others.values())) - set(map(str, texts.values()))):
-                raise ConvertError(
-                    f"{where}: {name!r} has {strange[0]!r}, which {next(iter(ordered))!r} lacks"
-                )
-        return texts
-    for first, second in _pairs(listed):
-        if listed[first] != listed[second]:
-            raise ConvertError(f"{where}: {first!r} and {second!r} are different vocabularies")
-    return next(iter(listed.values()), None)
-
-
-def _pairs(tables: Mapping[str, Texts]) -> Iterator[tuple[str, str]]:
-    first, *others = [*tables] or [""]
-    return ((first, other) for other in others)
-
-
-def _pattern(container: Mapping[Any, Any]) -> str | None:
-    for name in _PATTERNS:
-        if isinstance(container.get(name), str) and container[name]:
-            return str(container[name])
-    return None
-
-
-def _are_mappings(parts: Any) -> bool:
-    return all(isinstance(part, Mapping) for part in parts)
