@@ -37,7 +37,11 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
     environment = {k: value for k, value in os.environ.items() if not k.startswith("LOGITD_")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     words = ["serve", "--host", "127.0.0.1", "--port", "0", "--drain-timeout", "0", *flags]
-    before = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, _exit)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as SIGHUP is under nohup
+    }
     with tempfile.TemporaryDirectory(prefix="logitd-server-") as folder:
         log = Path(folder) / "serve.log"
         with log.open("wb") as output:
