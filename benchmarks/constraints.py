@@ -2,10 +2,9 @@
 
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
-Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, with masks computed beside
-the model (as a server does) and without, against as many that write freely, in turns in one
-process; and the time that the engine's thread spends in the matchers or waits for them, as a share
-of a step. Masks: the time of one token's advance and mask, for the checkpoint's vocabulary and for
+Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, against as many that write
+freely, in turns in one process; and the time that the engine spends in the matchers, as a share of
+a step. Masks: the time of one token's advance and mask, for the checkpoint's vocabulary and for
 one of 50,000 tokens that are made up. Run it on a machine that does nothing else; the last line is
 JSON.
 """
@@ -13,9 +12,7 @@ JSON.
 import json
 import random
 import statistics
-import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +23,7 @@ from benchmarks.arguments import new_parser
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.device import choose_placement, describe, use_threads
 from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
-from logitd.model.inference.constraints.mask_worker import MaskWorker
-from logitd.model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
+from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.requests import GenerationRequest
@@ -57,7 +53,7 @@ SCHEMA = {
 
 
 class TimedMatcher:
-    """A matcher that adds up the time of its steps on the engine's thread."""
+    """A matcher that adds up the time of its steps."""
 
     def __init__(self, matcher: TokenMatcher, clock: "MatcherClock") -> None:
         self._matcher = matcher
@@ -68,8 +64,6 @@ class TimedMatcher:
         return self._matcher.complete
 
     def allowed(self) -> Any:
-        if threading.get_ident() != self._clock.thread:
-            return self._matcher.allowed()
         with self._clock:
             return self._matcher.allowed()
 
@@ -83,7 +77,6 @@ class MatcherClock:
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint = constraint
-        self.thread = threading.get_ident()
         self.seconds = 0.0
 
     def __enter__(self) -> None:
@@ -104,36 +97,12 @@ class MatcherClock:
         return TimedMatcher(self.constraint.matcher(), self)
 
 
-class TimedMaskWorker:
-    """Masks beside the model, with the time that handing over and waiting take."""
-
-    def __init__(self, worker: MaskWorker, clock: MatcherClock) -> None:
-        self._worker = worker
-        self._clock = clock
-
-    def begin(self, matchers: Sequence[TokenMatcher]) -> Callable[[], None]:
-        with self._clock:
-            wait = self._worker.begin(matchers)
-
-        def timed() -> None:
-            with self._clock:
-                wait()
-
-        return timed
-
-    def close(self) -> None:
-        self._worker.close()
-
-
-def engine_decoding(
-    gpt: GPT, sequences: int, constraint: MatcherClock | None, masks: BackgroundMasks | None
-) -> Engine:
+def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> Engine:
     """An engine whose sequences all have their prompt behind them and decode for long."""
     engine = Engine(
         gpt,
         EngineConfig(slots=sequences, prefill_chunk=256),
         make_decoder=choose_decode_path(gpt, threads=torch.get_num_threads()).make_decoder,
-        masks=masks,
     )
     generator = torch.Generator().manual_seed(0)
     for index in range(sequences):
@@ -145,12 +114,9 @@ def engine_decoding(
     return engine
 
 
-def steps(
-    gpt: GPT, sequences: int, constraint: MatcherClock | None = None, *, in_background: bool = False
-) -> tuple[float, float]:
+def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> tuple[float, float]:
     """Median microseconds of a step, and of its matchers."""
-    masks = TimedMaskWorker(MaskWorker(), constraint) if in_background and constraint else None
-    engine = engine_decoding(gpt, sequences, constraint, masks)
+    engine = engine_decoding(gpt, sequences, constraint)
     whole, matching = [], []
     for _ in range(STEPS):
         if constraint is not None:
@@ -165,17 +131,16 @@ def steps(
 
 @dataclass(frozen=True)
 class Cost:
-    """Of steps in which all sequences have a constraint, with masks beside the model or not."""
+    """Of steps in which all sequences have a constraint."""
 
     sequences: int
-    in_background: bool
     free_us: float
     constrained_us: float
     matching_us: float
 
     @property
     def share(self) -> float:
-        """Of a constrained step, in the matchers or waiting for them."""
+        """Of a constrained step, in the matchers."""
         return self.matching_us / self.constrained_us
 
     @property
@@ -183,23 +148,10 @@ class Cost:
         return self.constrained_us / self.free_us
 
 
-def costs_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> list[Cost]:
+def cost_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> Cost:
     """The medians of rounds in turns."""
-    free: list[float] = []
-    constrained: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for _ in range(ROUNDS):
-        free.append(steps(gpt, sequences)[0])
-        for in_background, measured in constrained.items():
-            measured.append(steps(gpt, sequences, constraint, in_background=in_background))
-    return [
-        Cost(
-            sequences,
-            in_background,
-            statistics.median(free),
-            *(statistics.median(column) for column in zip(*measured, strict=True)),
-        )
-        for in_background, measured in constrained.items()
-    ]
+    rounds = [(steps(gpt, sequences)[0], *steps(gpt, sequences, constraint)) for _ in range(ROUNDS)]
+    return Cost(sequences, *(statistics.median(column) for column in zip(*rounds, strict=True)))
 
 
 def large_tokenizer() -> Tokenizer:
@@ -241,7 +193,7 @@ def main() -> None:
     source = Source("json_schema", json.dumps(SCHEMA))
     small = Compiler(info.tokenizer).compile(source)
     clock = MatcherClock(small)
-    costs = [cost for count in (1, 8, 32) for cost in costs_of_steps(gpt, clock, count)]
+    costs = [cost_of_steps(gpt, clock, count) for count in (1, 8, 32)]
     times_of_masks = {
         size: mask_times(constraint, 1000)
         for size, constraint in (
@@ -251,11 +203,10 @@ def main() -> None:
     }
     where = f"{describe(placement.device)}, {placement.threads} threads, torch {torch.__version__}"
     print(f"{info.name}, {gpt.parameter_count():,} parameters, {arguments.dtype}; {where}\n")
-    print("sequences  masks    free us  JSON us  matchers us  share  JSON / free")
+    print("sequences    free us  JSON us  matchers us  share  JSON / free")
     for cost in costs:
-        masks = "beside" if cost.in_background else "before"
         print(
-            f"{cost.sequences:9}  {masks} {cost.free_us:9.0f} {cost.constrained_us:8.0f} "
+            f"{cost.sequences:9}  {cost.free_us:9.0f} {cost.constrained_us:8.0f} "
             f"{cost.matching_us:12.0f} {cost.share:6.1%} {cost.ratio:12.2f}"
         )
     print("\nvocabulary  advance and mask us: median     99 %  longest")
@@ -267,12 +218,8 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "matcher_share": {
-                    cost.sequences: cost.share for cost in costs if cost.in_background
-                },
-                "json_over_free": {
-                    cost.sequences: cost.ratio for cost in costs if cost.in_background
-                },
+                "matcher_share": {cost.sequences: cost.share for cost in costs},
+                "json_over_free": {cost.sequences: cost.ratio for cost in costs},
                 "mask_us": {size: times[len(times) // 2] for size, times in times_of_masks.items()},
             }
         )

@@ -297,7 +297,6 @@ ONE_ROOM = {
     },
     "threading": {
         "model.checkpoint.hashed_file",
-        "model.inference.constraints.mask_worker",
         "model.training.stopping.signals",
         "service.engine",
         "service.tracing.otlp",

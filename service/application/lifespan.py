@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
-from logitd.model.inference.constraints.sandbox import Checker
+from logitd.model.inference.constraints.sandbox import Sandbox
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import (
@@ -97,20 +97,20 @@ async def _load_model(
     resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
     try:
         built = await asyncio.to_thread(build, resolved)
-        checker = await asyncio.to_thread(Checker, built.checkpoint.tokenizer)
+        sandbox = await asyncio.to_thread(Sandbox, built.checkpoint.tokenizer)
     except STARTUP_ERRORS as error:
         return NotLoaded(name, str(error))
     except Exception as error:
         logger.exception("a bug kept %s from being loaded", name)
         return NotLoaded(name, f"{type(error).__name__}: {error}")
-    return _served(state, settings, built, checker, steps)
+    return _served(state, settings, built, sandbox, steps)
 
 
 def _served(
     state: ServiceState,
     settings: ServeSettings,
     built: BuiltEngine,
-    checker: Checker,
+    sandbox: Sandbox,
     steps: StepThread | None,
 ) -> LoadedModel:
     driver = EngineDriver(built.engine, built.load_weights, steps)
@@ -135,7 +135,7 @@ def _served(
         engine=engine,
         reloader=Reloader(settings, engine, checkpoints, metrics, state.reload_lock),
         constraints=Constraints(
-            built.compiler, checker, timeout=settings.constraint_timeout, metrics=metrics
+            built.compiler, sandbox, timeout=settings.constraint_timeout, metrics=metrics
         ),
         settings=settings,
         keys=state.keys,

@@ -30,7 +30,6 @@ from logitd.model.device import (
 )
 from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
-from logitd.model.inference.constraints.mask_worker import MaskWorker
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
@@ -206,8 +205,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         speculate=settings.speculate,
     )
     compiler = _compiler(model.checkpoint.tokenizer)
-    masks = MaskWorker() if isinstance(compiler, Compiler) else None
-    engine = Engine(model.gpt, config, make_decoder=path.make_owner, masks=masks)
+    engine = Engine(model.gpt, config, make_decoder=path.make_owner)
     release_memory()
     computation = Computation(
         weights_sha256=model.checkpoint.weights_sha256,

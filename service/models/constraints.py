@@ -1,60 +1,47 @@
 """Constraints: compiled off the event loop, within a time limit, once for equal sources.
 
-Each is compiled first in a sandbox, a process that can be killed, and then here. Compiled ones are
-cached. There are two sandboxes, each with one compilation at a time, for which callers take turns
-(`fair_lock.py`). In the first, a compilation has FIRST_SECONDS. If that is not enough it begins
-again in the second, with its whole time: so slow constraints delay others only for moments. A
-client that leaves stops waiting, and a compilation that nobody waits for any more ends, with the
-process if need be.
+Each is tried in a process of its own first (`model/inference/constraints/sandbox.py`), and then
+compiled here. Trials run side by side, so slow ones delay others only for moments. A trial ends
+when its time is over, or when its last client has left. Compiled constraints are cached.
 
-Not here: what a constraint is (`model/inference/constraints/compiler.py`), the sandbox
-(`sandbox.py`) and the cache (`cache.py`) beside it, and the masks of the sampler
-(`model/inference/sampling/`).
+Does not know what a constraint is (`model/inference/constraints/compiler.py`).
 """
 
 import asyncio
+import socket
 import time
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass
 
-from logitd.model.inference.constraints.cache import ConstraintCache
 from logitd.model.inference.constraints.compiler import (
     Compiler,
     Constraint,
     ConstraintsUnavailable,
     Source,
 )
-from logitd.model.inference.constraints.sandbox import Checker
+from logitd.model.inference.constraints.sandbox import (
+    ANSWER_BYTES,
+    LONG_SECONDS,
+    Sandbox,
+    request_of,
+    size_of,
+)
 from logitd.model.inference.errors import ConstraintError
 from logitd.service.engine.build import Unavailable
 from logitd.service.errors import ApiError, bad_request
 from logitd.service.metrics.model_metrics import ModelMetrics
-from logitd.service.models.fair_lock import FairLock
 
-MAX_COMPILING = 16
-"""Different constraints that are being compiled, or wait to be. A caller with less than its share
-of them, in equal parts, is served beyond that, up to twice as many."""
-FIRST_SECONDS = 0.25
-"""Time of a constraint before it makes way for others. Those of ordinary requests take
-milliseconds."""
-KILL_INTERVAL = 1.0
-"""Seconds after which a process that should have ended is killed again: it may have been starting
-when it was killed before."""
+MAX_COMPILING = 8
+"""Different constraints that are compiled at once. A caller with less than an equal share of them
+is served beyond that, up to twice as many."""
+MAX_CACHED = 32
+MAX_CACHED_BYTES = 2**27
+"""Approximate memory that compiling the cached constraints has taken."""
 
 
 class _TooSlow(ConstraintError):
     """Compiling took more than its time."""
-
-
-class _NoTurn(Exception):
-    """No sandbox was free in time."""
-
-
-@dataclass(slots=True)
-class _Sandbox:
-    checker: Checker
-    lock: FairLock = field(default_factory=FairLock)
 
 
 @dataclass(eq=False, slots=True)
@@ -73,21 +60,23 @@ class Constraints:
     def __init__(
         self,
         compiler: Compiler | Unavailable,
-        checker: Checker,
+        sandbox: Sandbox,
         *,
         timeout: float,
         metrics: ModelMetrics,
     ) -> None:
         self._compiler = compiler
-        self._first, self._second = _Sandbox(checker), _Sandbox(checker.twin())
+        self._sandbox = sandbox
+        self._starting, self._slow = asyncio.Lock(), asyncio.Lock()
         self._timeout = timeout
         self._metrics = metrics
-        self._cache = ConstraintCache()
+        self._cache: OrderedDict[Source, Constraint] = OrderedDict()  # the oldest use first
         self._compiling: dict[Source, _Compiling] = {}
+        self._trials: set[socket.socket] = set()
 
     async def compiled(self, source: Source, caller: str = "") -> Constraint:
         """Take it from the cache, compile it, or wait until another request has compiled it.
-        ApiError where it cannot be compiled, or not in time."""
+        ApiError if it cannot be compiled, or not in time."""
         if (constraint := self.cached(source)) is not None:
             return constraint
         compiling = self._compiling.get(source) or self._begin(source, caller)
@@ -95,8 +84,6 @@ class Constraints:
         compiling.waiters += 1
         try:
             constraint = await asyncio.shield(compiling.task)
-        except _NoTurn as error:
-            raise self._busy() from error
         except _TooSlow as error:
             raise self._rejected(source, str(error), "timed_out") from error
         except (ConstraintError, ConstraintsUnavailable) as error:
@@ -110,17 +97,34 @@ class Constraints:
         return constraint
 
     def close(self) -> None:
-        """End the sandboxes; nothing can be compiled after this."""
-        self._first.checker.close()
-        self._second.checker.close()
+        """End the sandbox and its trials; nothing can be compiled after this."""
+        for trial in self._trials:
+            trial.shutdown(socket.SHUT_RDWR)
+        self._sandbox.close()
 
     def cached(self, source: Source) -> Constraint | None:
-        """The constraint, if it was compiled before and is still in the cache."""
+        """The constraint, if it is cached and its lexer can still learn."""
         constraint = self._cache.get(source)
+        if constraint is not None and constraint.lexer_exhausted:
+            del self._cache[source]
+            constraint = None
         if constraint is not None:
+            self._cache.move_to_end(source)
             self._metrics.constraints["kept"].inc()
         self._metrics.constraints_kept.set(len(self._cache))
         return constraint
+
+    def _keep(self, constraint: Constraint) -> None:
+        """Cache a constraint, and drop the least recently used ones above the limits."""
+        self._cache[constraint.source] = constraint
+        while len(self._cache) > MAX_CACHED or self.cached_bytes > MAX_CACHED_BYTES:
+            self._cache.popitem(last=False)
+        self._metrics.constraints_kept.set(len(self._cache))
+
+    @property
+    def cached_bytes(self) -> int:
+        """Approximate memory of the cached constraints."""
+        return sum(constraint.size for constraint in self._cache.values())
 
     def _begin(self, source: Source, caller: str) -> _Compiling:
         if isinstance(self._compiler, Unavailable):
@@ -142,43 +146,46 @@ class Constraints:
             del self._compiling[compiling.source]
 
     async def _compile(self, compiling: _Compiling, compiler: Compiler) -> Constraint:
+        """Try a source, and compile it here; the slow ones one after the other."""
+        source, began = compiling.source, time.monotonic()
         try:
-            constraint = await self._compile_within(
-                self._first, compiling, compiler, min(FIRST_SECONDS, self._timeout)
-            )
-            if constraint is None and self._timeout > FIRST_SECONDS:
-                constraint = await self._compile_within(
-                    self._second, compiling, compiler, self._timeout
-                )
+            size = await self._try(source)
+            slow = time.monotonic() - began > LONG_SECONDS
+            async with self._slow if slow else nullcontext():
+                constraint = await asyncio.to_thread(compiler.compile, source)
         finally:
             self._forget(compiling)
-        if constraint is None:
+        self._metrics.constraint_compile.observe(time.monotonic() - began)
+        constraint.size = max(size, len(source.text))
+        self._keep(constraint)
+        return constraint
+
+    async def _try(self, source: Source) -> int:
+        """Try a source in the sandbox; the bytes of memory that it took. Raises ConstraintError if
+        it is refused, and ConstraintsUnavailable. The trial has ended when this returns, also if it
+        is cancelled."""
+        loop = asyncio.get_running_loop()
+        async with self._starting:
+            await asyncio.to_thread(self._sandbox.start)
+        answer = b""
+        try:
+            with self._sandbox.begin() as trial:
+                trial.setblocking(False)
+                self._trials.add(trial)
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        await loop.sock_sendall(trial, request_of(source))
+                        answer = await loop.sock_recv(trial, ANSWER_BYTES)
+                finally:
+                    self._trials.remove(trial)
+        except TimeoutError as error:
             raise _TooSlow(
                 f"it took more than {self._timeout:g} s to compile; make it simpler, or raise "
                 "--constraint-timeout"
-            )
-        self._cache.put(constraint)
-        self._metrics.constraints_kept.set(len(self._cache))
-        return constraint
-
-    async def _compile_within(
-        self, sandbox: _Sandbox, compiling: _Compiling, compiler: Compiler, seconds: float
-    ) -> Constraint | None:
-        """Compile in a sandbox and then here, if the sandbox does not need more than that; None
-        otherwise. Raises _NoTurn or ConstraintError."""
-        source = compiling.source
-        try:
-            async with sandbox.lock.held_by(compiling.caller, self._timeout):
-                began = time.monotonic()
-                size = await _check(sandbox.checker, source, seconds)
-                if size is None:
-                    return None
-                constraint = await asyncio.to_thread(compiler.compile, source)
-                self._metrics.constraint_compile.observe(time.monotonic() - began)
-        except TimeoutError as error:
-            raise _NoTurn from error
-        constraint.size = max(size, len(source.text))
-        return constraint
+            ) from error
+        except OSError:
+            pass  # the trial has ended without an answer
+        return size_of(answer)
 
     def _rejected(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
         self._metrics.constraints[outcome].inc()
@@ -194,40 +201,3 @@ class Constraints:
             "queue_full",
             1,
         )
-
-
-async def _check(checker: Checker, source: Source, seconds: float) -> int | None:
-    """Compile in a sandbox; the bytes that it took, or None when it takes more than so many
-    seconds. Raises ConstraintError. The sandbox has come to an end of it, also when this call is
-    cancelled."""
-    checking: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(checker.start))
-    try:
-        await asyncio.shield(checking)
-        checking = asyncio.ensure_future(asyncio.to_thread(checker.check, source))
-        await asyncio.wait({checking}, timeout=seconds)
-        if checking.done():
-            size: int = checking.result()
-            return size
-    except asyncio.CancelledError:
-        await _end(checker, checking)
-        raise
-    return await _end(checker, checking)
-
-
-async def _end(checker: Checker, checking: "asyncio.Future[Any]") -> int | None:
-    """Kill a sandbox, which ends what it is asked, and wait for that; the answer, if there was one
-    all the same. Goes on when the caller is cancelled meanwhile."""
-    cancelled = False
-    while not checking.done():
-        checker.kill()
-        try:
-            await asyncio.wait({checking}, timeout=KILL_INTERVAL)
-        except asyncio.CancelledError:
-            cancelled = True
-    error = checking.exception()  # asked for even when nobody waits: else asyncio logs it
-    if cancelled:
-        raise asyncio.CancelledError
-    if error is not None:
-        return None
-    size: int | None = checking.result()
-    return size

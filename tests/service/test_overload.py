@@ -1,5 +1,6 @@
 """More than fits: refused with 429 before it is queued; all that was accepted is answered."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,9 +12,9 @@ import orjson
 import pytest
 
 from logitd.model.inference.constraints.compiler import Source
-from logitd.model.inference.constraints.sandbox import Checker
 from logitd.service.http import sse
 from logitd.service.http.schemas import ErrorReply
+from logitd.service.models.constraints import Constraints
 from tests.service.serving import (
     TEST_TIMEOUT,
     Poster,
@@ -117,14 +118,14 @@ def test_a_request_keeps_its_place_while_its_constraint_is_compiled(
 ) -> None:
     """Those who come meanwhile are turned away, and it is not."""
     compiling, go_on = threading.Event(), threading.Event()
-    check = Checker.check
+    tried = Constraints._try
 
-    def slow_check(checker: Checker, source: Source) -> int:
+    async def try_later(constraints: Constraints, source: Source) -> int:
         compiling.set()
-        assert go_on.wait(TEST_TIMEOUT)
-        return check(checker, source)
+        assert await asyncio.to_thread(go_on.wait, TEST_TIMEOUT)
+        return await tried(constraints, source)
 
-    monkeypatch.setattr(Checker, "check", slow_check)
+    monkeypatch.setattr(Constraints, "_try", try_later)
     with ExitStack() as stack:
         occupy(server, stack)
         body = {"prompt": "a", "n": 2, "max_tokens": 5, "regex": "[a-z]{3}"}

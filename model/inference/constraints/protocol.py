@@ -3,7 +3,6 @@
 Standard library only, so that requests can cross threads and processes. Shapes: V = vocab_size.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
@@ -37,14 +36,3 @@ class TokenConstraint(Protocol):
 
     def matcher(self) -> TokenMatcher:
         """The matcher of one more sequence."""
-
-
-class BackgroundMasks(Protocol):
-    """Asks matchers what is allowed while the model computes (`constraints/mask_worker.py`)."""
-
-    def begin(self, matchers: Sequence[TokenMatcher]) -> Callable[[], None]:
-        """Ask each of them, beside the caller, who then waits by what is returned. What one
-        raises is dropped: it will raise it again when it is asked the next time."""
-
-    def close(self) -> None:
-        """Begin nothing any more."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from logitd.model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
+from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import position_elements
 from logitd.model.inference.engine.events import (
@@ -57,7 +57,6 @@ class Engine:
         config: EngineConfig,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
-        masks: BackgroundMasks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_config = gpt.config
@@ -66,7 +65,6 @@ class Engine:
             gpt,
             config.slots,
             make_decoder,
-            masks,
             clock=clock,
             kv_cache_dtype=config.kv_cache_dtype,
         )

@@ -23,7 +23,6 @@ from logitd.model.device import one_thread
 from logitd.model.inference.attribution import gradients
 from logitd.model.inference.attribution.attribute import Attributing
 from logitd.model.inference.attribution.task import Attribution
-from logitd.model.inference.constraints.protocol import BackgroundMasks
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.outputs import (
     Outputs,
@@ -128,7 +127,6 @@ class Runner:
         gpt: GPT,
         slots: int,
         make_decoder: DecoderMaker = PlainDecoder,
-        masks: BackgroundMasks | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         kv_cache_dtype: KVCacheDType = "auto",
@@ -147,7 +145,6 @@ class Runner:
         )
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
-        self._masks = masks
         self._attributing: dict[Sequence, Attributing] = {}
         self._use(self._passes(gpt))
 
@@ -200,8 +197,6 @@ class Runner:
 
     def close(self) -> None:
         """End the threads that compute for it."""
-        if self._masks is not None:
-            self._masks.close()
         self._decoder.close()
 
     @torch.inference_mode()
@@ -210,12 +205,7 @@ class Runner:
         in_flight = self._overlap.begin(plan)
         rest = plan if in_flight is None else replace(plan, decode=())
         output = StepOutput()
-        wait_for_masks = self._ask_matchers(rest.decode)
-        try:
-            to_sample = self._compute(rest, output)
-        finally:
-            if wait_for_masks is not None:
-                wait_for_masks()
+        to_sample = self._compute(rest, output)
         if to_sample.sequences:
             self._sample(to_sample, plan.drafts, output)
         if in_flight is not None:
@@ -236,14 +226,6 @@ class Runner:
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for the attributions of a sequence that has ended."""
         self._attributing.pop(sequence, None)
-
-    def _ask_matchers(self, sequences: tuple[Sequence, ...]) -> Callable[[], None] | None:
-        """Have the masks of decoding sequences computed in the background. Returns what waits for
-        them; None without masks, or without a worker."""
-        if self._masks is None:
-            return None
-        matchers = [s.matcher for s in sequences if s.matcher is not None]
-        return self._masks.begin(matchers) if matchers else None
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _LogitsToSample:
         """All forward passes; the logits that tokens are sampled from."""

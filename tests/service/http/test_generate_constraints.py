@@ -273,7 +273,7 @@ def test_without_llguidance_it_is_said_how_to_install_it(
 def test_the_process_ends_with_the_service(checkpoint_path: Path) -> None:
     with serving(checkpoint_path) as server:
         server.generate("x", regex="a", max_tokens=1)
-        process = server.served.constraints._first.checker._process
+        process = server.served.constraints._sandbox._process
         assert process is not None
         assert process.poll() is None
     assert process.returncode is not None

@@ -1,35 +1,69 @@
-"""The process in which constraints are compiled first: it says what compiling here would say, and
-takes upon itself what would end a server.
+"""Trials of constraints in processes of their own: they say what compiling here would say, and
+suffer what would end a server.
 """
 
 import json
+import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from logitd.model.inference.constraints import sandbox as constraint_check
 from logitd.model.inference.constraints.compiler import (
     Compiler,
     ConstraintsUnavailable,
     Kind,
     Source,
 )
-from logitd.model.inference.constraints.sandbox import Checker
+from logitd.model.inference.constraints.sandbox import (
+    ANSWER_BYTES,
+    LONG_SECONDS,
+    LOWEST_PRIORITY,
+    Sandbox,
+    request_of,
+    size_of,
+)
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from tests.model.factories import byte_tokenizer
+from tests.service.serving import eventually
 
 GOOD = Source("regex", "[a-z]+ [0-9]{2}")
 
 
+def tried(sandbox: Sandbox, source: Source) -> int:
+    """The memory of a trial. Raises ConstraintError."""
+    sandbox.start()
+    with sandbox.begin() as trial:
+        trial.sendall(request_of(source))
+        try:
+            return size_of(trial.recv(ANSWER_BYTES))
+        except ConnectionError:  # the trial ended before it had read all
+            return size_of(b"")
+
+
+def trials(sandbox: Sandbox) -> list[Path]:
+    """Directories in /proc of the trials that have not ended."""
+    assert sandbox._process is not None
+    process = sandbox._process.pid
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [path for child in children if (path := Path(f"/proc/{child}")) and _state(path) != "Z"]
+
+
+def _state(trial: Path) -> str:
+    try:
+        return (trial / "stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "Z"
+
+
 @pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    checker = Checker(byte_tokenizer())
-    yield checker
-    checker.close()
+def sandbox() -> Iterator[Sandbox]:
+    sandbox = Sandbox(byte_tokenizer())
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +82,10 @@ def letters() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def checker_of_letters(letters: Tokenizer) -> Iterator[Checker]:
-    checker = Checker(letters)
-    yield checker
-    checker.close()
+def sandbox_of_letters(letters: Tokenizer) -> Iterator[Sandbox]:
+    sandbox = Sandbox(letters)
+    yield sandbox
+    sandbox.close()
 
 
 def brackets(depth: int) -> str:
@@ -92,7 +126,7 @@ it would reach that sooner. With allOf it gets no bounds of ours, which would ma
         ("grammar", 'start: "a" b'),
     ],
 )
-def test_sandbox_says_what_the_compiler_says(checker: Checker, kind: Kind, text: str) -> None:
+def test_sandbox_says_what_the_compiler_says(sandbox: Sandbox, kind: Kind, text: str) -> None:
     source, compiler = Source(kind, text), Compiler(byte_tokenizer())
     expected = None
     try:
@@ -101,23 +135,23 @@ def test_sandbox_says_what_the_compiler_says(checker: Checker, kind: Kind, text:
         expected = str(error)
     found = None
     try:
-        checker.check(source)
+        tried(sandbox, source)
     except ConstraintError as error:
         found = str(error)
     assert found == expected
 
 
 def test_vocabulary_that_lacks_bytes_is_the_same_there(
-    letters: Tokenizer, checker_of_letters: Checker
+    letters: Tokenizer, sandbox_of_letters: Sandbox
 ) -> None:
-    checker_of_letters.check(Source("regex", "[ab]+"))
+    tried(sandbox_of_letters, Source("regex", "[ab]+"))
     unwritable = Source("regex", "a[0-9]")
     matcher = Compiler(letters).compile(unwritable).matcher()
     matcher.advance(0)
     with pytest.raises(ConstraintError) as here:
         matcher.allowed()
     with pytest.raises(ConstraintError) as there:
-        checker_of_letters.check(unwritable)
+        tried(sandbox_of_letters, unwritable)
     assert str(there.value) == str(here.value)
 
 
@@ -128,81 +162,85 @@ LONG = {"large"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE]
 )
-def test_sandbox_survives_a_source_that_ends_its_process(checker: Checker, name: str) -> None:
+def test_sandbox_survives_a_source_that_ends_its_process(sandbox: Sandbox, name: str) -> None:
     with pytest.raises(ConstraintError, match="too large"):
-        checker.check(HOSTILE[name])
-    checker.check(GOOD)
+        tried(sandbox, HOSTILE[name])
+    tried(sandbox, GOOD)
 
 
-def test_sandbox_check_can_be_killed(checker: Checker) -> None:
-    checker.start()
-    timer = threading.Timer(0.3, checker.kill)
-    timer.start()
-    began = time.monotonic()
-    with pytest.raises(ConstraintError):
-        checker.check(SLOW)
-    assert time.monotonic() - began < 20
-    timer.join()
-    checker.check(GOOD)
+def test_trial_ends_when_its_socket_is_closed(sandbox: Sandbox) -> None:
+    sandbox.start()
+    with sandbox.begin() as trial:
+        trial.sendall(request_of(SLOW))
+        time.sleep(0.3)
+        assert len(trials(sandbox)) == 1
+    eventually(lambda: not trials(sandbox))
+    assert sandbox._process is not None
+    assert sandbox._process.poll() is None
+    tried(sandbox, GOOD)
 
 
-def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(checker: Checker) -> None:
+def test_long_trial_makes_way_for_others(sandbox: Sandbox) -> None:
+    sandbox.start()
+    with sandbox.begin() as trial:
+        trial.sendall(request_of(SLOW))
+        time.sleep(2 * LONG_SECONDS)
+        (slow,) = trials(sandbox)
+        assert nice_of(slow) == os.getpriority(os.PRIO_PROCESS, 0)
+        tried(sandbox, GOOD)
+        assert nice_of(slow) == LOWEST_PRIORITY
+
+
+def nice_of(trial: Path) -> int:
+    return int((trial / "stat").read_text().rpartition(") ")[2].split()[16])
+
+
+def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbox) -> None:
     """The source compiles, and no text of it can be written."""
     source = Source("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     assert Compiler(byte_tokenizer()).compile(source)
     with pytest.raises(ConstraintError, match="no text matches"):
-        checker.check(source)
+        tried(sandbox, source)
 
 
-def test_memory_is_told_and_a_process_that_has_grown_is_replaced() -> None:
-    checker = Checker(byte_tokenizer())
-    try:
-        checker.check(GOOD)
-        first = checker._process
-        checker.check(GOOD)
-        assert checker._process is first
-        assert first is not None
-        grown = checker.check(Source("regex", "(a{100}){1000}"))
-        assert grown > constraint_check.GROWN_BYTES
-        assert first.poll() is not None
-        assert checker.check(GOOD) < 2**20
-        assert checker._process is not first
-    finally:
-        checker.close()
+def test_trial_tells_its_memory(sandbox: Sandbox) -> None:
+    assert tried(sandbox, GOOD) < 2**20
+    assert tried(sandbox, Source("regex", "(a{100}){1000}")) > 2**24
 
 
 def test_process_that_died_meanwhile_is_started_again() -> None:
-    checker = Checker(byte_tokenizer())
+    sandbox = Sandbox(byte_tokenizer())
     try:
-        checker.start()
-        assert checker._process is not None
-        checker._process.kill()
-        checker._process.wait()
-        checker.check(GOOD)
+        sandbox.start()
+        assert sandbox._process is not None
+        sandbox._process.kill()
+        sandbox._process.wait()
+        tried(sandbox, GOOD)
     finally:
-        checker.close()
+        sandbox.close()
 
 
 def test_closing_ends_the_process_and_is_harmless_twice() -> None:
-    checker = Checker(byte_tokenizer())
-    checker.close()
-    checker.start()
-    process = checker._process
+    sandbox = Sandbox(byte_tokenizer())
+    sandbox.close()
+    sandbox.start()
+    process = sandbox._process
     assert process is not None
-    checker.close()
-    checker.close()
+    sandbox.close()
+    sandbox.close()
     assert process.returncode is not None
 
 
 def test_sandbox_ends_with_its_parent() -> None:
-    checker = Checker(byte_tokenizer())
-    checker.start()
-    process = checker._process
+    """A parent that is killed closes its end of the control socket."""
+    sandbox = Sandbox(byte_tokenizer())
+    sandbox.start()
+    process, control = sandbox._process, sandbox._control
     assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()
+    assert control is not None
+    control.close()
     assert process.wait(20) == 0
-    checker.close()
+    sandbox.close()
 
 
 def test_process_that_does_not_start_makes_constraints_unavailable(
@@ -210,4 +248,4 @@ def test_process_that_does_not_start_makes_constraints_unavailable(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConstraintsUnavailable, match="does not start"):
-        Checker(byte_tokenizer()).check(GOOD)
+        Sandbox(byte_tokenizer()).start()

@@ -18,7 +18,6 @@ import torch
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.protocol import (
-    BackgroundMasks,
     TokenConstraint,
     TokenMatcher,
 )
@@ -214,13 +213,12 @@ class Driven:
         clock: FakeClock | None = None,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
-        masks: BackgroundMasks | None = None,
         **config: Any,
     ) -> None:
         values = {"slots": 4, "prefill_chunk": 64} | config
         self.clock = clock or FakeClock()
         self.engine = Engine(
-            gpt, EngineConfig(**values), make_decoder=make_decoder, masks=masks, clock=self.clock
+            gpt, EngineConfig(**values), make_decoder=make_decoder, clock=self.clock
         )
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.accepted: set[tuple[str, int]] = set()
