@@ -3,7 +3,7 @@ bits is tested in `tests/service/test_llm_beside_a_server.py`."""
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.inference import reference
 from logitd.model.inference.attribution.attribute import attribute
 from logitd.model.inference.attribution.task import METHODS, AttributionTask
+from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.llm import (
     LLM,
     Completion,
@@ -55,28 +56,73 @@ def joined(parts: list[Completion]) -> tuple[str, tuple[int, ...]]:
 # Generation
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"temperature": 1.5, "top_k": 20, "top_p": 0.9},
-        {"repetition_penalty": 1.3, "min_tokens": 5, "logit_bias": {97: 2.0}},
-    ],
-)
-def test_tokens_are_those_of_the_reference(llm: LLM, gpt: GPT, fields: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=30, seed=3, **fields)
+SAMPLING: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "greedy": {"temperature": 0.0},
+    "cold": {"temperature": 0.3},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.2},
+    "all filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 1.7},
+    "repetition": {"repetition_penalty": 1.8, "temperature": 0.0},
+    "presence": {"presence_penalty": 3.0, "temperature": 0.0},
+    "frequency": {"frequency_penalty": 2.0, "temperature": 0.0},
+    "bias": {"logit_bias": {65: 4.0, 66: -50.0, 256: 2.5}},
+    "allowed": {"allowed_token_ids": (65, 66, 67, 256)},
+    "seed": {"seed": 2**64 - 1},
+    "least": {"min_tokens": 9, "logit_bias": {256: 30.0}, "stop_token_ids": frozenset({65})},
+}
+
+
+def by_reference(gpt: GPT, prompt: Sequence[int], index: int = 0, **fields: Any) -> list[int]:
+    """What the reference generates; the end of text ends it."""
+    values = {"max_tokens": 24, "seed": 3, **fields}
+    ends = {END_OF_TEXT, *values.pop("stop_token_ids", ())}
+    params = SamplingParams(**values, stop_token_ids=frozenset(ends))
+    return reference.generate(gpt, prompt, params, index)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_tokens_are_those_of_the_reference(llm: LLM, gpt: GPT, name: str) -> None:
     prompts: list[str | list[int]] = [PROMPT, [7, 8, 9], "other"]
+    params = SamplingParams(**{"max_tokens": 24, "seed": 3, **SAMPLING[name]})
     found = llm.generate(prompts, params, n=2)
     assert [(one.prompt_index, one.index) for one in found] == [
         (prompt, index) for prompt in range(3) for index in range(2)
     ]
-    with_end = replace(params, stop_token_ids=frozenset({END_OF_TEXT}))
     for one in found:
         prompt = llm.encode(prompts[one.prompt_index])
-        expected = reference.generate(gpt, prompt, with_end, one.index)
+        expected = by_reference(gpt, prompt, one.index, **SAMPLING[name])
         assert list(one.token_ids) == expected
-        assert one.text == llm.tokenizer.decode([i for i in expected if i != END_OF_TEXT])
+        ends = {END_OF_TEXT, *params.stop_token_ids}
+        cut = expected[:-1] if expected[-1] in ends else expected
+        assert one.text == llm.tokenizer.decode(cut)
+    if name != "defaults":
+        plain = [by_reference(gpt, llm.encode(PROMPT), index) for index in range(2)]
+        assert [list(one.token_ids) for one in found[:2]] != plain, "the field makes a difference"
+
+
+@pytest.mark.parametrize("stage", ["raw", "processed"])
+def test_logprobs_are_those_of_the_reference(llm: LLM, gpt: GPT, stage: Any) -> None:
+    fields: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "logit_bias": {65: 3.0}}
+    params = SamplingParams(max_tokens=8, seed=5, **fields)
+    (one,) = llm.generate(PROMPT, replace(params, logprobs=4, logprobs_stage=stage))
+    tokens = list(IDS)
+    assert one.logprobs is not None
+    for token_id, logprob, top in zip(one.token_ids, one.logprobs, one.top_logprobs, strict=True):
+        row = gpt(torch.tensor([tokens])).logits[0, -1]
+        if stage == "processed":
+            penalised = reference.penalised(row.tolist(), tokens, len(IDS), params)
+            row = torch.tensor(reference.filtered(penalised, params))
+        logprobs = log_softmax(row.numpy())
+        assert logprob == pytest.approx(logprobs[token_id], abs=1e-4)
+        best = np.argsort(-logprobs, kind="stable")[:4].tolist()
+        assert [token.token_id for token in top] == best
+        assert [token.rank for token in top] == [1, 2, 3, 4]
+        for token in top:
+            assert token.logprob == pytest.approx(logprobs[token.token_id], abs=1e-4)
+        tokens.append(token_id)
 
 
 def test_keys_and_values_can_be_kept_in_int8(checkpoint_path: Path, gpt: GPT) -> None:
@@ -99,17 +145,6 @@ def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
         assert one.logprobs is not None
         assert one.logprobs.shape == (25,)
         assert [len(top) for top in one.top_logprobs] == [2] * 25
-
-
-def test_logprobs_are_those_of_the_plain_forward(llm: LLM, gpt: GPT) -> None:
-    (one,) = llm.generate(PROMPT, SamplingParams(max_tokens=10, seed=1, logprobs=3))
-    text = torch.tensor([[*IDS, *one.token_ids]])
-    rows = gpt(text).logits[0, len(IDS) - 1 : -1].double().log_softmax(dim=-1)
-    assert one.logprobs is not None
-    chosen = rows[range(10), list(one.token_ids)]
-    assert np.allclose(one.logprobs, chosen.numpy(), atol=1e-3)
-    best = rows.topk(3).indices.tolist()
-    assert [[token.token_id for token in top] for top in one.top_logprobs] == best
 
 
 def test_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from logitd.model.inference.attribution.task import METHODS
 from logitd.model.llm import LLM
 from logitd.service.client import Client
+from tests.model.test_llm import SAMPLING
 from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST, npy, tensors
 from tests.service.serving import Serving
 
@@ -49,20 +50,21 @@ def test_a_reply_is_the_servers(llm: LLM, server: Serving, name: str, more: bool
         assert reply.id.startswith(f"{BY_NAME[name].reply_id}-")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "stop": ["ab", "c"]},
-        {"presence_penalty": 1.0, "logit_bias": {100: 3.0}, "min_tokens": 3},
-        {"allowed_token_ids": tuple(b"abc"), "logprobs_stage": "processed", "stop": ["ab", "c"]},
-        {"regex": "[a-c]{2,9}d", "temperature": 2.0},
-        {"echo": True, "interventions": [{"stage": "blocks.1.mlp.out", "operation": "zero"}]},
-    ],
-)
-def test_completions(llm: LLM, server: Serving, fields: dict[str, Any]) -> None:
+GENERATED: dict[str, dict[str, Any]] = {
+    **SAMPLING,
+    "stop strings": {"temperature": 0.7, "stop": ["ab", "c"]},
+    "processed": {"allowed_token_ids": (97, 98, 99), "logprobs_stage": "processed"},
+    "regex": {"regex": "[a-c]{2,9}d", "temperature": 2.0},
+    "echo": {"echo": True},
+    "intervention": {"interventions": [{"stage": "blocks.1.mlp.out", "operation": "zero"}]},
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_completions(llm: LLM, server: Serving, name: str) -> None:
     prompts: list[str | list[int]] = [PROMPT, [7, 8]]
-    asked: dict[str, Any] = {"max_tokens": 30, "seed": 5, "logprobs": 2, "n": 2, **fields}
+    asked: dict[str, Any] = {"max_tokens": 30, "seed": 5, "logprobs": 2, "n": 2, **GENERATED[name]}
+    asked = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asked.items()}
     found = llm.generate(prompts, **asked)
     with Client(server.url) as client:
         served = client.generate(prompts, **asked).choices
@@ -75,8 +77,10 @@ def test_completions(llm: LLM, server: Serving, fields: dict[str, Any]) -> None:
         assert choice.tokens is not None
         logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
         assert own.logprobs.tolist() == logprobs
-        tops = [[(one.token_id, one.logprob) for one in top] for top in own.top_logprobs]
-        assert tops == [[(one.id, one.logprob) for one in token.top] for token in choice.tokens]
+        tops = [[(one.token_id, one.logprob, one.rank) for one in top] for top in own.top_logprobs]
+        assert tops == [
+            [(one.id, one.logprob, one.rank) for one in token.top] for token in choice.tokens
+        ]
 
 
 def test_arrays(llm: LLM, server: Serving) -> None:

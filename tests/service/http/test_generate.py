@@ -5,15 +5,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from logitd.model.inference import reference
-from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.operations.generate import Choice, GenerateReply, Timings, Usage
-from logitd.model.operations.tokens import Token, TopToken
 from logitd.model.transformer.gpt import GPT
 from logitd.service.http.schemas import ErrorReply
 from tests.service.serving import Serving, events, read_until, request_bytes
@@ -36,11 +33,6 @@ def expected(
     values |= params
     values["stop_token_ids"] = frozenset(values["stop_token_ids"])
     return reference.generate(gpt, ids, SamplingParams(**values), index)
-
-
-def text_of(token_ids: Sequence[int]) -> str:
-    """The text of ids of the byte vocabulary, without a stop token."""
-    return bytes(i for i in token_ids if i != END_OF_TEXT_ID).decode(errors="replace")
 
 
 def stream(server: Serving, prompt: Any, **fields: Any) -> list[Any]:
@@ -88,49 +80,6 @@ def test_the_phases_are_a_header_too(server: Serving) -> None:
     assert "server-timing" not in streamed.headers, "they are not known yet"
 
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "greedy": {"temperature": 0.0},
-    "cold": {"temperature": 0.3},
-    "hot": {"temperature": 3.0},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.5},
-    "min_p": {"min_p": 0.2},
-    "all filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 1.7},
-    "repetition": {"repetition_penalty": 1.8, "temperature": 0.0},
-    "presence": {"presence_penalty": 3.0, "temperature": 0.0},
-    "frequency": {"frequency_penalty": 2.0, "temperature": 0.0},
-    "bias": {"logit_bias": {65: 4.0, 66: -50.0, 256: 2.5}},
-    "allowed": {"allowed_token_ids": (65, 66, 67, 256)},
-    "seed": {"seed": 2**64 - 1},
-}
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-def test_every_sampling_field_is_honoured(server: Serving, gpt: GPT, name: str) -> None:
-    params = SAMPLING[name]
-    fields = dict(params)
-    if "logit_bias" in params:
-        fields["logit_bias"] = {str(i): bias for i, bias in params["logit_bias"].items()}
-    (choice,) = server.generate(PROMPT, **({"max_tokens": 24, "seed": 5} | fields))["choices"]
-    assert choice["token_ids"] == expected(gpt, **params)
-    if name != "defaults":
-        assert choice["token_ids"] != expected(gpt), "the field makes a difference here"
-    assert choice["text"] == text_of(choice["token_ids"])
-
-
-def test_n_and_prompts_of_all_kinds(server: Serving, gpt: GPT) -> None:
-    prompts: list[Any] = [PROMPT, [7, 8, 9], "é", [256]]
-    choices = server.generate(prompts, n=3, max_tokens=7, seed=5)["choices"]
-    assert [choice["index"] for choice in choices] == list(range(12))
-    for choice in choices:
-        prompt_index, index = divmod(choice["index"], 3)
-        assert choice["prompt_index"] == prompt_index
-        assert choice["token_ids"] == expected(
-            gpt, prompts[prompt_index], index=index, max_tokens=7
-        )
-
-
 def test_an_absent_seed_is_drawn_returned_and_good_for_the_same_again(server: Serving) -> None:
     first, second = (server.generate(PROMPT, max_tokens=24) for _ in range(2))
     assert first["seed"] != second["seed"]
@@ -173,18 +122,6 @@ def test_stop_token_ids(speller: Serving, stop_token_ids: list[int]) -> None:
     assert choice["text"] == "bcd"
     assert choice["token_ids"] == list(b"bcde")
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ord("e"))
-
-
-def test_min_tokens_keeps_what_would_end_it_away(server: Serving, gpt: GPT) -> None:
-    fields: dict[str, Any] = {"logit_bias": {256: 30.0}, "stop_token_ids": {256, 65}}
-    ids = expected(gpt, min_tokens=9, **fields)
-    assert len(ids) == 10
-    assert ids[-1] == 256
-    (choice,) = server.generate(
-        PROMPT, max_tokens=24, seed=5, min_tokens=9, logit_bias={"256": 30.0}, stop_token_ids=[65]
-    )["choices"]
-    assert choice["token_ids"] == ids
-    assert expected(gpt, **fields) == [256]
 
 
 @pytest.mark.parametrize(
@@ -319,36 +256,6 @@ def test_a_prompt_can_be_kept_from_the_cache(server: Serving) -> None:
     for prefix_reuse, cached in ((True, 0), (True, 64), (False, 0)):
         reply = server.generate(prompt, max_tokens=1, prefix_reuse=prefix_reuse)
         assert reply["usage"]["cached_tokens"] == cached
-
-
-@pytest.mark.parametrize("stage", ["raw", "processed"])
-def test_logprobs_are_those_of_the_model(server: Serving, gpt: GPT, stage: str) -> None:
-    params: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "logit_bias": {65: 3.0}}
-    reply = server.generate(
-        PROMPT, max_tokens=8, seed=5, logprobs=4, logprobs_stage=stage,
-        **(params | {"logit_bias": {"65": 3.0}}),
-    )  # fmt: skip
-    (choice,) = GenerateReply.model_validate(reply).choices
-    assert choice.tokens is not None
-    assert [token.id for token in choice.tokens] == choice.token_ids
-    tokens = list(PROMPT.encode())
-    for token in choice.tokens:
-        row = gpt(torch.tensor([tokens])).logits[0, -1]
-        if stage == "processed":
-            sampling = SamplingParams(max_tokens=8, seed=5, **params)
-            penalised = reference.penalised(row.tolist(), tokens, len(PROMPT), sampling)
-            row = torch.tensor(reference.filtered(penalised, sampling))
-        logprobs = log_softmax(row.numpy())
-        assert token.logprob == pytest.approx(logprobs[token.id], abs=1e-4)
-        assert token.rank == 1 + sum(logprobs > logprobs[token.id])
-        assert [top.id for top in token.top] == np.argsort(-logprobs, kind="stable")[:4].tolist()
-        assert [top.rank for top in token.top] == [1, 2, 3, 4]
-        same: tuple[TopToken | Token, ...] = (*token.top, token)
-        for top in same:
-            assert top.logprob == pytest.approx(logprobs[top.id], abs=1e-4)
-            assert bytes(top.bytes) == server.served.checkpoint.tokenizer.token_bytes(top.id)
-            assert top.text == bytes(top.bytes).decode(errors="replace")
-        tokens.append(token.id)
 
 
 def test_a_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:
