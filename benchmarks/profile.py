@@ -1,4 +1,4 @@
-"""Where the time of a decode step and of a prompt goes, stage by stage, natively.
+"""Time of each stage of a decode step and of a prompt in the native decoder.
 
     python -m benchmarks.profile [--checkpoint DIRECTORY] [--dtype bfloat16] [--quantize int8]
                                  [--threads N] [--batches 1 32] [--prompt-tokens N] [--rounds N]
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.load import load_model
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.inference.sampling.sample import SamplingRows
 from logitd.model.machine import processor_name
 from logitd.model.transformer.gpt import GPT
@@ -289,10 +290,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    loaded = load_model(
-        given.checkpoint, device="cpu", dtype=given.dtype, threads=given.threads, kernels="native",
-        quantize=given.quantize, log=print,
-    )  # fmt: skip
+    options = replace(ComputeOptions.of(given), device="cpu", kernels="native")
+    loaded = load_model(given.checkpoint, options, log=print)
     use_threads(loaded.placement.threads)
     workload = Workload(
         batches=tuple(given.batches),

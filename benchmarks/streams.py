@@ -77,7 +77,7 @@ async def run_streams(
 
 
 def fields(tokens: int, seed: int) -> GenerateFields:
-    """What a stream asks for, besides its prompt."""
+    """The fields of a stream's request, except its prompt."""
     return {
         "max_tokens": tokens,
         "ignore_eos": True,

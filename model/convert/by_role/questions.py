@@ -68,7 +68,7 @@ UNUSED_THETA = Finding((10_000.0,), "not used")
 def find(
     tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Settings
 ) -> dict[str, Finding]:
-    """What the file says of each field. `ignored` are its masks and tables. Raises ConvertError if
+    """Find each field of a Computation. `ignored` are the masks and tables. Raises ConvertError if
     settings and shapes contradict each other."""
     tables = rotary_tables(ignored)
     positions = _positions(tensors, tables, settings)
@@ -150,7 +150,7 @@ def _n_head(tensors: MappedTensors, tables: list[RotaryTable], settings: Setting
         if not fits(said.values[0]):
             raise ConvertError(
                 f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, and {queries} rows "
-                f"of queries and {keys} of keys cannot be divided among so many; give --n-head"
+                f"of queries and {keys} of keys are no multiple of it; give --n-head"
             )
         return said
     if (dim := _said(settings, "head_dim", is_count)) and queries % dim.values[0] == 0:

@@ -4,7 +4,7 @@
 2) The layers are found (`layers.py`): the one part of the names that is a running number over
    equal sets.
 3) Roles are given outside the layers and in a layer (`roles.py`).
-4) Matrices that lie (in, out) are told from those that lie (out, in).
+4) Each matrix is oriented: (in, out) or (out, in).
 
 A name alone decides nothing that shapes contradict. A tensor that is not understood gets no role,
 and `tensor_map.check` names it. Does not find out what names cannot say (`questions.py`).

@@ -47,8 +47,8 @@ are tried together with the ambiguous ones."""
 SEARCH_SECONDS = 30.0
 """Approximate limit for all values together; above it the search goes field by field."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
-"""A loss is clearly lower by so many nats per token, and so many standard errors of the difference,
-token by token. Errors alone do not suffice: on a model that learned little, a wrong activation had
+"""Nats per token, and standard errors of the tokenwise difference, by which a loss must be lower to
+decide. Errors alone do not suffice: on a model that learned little, a wrong activation had
 a loss lower by 0.004 nats, however many tokens were tried. Right variants of models that learned
 were better by 0.02 to 0.8."""
 SAME_LOGITS = 0.01
@@ -220,7 +220,7 @@ class _Search:
         if len(starts) * seconds <= SEARCH_SECONDS:
             ranked = sorted(starts, key=self.mean)[:2]
         else:
-            # What is best otherwise depends on these most.
+            # The best values of the other fields depend on these most.
             deciding = [name for name in together if name in (*ORDERS, "norm_position")]
             ranked = [self._descend(how, together) for how in self._products(start, deciding)]
         best = min((self._descend(how, self.open) for how in ranked), key=self.mean)

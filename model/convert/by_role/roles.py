@@ -121,7 +121,7 @@ def layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
             f"{where}: a layer has no query, key and value; its tensors are {_listed(modules)}. "
             "Name them with --map"
         )
-    # What is left of the matrices is attention's output and the feed-forward.
+    # The remaining matrices are attention's output and the feed-forward.
     matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
     out, feed_forward = _split_matrices(matrices, home)
     if out is None:
