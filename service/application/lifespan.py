@@ -25,7 +25,7 @@ from logitd.service.engine.driver import EngineDriver, StepThread
 from logitd.service.models.constraints import Constraints
 from logitd.service.models.follow import follow
 from logitd.service.models.reloader import Reloader
-from logitd.service.models.served import LoadedModel, NotLoaded
+from logitd.service.models.served import NotLoaded, ServedModel
 from logitd.service.models.state import ServiceState
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
@@ -77,7 +77,7 @@ def _cannot_serve(state: ServiceState, reason: str) -> None:
 
 async def _load_share(
     state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
-) -> LoadedModel | NotLoaded:
+) -> ServedModel | NotLoaded:
     """One of several, with the slots that are its share."""
     assert source.name is not None
     if (reason := shares.refused.get(source.name)) is not None:
@@ -90,7 +90,7 @@ async def _load_share(
 
 async def _load_model(
     state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
-) -> LoadedModel | NotLoaded:
+) -> ServedModel | NotLoaded:
     """The model of settings that are of one."""
     source = settings.source
     name = source.name or name_of(source.path)
@@ -112,7 +112,7 @@ def _served(
     built: BuiltEngine,
     sandbox: Sandbox,
     steps: StepThread | None,
-) -> LoadedModel:
+) -> ServedModel:
     driver = EngineDriver(built.engine, built.load_weights, steps)
     metrics = state.metrics_of(settings.source)
     limits = QueueLimits(
@@ -129,7 +129,7 @@ def _served(
         stall_timeout=settings.stall_timeout,
         on_step=partial(state.on_step, metrics),
     )
-    return LoadedModel(
+    return ServedModel(
         checkpoints=checkpoints,
         computation=built.computation,
         engine=engine,

@@ -29,7 +29,7 @@ from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.connections.protocol import Connection
 from logitd.service.log import configure_logging
 from logitd.service.models.reloader import ReloadError
-from logitd.service.models.served import LoadedModel, Models
+from logitd.service.models.served import Models, ServedModel
 from logitd.service.models.state import ServiceState
 from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing.traces import TracesError
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
             for served in self._state.models.served:
                 self._start(self._reload(served))
 
-    async def _reload(self, served: LoadedModel) -> None:
+    async def _reload(self, served: ServedModel) -> None:
         reloader = served.reloader
         try:
             reloaded = await reloader.reload(reloader.wanted())
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
         logger.error("%s failed: exiting with 1", told)
         self.should_exit = True
 
-    async def _first_failed(self, models: Models) -> LoadedModel:
+    async def _first_failed(self, models: Models) -> ServedModel:
         """The model whose engine fails for good, once one does."""
         waiting = [asyncio.ensure_future(served.engine.failed.wait()) for served in models.served]
         try:

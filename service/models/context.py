@@ -20,7 +20,7 @@ from logitd.service.engine.async_engine import Reservation
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
 from logitd.service.errors import client_gone, raise_failure
-from logitd.service.models.served import LoadedModel
+from logitd.service.models.served import ServedModel
 
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ class RequestContext:
     deadline  on the engine's clock; None: none
     """
 
-    model: LoadedModel
+    model: ServedModel
     session: EngineSession
     request: Request
     caller: str

@@ -10,12 +10,12 @@ import contextlib
 import logging
 
 from logitd.service.models.reloader import ReloadError
-from logitd.service.models.served import LoadedModel
+from logitd.service.models.served import ServedModel
 
 logger = logging.getLogger("logitd")
 
 
-async def follow(served: LoadedModel) -> None:
+async def follow(served: ServedModel) -> None:
     """Serve what the run of a model saves, until cancelled."""
     reloader, settings = served.reloader, served.settings
     seen = reloader.checkpoint.path

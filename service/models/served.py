@@ -1,6 +1,6 @@
 """Models: what a server serves, by name, and which of them answers a request.
 
-A `LoadedModel` is a checkpoint with its engine. A `NotLoaded` is one that could not be loaded, with
+A `ServedModel` is a checkpoint with its engine. A `NotLoaded` is one that could not be loaded, with
 the reason; the others answer all the same. The first model answers requests that name none. Not
 here: how models are loaded (`service/application/lifespan.py`), the life of the server
 (`state.py`).
@@ -31,7 +31,7 @@ ModelStatus = Literal["ok", "stalled", "failed"]
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class ServedModel:
     """A checkpoint that answers, or several of the same shape, one after the other.
 
     checkpoints   by the version of their weights in the engine
@@ -109,16 +109,16 @@ class Models:
     """The models of a server, in the order in which they were named."""
 
     def __init__(
-        self, every: Sequence[LoadedModel | NotLoaded] = (), *, any_name: bool = False
+        self, every: Sequence[ServedModel | NotLoaded] = (), *, any_name: bool = False
     ) -> None:
         """`any_name`: a name that is not served means the first."""
         self.every = tuple(every)
         self._any_name = any_name
 
     @property
-    def served(self) -> tuple[LoadedModel, ...]:
+    def served(self) -> tuple[ServedModel, ...]:
         """Those that were loaded."""
-        return tuple(model for model in self.every if isinstance(model, LoadedModel))
+        return tuple(model for model in self.every if isinstance(model, ServedModel))
 
     @property
     def several(self) -> bool:
@@ -128,7 +128,7 @@ class Models:
     def names(self) -> tuple[str, ...]:
         return tuple(model.name for model in self.every)
 
-    def find(self, name: str | None) -> LoadedModel:
+    def find(self, name: str | None) -> ServedModel:
         """The model of a name, the first for None. ApiError: 404 where there is none of that name,
         503 with the reason where it could not be loaded."""
         found = next((model for model in self.every if name in (None, model.name)), None)

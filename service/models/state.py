@@ -22,7 +22,7 @@ from logitd.service.metrics.model_metrics import ModelMetrics
 from logitd.service.models.choice import ModelChoice
 from logitd.service.models.context import RequestContext
 from logitd.service.models.reply_budget import ReplyBudget
-from logitd.service.models.served import LoadedModel, Models, NotLoaded
+from logitd.service.models.served import Models, NotLoaded, ServedModel
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -56,18 +56,18 @@ class ServiceState:
         return self.metrics.of(source.name or name_of(source.path))
 
     def serve(
-        self, models: Sequence[LoadedModel | NotLoaded], steps: StepThread | None = None
+        self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
     ) -> None:
         """Loading ended, well for one of them at least; `steps` is where they compute in turn."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
-            if isinstance(model, LoadedModel):
+            if isinstance(model, ServedModel):
                 self._observe(source, model)
         self.metrics.ready.set(1)
         self.settled.set()
 
-    def _observe(self, source: ModelSource, served: LoadedModel) -> None:
+    def _observe(self, source: ModelSource, served: ServedModel) -> None:
         self.metrics_of(source).serving(
             served.checkpoint,
             served.slots,

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 
 from logitd.service.errors import ERRORS
 from logitd.service.http.envelope import checkpoint_name
-from logitd.service.models.served import LoadedModel
+from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
 from logitd.service.openai.schemas import Model, ModelList
 
@@ -34,7 +34,7 @@ async def one_model(model: str, choice: Ready) -> Model:
     return _model(choice.all.find(model))
 
 
-def _model(served: LoadedModel) -> Model:
+def _model(served: ServedModel) -> Model:
     checkpoint = served.checkpoint
     described: dict[str, Any] = {
         "id": checkpoint.name,

@@ -21,14 +21,13 @@ import uvicorn
 
 from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.load import LoadedModel as LoadedWeights
-from logitd.model.inference.load import load_model
+from logitd.model.inference.load import LoadedModel, load_model
 from logitd.service.application.app import create_app
 from logitd.service.application.server import uvicorn_config
 from logitd.service.connections.limits import connection_limits
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.http.schemas import ErrorDetail, ErrorReply
-from logitd.service.models.served import LoadedModel
+from logitd.service.models.served import ServedModel
 from logitd.service.models.state import ServiceState
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
@@ -81,7 +80,7 @@ class Serving:
         return document
 
     @property
-    def served(self) -> LoadedModel:
+    def served(self) -> ServedModel:
         """The model of requests that name none."""
         return self.state.models.served[0]
 
@@ -224,7 +223,7 @@ def held_loading() -> Iterator[threading.Event]:
     """Services that begin in this block do not load before the event is set."""
     gate = threading.Event()
 
-    def load(*arguments: Any, **flags: Any) -> LoadedWeights:
+    def load(*arguments: Any, **flags: Any) -> LoadedModel:
         assert gate.wait(TEST_TIMEOUT)
         return load_model(*arguments, **flags)
 

@@ -21,7 +21,7 @@ from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
 from logitd.service.application.server import serve
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
-from logitd.service.models.served import LoadedModel, Models, NotLoaded
+from logitd.service.models.served import Models, NotLoaded, ServedModel
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -120,7 +120,7 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         yield "kernels", computed.kernels
 
 
-def _checkpoint(served: LoadedModel) -> str:
+def _checkpoint(served: ServedModel) -> str:
     checkpoint, settings = served.checkpoint, served.settings
     training = checkpoint.training
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
@@ -132,14 +132,14 @@ def _checkpoint(served: LoadedModel) -> str:
     return f"{checkpoint.name}, step {training.step:,}, validation loss {loss}{follows}"
 
 
-def _decoding(served: LoadedModel) -> str:
+def _decoding(served: ServedModel) -> str:
     computed, settings = served.computation, served.settings
     drafts = "" if settings.speculate == "none" else f", with drafts by {settings.speculate}"
     note = "" if computed.decoding_note is None else f" ({computed.decoding_note})"
     return computed.decoding + drafts + note
 
 
-def _slots(served: LoadedModel) -> str:
+def _slots(served: ServedModel) -> str:
     computed = served.computation
     each = computed.kv_cache_bytes // served.slots
     why = "" if computed.slots_why is None else f" ({computed.slots_why})"
