@@ -27,11 +27,11 @@ from benchmarks.arguments import new_parser
 from logitd.model.benchmark.rates import SEVERAL_PROMPTS, Workload, full_steps
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.device import use_threads
-from logitd.model.extraction.compute import Placing
 from logitd.model.extraction.run import ExtractionRequest, Surveyed, extract
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel, load_model
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.machine import surroundings
 
 PROMPT_TOKENS = 256
@@ -108,7 +108,7 @@ def prompts(engine: Engine, workload: Workload, tokens: int, name: str) -> Cost:
     return watch.cost(batch_tokens * len(batches))
 
 
-def extraction(checkpoint: Path, text: Path, folder: Path, placing: Placing) -> Cost:
+def extraction(checkpoint: Path, text: Path, folder: Path, options: ComputeOptions) -> Cost:
     """The whole text, into a folder that is new."""
     watches: list[Stopwatch] = []
 
@@ -117,7 +117,7 @@ def extraction(checkpoint: Path, text: Path, folder: Path, placing: Placing) -> 
             watches.append(Stopwatch())
 
     result = extract(
-        checkpoint, [str(text)], folder, ExtractionRequest(), placing=placing, tell=tell
+        checkpoint, [str(text)], folder, ExtractionRequest(), options=options, tell=tell
     )
     return watches[0].cost(result.tokens)
 
@@ -135,16 +135,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=50_000, help="of each round, about")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    placing = Placing(device="cpu", dtype=arguments.dtype, threads=arguments.threads)
-    loaded = load_model(
-        arguments.checkpoint,
-        device=placing.device,
-        dtype=placing.dtype,
-        threads=placing.threads,
-        kernels=placing.kernels,
-        quantize=placing.quantize,
-        log=lambda line: print(line, flush=True),
-    )
+    options = ComputeOptions(device="cpu", dtype=arguments.dtype, threads=arguments.threads)
+    loaded = load_model(arguments.checkpoint, options, log=lambda line: print(line, flush=True))
     use_threads(loaded.placement.threads)
     usual, long = prompts_of(loaded, PROMPT_TOKENS), prompts_of(loaded, 2**30)
     rounds: list[dict[str, Cost]] = []
@@ -159,7 +151,7 @@ def main() -> None:
                     "long": prompts(engine, long, arguments.tokens, f"long {number}"),
                 }
             out = folder / f"out-{number}"
-            costs["extract"] = extraction(arguments.checkpoint, text, out, placing)
+            costs["extract"] = extraction(arguments.checkpoint, text, out, options)
             rounds.append(costs)
             print(f"round {number + 1}: {line(costs)}", flush=True)
     print(json.dumps(report(rounds, loaded), allow_nan=False))

@@ -30,6 +30,7 @@ from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 
@@ -108,7 +109,9 @@ def main() -> None:
     options = parser.parse_args()
     use_threads(options.threads)
     gpt = load_gpt(options.shape, getattr(torch, options.dtype))
-    path = choose_decode_path(gpt, quantize=options.quantize, threads=options.threads)
+    path = choose_decode_path(
+        gpt, ComputeOptions(quantize=options.quantize), threads=options.threads
+    )
     print(f"{describe(torch.device('cpu'))}; {path.name}")
     config = EngineConfig(slots=PROMPTS)
     together = Engine(gpt, config, make_decoder=path.make_decoder)

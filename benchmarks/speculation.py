@@ -34,7 +34,7 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.kernels.select import choose_decode_path
-from logitd.model.inference.options import Speculation
+from logitd.model.inference.options import ComputeOptions, Speculation
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
@@ -88,7 +88,7 @@ class Run:
     tokens."""
 
     def __init__(self, gpt: GPT, text: Text, speculate: Speculation, threads: int) -> None:
-        path = choose_decode_path(gpt, kernels="native", threads=threads)
+        path = choose_decode_path(gpt, ComputeOptions(kernels="native"), threads=threads)
         config = EngineConfig(slots=len(text.prompts), prefill_chunk=2048, speculate=speculate)
         self.engine = Engine(gpt, config, make_decoder=path.make_decoder)
         self._seconds, self._tokens, self._drafted, self._accepted = 0.0, 0, 0, 0

@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> None:
     )
     use_threads(1)
     gpt = load_gpt(given.shape, getattr(torch, given.dtype))
-    path = choose_decode_path(gpt, kernels="auto", quantize="none", threads=1, log=print)
+    path = choose_decode_path(gpt, threads=1, log=print)
     print(f"{processor_name()}, 1 thread, {given.shape}, {given.dtype}, {path.name}; {question}")
     results = []
     for target in given.targets:

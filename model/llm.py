@@ -52,6 +52,7 @@ from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.load import Slots, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
 from logitd.model.inference.options import (
+    ComputeOptions,
     KernelChoice,
     KernelTarget,
     KVCacheDType,
@@ -182,19 +183,18 @@ class LLM:
         slots: int | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        wanted = Slots(SlotBudget(slots), SlotDefault(EngineConfig().slots), kv_cache_dtype)
+        wanted = Slots(SlotBudget(slots), SlotDefault(EngineConfig().slots))
+        options = ComputeOptions(
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            kernels=kernels,
+            kernel_target=kernel_target,
+            quantize=quantize,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         try:
-            loaded = load_model(
-                Path(checkpoint),
-                device=device,
-                dtype=dtype,
-                threads=threads,
-                kernels=kernels,
-                kernel_target=kernel_target,
-                quantize=quantize,
-                slots=wanted,
-                log=log,
-            )
+            loaded = load_model(Path(checkpoint), options, slots=wanted, log=log)
             use_threads(loaded.placement.threads)
             count = choose_slots(loaded, wanted).count
             config = EngineConfig(slots=count, kv_cache_dtype=kv_cache_dtype)

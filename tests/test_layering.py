@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
     "model.inference.errors": set(),
-    "model.inference.options": set(),
+    "model.inference.options": {"model.dtypes"},
     "model.inference.constraints": {"model.text", "model.inference.errors"},
     "model.inference.sampling": {
         "model.inference.constraints.protocol",

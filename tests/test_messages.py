@@ -40,7 +40,7 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.select import choose_decode_path
-from logitd.model.inference.options import parse_memory, parse_target_gap
+from logitd.model.inference.options import ComputeOptions, parse_memory, parse_target_gap
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.text.chat_template import ChatTemplate
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
@@ -112,7 +112,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "gap": partial(parse_target_gap, "0ms"),
     "slots": partial(EngineConfig, slots=0),
     "prefill chunk": partial(EngineConfig, prefill_chunk=48),
-    "kernels": lambda: choose_decode_path(tiny_gpt(), kernels="native", threads=1),
+    "kernels": lambda: choose_decode_path(tiny_gpt(), ComputeOptions(kernels="native"), threads=1),
     "temperature": partial(sampling, temperature=math.nan),
     "top_p": partial(sampling, top_p=0.0),
     "min_tokens": partial(sampling, min_tokens=9),

@@ -20,7 +20,7 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.kernels.select import choose_decode_path
-from logitd.model.inference.options import Quantization
+from logitd.model.inference.options import ComputeOptions, Quantization
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 from logitd.model.version import VERSION
@@ -54,7 +54,7 @@ class LogitdEngine:
 
     def __init__(self, gpt: GPT, quantize: Quantization, threads: int) -> None:
         self._gpt = gpt
-        self._path = choose_decode_path(gpt, quantize=quantize, threads=threads)
+        self._path = choose_decode_path(gpt, ComputeOptions(quantize=quantize), threads=threads)
         self._engine: Engine | None = None
         self._slots = 0
 

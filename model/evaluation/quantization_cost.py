@@ -5,7 +5,7 @@ how a loss is measured (`quantization_loss.py`), and on which text (`held_out.py
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantiza
 from logitd.model.inference.kernels.select import KernelError, choose_decode_path
 from logitd.model.inference.load import LoadedModel
 from logitd.model.inference.options import (
-    KernelTarget,
     KVCacheDType,
     Quantization,
     parse_loss_limit,
@@ -79,13 +78,7 @@ class QuantizationCost:
 
 
 def measure_quantization(
-    model: LoadedModel,
-    kind: Quantization,
-    text: Path | None,
-    kernel_target: KernelTarget = "auto",
-    *,
-    kv_cache_dtype: KVCacheDType = "auto",
-    at_most: str = "any",
+    model: LoadedModel, text: Path | None, *, at_most: str = "any"
 ) -> QuantizationCost | None:
     """Measure a loaded model's decoder against the same one without quantization; None if nothing
     is quantized. The model is left as it was.
@@ -94,6 +87,7 @@ def measure_quantization(
     (`parse_loss_limit`), DataError for a named text that cannot be measured on. If no text is named
     and none is found, nothing is measured, and therefore nothing refused.
     """
+    kind, kv_cache_dtype = model.options.quantize, model.options.kv_cache_dtype
     if kind == "none" and kv_cache_dtype == "auto":
         if text is not None:
             raise KernelError(
@@ -111,9 +105,8 @@ def measure_quantization(
     exact = model.decode_path
     if kind != "none":
         threads = model.placement.threads
-        exact = choose_decode_path(
-            model.gpt, kernels="native", kernel_target=kernel_target, threads=threads
-        )
+        options = replace(model.options, kernels="native", quantize="none")
+        exact = choose_decode_path(model.gpt, options, threads=threads)
     (batch,) = text_windows.windows
     loss = quantization_loss(
         model.gpt,

@@ -32,7 +32,7 @@ from logitd.model.evaluation.quantization_loss import step_nats
 from logitd.model.inference.kernels.select import check_kv_cache_dtype
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.load import LoadedModel, load_model
-from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.inference.options import ComputeOptions, KVCacheDType, Quantization
 from logitd.model.training.configuration.presets import TrainingDType
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.training.step.validate import ValidationLoss, validate
@@ -83,16 +83,16 @@ def text_loss(
     placement = training_placement(device, dtype, threads)
     check_kv_cache_dtype(kv_cache_dtype, placement.device)
     decodes = quantize != "none" or kv_cache_dtype != "auto"
-    loaded = load_model(
-        path,
+    options = ComputeOptions(
         device=device,
         # Under the trainer's forward weights stay float32; decoders have them in the dtype.
         dtype="bfloat16" if decodes and placement.dtype == torch.bfloat16 else "float32",
         threads=threads,
         kernels="auto" if decodes else "torch",
         quantize=quantize,
-        log=log,
+        kv_cache_dtype=kv_cache_dtype,
     )
+    loaded = load_model(path, options, log=log)
     checkpoint, before = loaded.checkpoint, torch.get_num_threads()
     use_threads(placement.threads)
     try:

@@ -10,12 +10,10 @@ the batch (ARCHITECTURE.md). Reads no text and writes no file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from logitd.model.device import use_threads
-from logitd.model.dtypes import DTypeName
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.plan import Unit
 from logitd.model.extraction.quantities import Quantity
@@ -29,7 +27,10 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.inference.load import LoadedModel, Slots, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
-from logitd.model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
+from logitd.model.inference.options import (
+    ComputeOptions,
+    SlotDefault,
+)
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = Slots(SlotBudget(), SlotDefault(EngineConfig().prefill_chunk // BLOCK))
@@ -42,22 +43,6 @@ Group = Sequence[Unit]
 """The units of a shard."""
 Counted = Callable[[int], None]
 """Callback that gets the number of newly computed tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """How a checkpoint is computed, as for `logitd serve`."""
-
-    device: str = "auto"
-    dtype: DTypeName = "auto"
-    threads: int = 0
-    kernels: KernelChoice = "auto"
-    kernel_target: KernelTarget = "auto"
-    quantize: Quantization = "none"
-
-
-AUTO = Placing()
-"""The best placing on this machine."""
 
 
 class Computer(Protocol):
@@ -138,27 +123,17 @@ def _require_success(event: FinishEvent, unit: Unit) -> None:
 
 
 def open_computer(
-    path: Path, quantity: Quantity, placing: Placing, log: Callable[[str], None]
+    path: Path, quantity: Quantity, options: ComputeOptions, log: Callable[[str], None]
 ) -> ShardComputer:
     """The checkpoint at `path` in this process, whose torch threads it sets. Raises
     CheckpointError, DeviceError and KernelError."""
-    loaded = load_model(
-        path,
-        device=placing.device,
-        dtype=placing.dtype,
-        threads=placing.threads,
-        kernels=placing.kernels,
-        kernel_target=placing.kernel_target,
-        quantize=placing.quantize,
-        slots=SLOTS,
-        log=log,
-    )
+    loaded = load_model(path, options, slots=SLOTS, log=log)
     placement = loaded.placement
     use_threads(placement.threads)
     computation = {
         "device": str(placement.device),
         "dtype": placement.dtype_name,
-        "quantize": placing.quantize,
+        "quantize": options.quantize,
         "decoding": loaded.decode_path.name,
         "threads": placement.threads,
     }

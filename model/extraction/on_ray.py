@@ -16,12 +16,13 @@ from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
 from logitd.model.device import DeviceError, choose_device, describe
-from logitd.model.extraction.compute import Counted, Group, Placing, ShardComputer, open_computer
+from logitd.model.extraction.compute import Counted, Group, ShardComputer, open_computer
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import differences
 from logitd.model.extraction.quantities import Quantity
 from logitd.model.extraction.ray_cluster import LOCAL, connected
 from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.version import VERSION
 
 AHEAD = 3
@@ -39,13 +40,13 @@ class Cluster:
 
 
 def choose_workers(
-    nodes: Sequence[Mapping[str, float]], placing: Placing, count: int | None
-) -> tuple[int, int, Placing]:
+    nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
+) -> tuple[int, int, ComputeOptions]:
     """The number of workers, how many of them have room now, and how each computes.
 
     Default threads: those of the smallest machine, shared by its GPUs or by its part of `count`.
     `nodes` are the machines' resources by Ray's names. Raises ExtractionError if none fits."""
-    device, threads = placing.device, placing.threads
+    device, threads = options.device, options.threads
     if device not in ("auto", "cpu", "cuda"):
         raise ExtractionError(f"--device is {device}; with --ray give cpu, cuda or auto")
     on_gpu = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
@@ -59,17 +60,17 @@ def choose_workers(
     if not fit:
         needs = f"--threads {threads}{' and a GPU' if on_gpu else ''}"
         raise ExtractionError(f"no machine has room for a worker with {needs}; Ray has {rooms}")
-    placed = replace(placing, device="cuda" if on_gpu else "cpu", threads=threads)
+    placed = replace(options, device="cuda" if on_gpu else "cpu", threads=threads)
     return count or fit, fit, placed
 
 
 class ShardWorker:
     """A Ray actor with the model, which is loaded at the first call."""
 
-    def __init__(self, path: Path, quantity: Quantity, placing: Placing) -> None:
+    def __init__(self, path: Path, quantity: Quantity, options: ComputeOptions) -> None:
         import ray
 
-        self._arguments = path, quantity, placing
+        self._arguments = path, quantity, options
         self._computer: ShardComputer | None = None
         self._machine = ray.util.get_node_ip_address()
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
@@ -157,7 +158,7 @@ def _get(call: Any, where: str) -> Any:
 def on_ray(
     checkpoint: CheckpointInfo,
     quantity: Quantity,
-    placing: Placing,
+    options: ComputeOptions,
     cluster: Cluster,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
@@ -167,7 +168,7 @@ def on_ray(
 
     with connected(cluster.address, log):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        count, fit, placed = choose_workers(nodes, placing, cluster.workers)
+        count, fit, placed = choose_workers(nodes, options, cluster.workers)
         sizes = f"{count} on {placed.device} with --threads {placed.threads}"
         if count > fit and cluster.address == LOCAL:
             raise ExtractionError(f"--ray-workers: {sizes}; only {fit} of them fit")

@@ -16,7 +16,7 @@ from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.progress import Report, unreported
 from logitd.model.data.vocabulary import tokenizer_sha256
-from logitd.model.extraction.compute import AUTO, Computer, Group, Placing, open_computer
+from logitd.model.extraction.compute import Computer, Group, open_computer
 from logitd.model.extraction.errors import ExtractionError, require_package
 from logitd.model.extraction.index import ExtractionFolder
 from logitd.model.extraction.on_ray import Cluster, on_ray
@@ -35,6 +35,7 @@ from logitd.model.extraction.quantities import (
     choose_logprobs,
     choose_stages,
 )
+from logitd.model.inference.options import DEFAULTS, ComputeOptions
 from logitd.model.version import VERSION
 
 SECONDS_BETWEEN = 0.5
@@ -103,7 +104,7 @@ def extract(
     out: Path,
     asked: ExtractionRequest,
     *,
-    placing: Placing = AUTO,
+    options: ComputeOptions = DEFAULTS,
     cluster: Cluster | None = None,
     text_field: str = "text",
     max_download_mb: int = 1000,
@@ -112,7 +113,7 @@ def extract(
     tell: Tell = lambda event: None,
 ) -> Extracted:
     """Compute every token of the texts of `data` by the checkpoint at `path`, into the folder
-    `out`, in this process or on a `cluster`. Leaves torch's threads as `placing` sets them.
+    `out`, in this process or on a `cluster`. Leaves torch's threads as `options` sets them.
 
     Raises ExtractionError, DataError, CheckpointError, DeviceError and KernelError.
     """
@@ -129,9 +130,9 @@ def extract(
     try:
         surveyed = survey(text.documents)
         opened: AbstractContextManager[Computer] = (
-            closing(open_computer(path, quantity, placing, log))
+            closing(open_computer(path, quantity, options, log))
             if cluster is None
-            else on_ray(checkpoint, quantity, placing, cluster, log)
+            else on_ray(checkpoint, quantity, options, cluster, log)
         )
         with opened as computer:
             shard_tokens = asked.shard_tokens or quantity.shard_tokens(checkpoint.config)

@@ -25,7 +25,6 @@ from logitd.model.device import (
     disable_cudnn_attention,
     keep_freed_memory,
 )
-from logitd.model.dtypes import DTypeName
 from logitd.model.inference.kernels.select import (
     DecodePath,
     DTypeChoice,
@@ -34,13 +33,7 @@ from logitd.model.inference.kernels.select import (
     choose_dtype,
 )
 from logitd.model.inference.memory import SlotBudget, slots_for
-from logitd.model.inference.options import (
-    KernelChoice,
-    KernelTarget,
-    KVCacheDType,
-    Quantization,
-    SlotDefault,
-)
+from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.memory import Available, available, check_weights_fit, model_bytes
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
@@ -48,12 +41,10 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots that a KV cache is to have: a budget, and how many where that is empty; and what
-    keys and values are kept in."""
+    """The slots that a KV cache is to have: a budget, and their number if that is empty."""
 
     budget: SlotBudget
     default: SlotDefault
-    kept: KVCacheDType = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +57,11 @@ class ChosenSlots:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A checkpoint's weights where they are computed, and what was chosen for them."""
+    """A checkpoint's weights where they are computed, the options, and the choices by them."""
 
     checkpoint: CheckpointInfo
     gpt: GPT
+    options: ComputeOptions
     placement: Placement
     dtype: DTypeChoice
     decode_path: DecodePath
@@ -77,13 +69,8 @@ class LoadedModel:
 
 def load_model(
     path: Path,
+    options: ComputeOptions,
     *,
-    device: str,
-    dtype: DTypeName,
-    threads: int,
-    kernels: KernelChoice,
-    kernel_target: KernelTarget = "auto",
-    quantize: Quantization,
     batch_invariant: bool = False,
     slots: Slots | None = None,
     log: Callable[[str], None],
@@ -98,34 +85,21 @@ def load_model(
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
     check_header(checkpoint)  # from here on its sizes are those of the weights
-    choice = choose_dtype(
-        dtype,
-        checkpoint.config,
-        choose_device(device),
-        kernels=kernels,
-        kernel_target=kernel_target,
-        log=log,
-    )
-    placement = choose_placement(device, choice.name, threads)
+    choice = choose_dtype(checkpoint.config, choose_device(options.device), options, log=log)
+    placement = choose_placement(options.device, choice.name, options.threads)
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
     check_weights_fit(checkpoint.config, item_bytes, memory)
     if slots is not None:
-        check_kv_cache_dtype(slots.kept, placement.device)
+        check_kv_cache_dtype(options.kv_cache_dtype, placement.device)
         left = replace(memory, free=memory.free - model_bytes(checkpoint.config, item_bytes))
-        _count_slots(slots, checkpoint.config, placement, left)
+        _count_slots(slots, checkpoint.config, placement, left, options)
     if placement.device.type == "cuda":
         disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     decode_path = choose_decode_path(
-        gpt,
-        kernels=kernels,
-        kernel_target=kernel_target,
-        quantize=quantize,
-        threads=placement.threads,
-        batch_invariant=batch_invariant,
-        log=log,
+        gpt, options, threads=placement.threads, batch_invariant=batch_invariant, log=log
     )
-    return LoadedModel(checkpoint, gpt, placement, choice, decode_path)
+    return LoadedModel(checkpoint, gpt, options, placement, choice, decode_path)
 
 
 def load_replacement(
@@ -179,11 +153,18 @@ def choose_slots(loaded: LoadedModel, slots: Slots) -> ChosenSlots:
     """How many slots the KV cache of a loaded model gets. Raises DeviceError where they do not fit
     beside the weights."""
     memory = available(loaded.placement.device)
-    count = _count_slots(slots, loaded.checkpoint.config, loaded.placement, memory)
+    config, placement = loaded.checkpoint.config, loaded.placement
+    count = _count_slots(slots, config, placement, memory, loaded.options)
     return ChosenSlots(count, memory)
 
 
-def _count_slots(slots: Slots, config: GPTConfig, placement: Placement, memory: Available) -> int:
+def _count_slots(
+    slots: Slots,
+    config: GPTConfig,
+    placement: Placement,
+    memory: Available,
+    options: ComputeOptions,
+) -> int:
     return slots_for(
         slots.budget,
         config,
@@ -191,7 +172,7 @@ def _count_slots(slots: Slots, config: GPTConfig, placement: Placement, memory: 
         memory,
         default=slots.default,
         gpu=placement.device.type == "cuda",
-        kept=slots.kept,
+        kept=options.kv_cache_dtype,
     )
 
 

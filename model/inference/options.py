@@ -2,8 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from logitd.model.dtypes import DTypeName
 
 KernelChoice = Literal["auto", "native", "torch"]
 TargetName = Literal[
@@ -33,6 +35,31 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 """Of an amount of memory, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """How a checkpoint is computed; the defaults are the best for this machine.
+
+    threads  of torch and of the native decoder; 0: as many as there are processors
+    """
+
+    device: str = "auto"
+    dtype: DTypeName = "auto"
+    threads: int = 0
+    kernels: KernelChoice = "auto"
+    kernel_target: KernelTarget = "auto"
+    quantize: Quantization = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
+
+    @classmethod
+    def of(cls, settings: object) -> "ComputeOptions":
+        """The options among the attributes of `settings`."""
+        names = (field.name for field in fields(cls))
+        return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)})
+
+
+DEFAULTS = ComputeOptions()
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from logitd.model.inference.load import (
 from logitd.model.inference.memory import SlotBudget
 from logitd.model.inference.options import (
     SERVED_SLOTS,
+    ComputeOptions,
     SlotDefault,
     TargetGap,
     format_target_gap,
@@ -168,15 +169,10 @@ def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
 def _build(settings: ServeSettings) -> BuiltEngine:
     gpu = choose_device(settings.device).type == "cuda"
     default = default_slots(settings, gpu=gpu)
-    slots = Slots(_slot_budget(settings), default, settings.kv_cache_dtype)
+    slots = Slots(_slot_budget(settings), default)
     model = load_model(
         settings.source.path,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        kernels=settings.kernels,
-        kernel_target=settings.kernel_target,
-        quantize=settings.quantize,
+        ComputeOptions.of(settings),
         batch_invariant=settings.batch_invariant,
         slots=slots,
         log=logger.info,
@@ -185,12 +181,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
     quantization = measure_quantization(
-        model,
-        settings.quantize,
-        settings.validation_text,
-        settings.kernel_target,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        at_most=settings.max_quantization_loss,
+        model, settings.validation_text, at_most=settings.max_quantization_loss
     )
     if quantization is not None:
         level = logging.WARNING if quantization.deserves_warning else logging.INFO
@@ -265,13 +256,9 @@ def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
     assert source.name is not None
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)
+    options = ComputeOptions.of(settings)
     choice = choose_dtype(
-        settings.dtype,
-        checkpoint.config,
-        choose_device(settings.device),
-        kernels=settings.kernels,
-        kernel_target=settings.kernel_target,
-        log=logger.info,
+        checkpoint.config, choose_device(options.device), options, log=logger.info
     )
-    placement = choose_placement(settings.device, choice.name, settings.threads)
-    return Shape(source.name, checkpoint.config, placement.dtype.itemsize, settings.kv_cache_dtype)
+    placement = choose_placement(options.device, choice.name, options.threads)
+    return Shape(source.name, checkpoint.config, placement.dtype.itemsize, options.kv_cache_dtype)

@@ -19,7 +19,7 @@ from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantiza
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.memory import slot_bytes
-from logitd.model.inference.options import Quantization, parse_loss_limit
+from logitd.model.inference.options import ComputeOptions, Quantization, parse_loss_limit
 from logitd.service.application.app import create_app
 from logitd.service.cli.commands.serve import print_banner
 from logitd.service.http.schemas import Info
@@ -77,7 +77,7 @@ def measured_loss(covered: CheckpointInfo, text: Path, kind: Quantization) -> Qu
         *batch,
         windows.byte_lengths,
         exact=choose_decode_path(gpt, threads=1).make_decoder,
-        quantized=choose_decode_path(gpt, threads=1, quantize=kind).make_decoder,
+        quantized=choose_decode_path(gpt, ComputeOptions(quantize=kind), threads=1).make_decoder,
     )
 
 
@@ -119,7 +119,9 @@ def test_what_keys_and_values_in_int8_cost(
         *batch,
         windows.byte_lengths,
         exact=choose_decode_path(gpt, threads=1).make_decoder,
-        quantized=choose_decode_path(gpt, threads=1, quantize=quantize).make_decoder,
+        quantized=choose_decode_path(
+            gpt, ComputeOptions(quantize=quantize), threads=1
+        ).make_decoder,
         kept="int8",
     )
     settings = {**INT8, "quantize": quantize, "kv_cache_dtype": "int8"}

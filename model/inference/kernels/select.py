@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from logitd.model.dtypes import DTypeName, FloatName
+from logitd.model.dtypes import FloatName
 from logitd.model.inference.kernels.base import Decoder
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, not_covered, prefills_natively
 from logitd.model.inference.kernels.cpu.library import (
@@ -24,7 +24,14 @@ from logitd.model.inference.kernels.cpu.targets import target_named
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
-from logitd.model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
+from logitd.model.inference.options import (
+    DEFAULTS,
+    ComputeOptions,
+    KernelChoice,
+    KernelTarget,
+    KVCacheDType,
+    Quantization,
+)
 from logitd.model.processor import bfloat16_instructions, processor_features
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
@@ -69,19 +76,18 @@ class DecodePath:
 
 
 def choose_dtype(
-    asked: DTypeName,
     config: GPTConfig,
     device: torch.device,
+    options: ComputeOptions = DEFAULTS,
     *,
-    kernels: KernelChoice = "auto",
-    kernel_target: KernelTarget = "auto",
     log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
-    """The dtype that was asked for; for "auto" the fastest one that the hardware multiplies, or the
-    target that was named, and that loses nothing one could notice (`auto_dtype`). `log` gets a line
-    when kernels are built."""
-    if asked != "auto":
-        return DTypeChoice(asked, "as asked")
+    """The dtype of the options; for "auto" the fastest one that the hardware, or the named target,
+    multiplies without a noticeable loss (`auto_dtype`). `log` gets a line when kernels are
+    built."""
+    if options.dtype != "auto":
+        return DTypeChoice(options.dtype, "as asked")
+    kernels, kernel_target = options.kernels, options.kernel_target
     if kernel_target == "auto":
         features, whose = processor_features(), "this processor"
     else:
@@ -125,22 +131,22 @@ def check_kv_cache_dtype(asked: KVCacheDType, device: torch.device) -> None:
 
 def choose_decode_path(
     gpt: GPT,
+    options: ComputeOptions = DEFAULTS,
     *,
-    kernels: KernelChoice = "auto",
-    kernel_target: KernelTarget = "auto",
-    quantize: Quantization = "none",
     threads: int,
     batch_invariant: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> DecodePath:
-    """On a CPU the native decoder where it covers the model and can be built, else torch; on CUDA
-    recorded steps, unless `kernels` is torch. `batch_invariant` is for CUDA: what a CPU computes
-    is so in any case. With a `kernel_target` it is the native decoder of that target or none, and
-    torch has no part in it, whose bits depend on the processor.
+    """Choose the native decoder on a CPU if it covers the model and can be built, else torch; on
+    CUDA recorded steps, unless `kernels` is torch. `threads` is their number here.
+    `batch_invariant` is for CUDA: on a CPU every decoder is. A `kernel_target` admits only the
+    native decoder of that target: torch's bits depend on the processor.
 
-    Raises KernelError where `kernels`, `kernel_target`, `quantize` or `batch_invariant` rule out
-    what is left.
+    Raises KernelError if `kernels`, `kernel_target`, `quantize` or `batch_invariant` rule out every
+    decoder.
     """
+    kernels, kernel_target = options.kernels, options.kernel_target
+    quantize = options.quantize
     named = kernel_target != "auto"
     if kernels == "torch" and named:
         raise KernelError(

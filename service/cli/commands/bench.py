@@ -21,6 +21,7 @@ from logitd.model.device import DeviceError, use_threads
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dtype
 from logitd.model.inference.load import load_model
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.machine import measure_machine, surroundings
 from logitd.model.version import VERSION
 from logitd.service.client import AsyncClient, LogitdError
@@ -41,16 +42,7 @@ def run(settings: BenchSettings) -> int:
 
 def measure(settings: BenchSettings) -> dict[str, Any]:
     """The report, to which keys may be added. Raises ERRORS."""
-    loaded = load_model(
-        settings.checkpoint,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        kernels=settings.kernels,
-        kernel_target=settings.kernel_target,
-        quantize=settings.quantize,
-        log=_log,
-    )
+    loaded = load_model(settings.checkpoint, ComputeOptions.of(settings), log=_log)
     placement = loaded.placement
     check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
     use_threads(placement.threads)

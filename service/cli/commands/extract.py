@@ -13,12 +13,12 @@ from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.progress import Downloaded, Downloading
 from logitd.model.device import DeviceError
-from logitd.model.extraction.compute import Placing
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.on_ray import Cluster
 from logitd.model.extraction.run import Extracted, ExtractionRequest, Progress, Surveyed, extract
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.options import ComputeOptions
 from logitd.service.settings.extract import ExtractSettings
 
 ERRORS = (
@@ -126,14 +126,7 @@ def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
                 stride=settings.stride,
                 shard_tokens=settings.shard_tokens,
             ),
-            placing=Placing(
-                device=settings.device,
-                dtype=settings.dtype,
-                threads=settings.threads,
-                kernels=settings.kernels,
-                kernel_target=settings.kernel_target,
-                quantize=settings.quantize,
-            ),
+            options=ComputeOptions.of(settings),
             cluster=Cluster(settings.ray, settings.ray_workers) if settings.ray else None,
             text_field=settings.text_field,
             max_download_mb=settings.max_download_mb,

@@ -10,11 +10,11 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from logitd.model.extraction.compute import Placing
 from logitd.model.extraction.run import Extracted, ExtractionRequest, extract
+from logitd.model.inference.options import ComputeOptions
 from tests.model.conftest import story
 
-TORCH = Placing(device="cpu", dtype="float32", threads=1, kernels="torch")
+TORCH = ComputeOptions(device="cpu", dtype="float32", threads=1, kernels="torch")
 Extract = Callable[..., Extracted]
 
 
@@ -51,12 +51,12 @@ def extracting(checkpoint_path: Path, texts: Path, tmp_path: Path) -> Extract:
         *,
         checkpoint: Path = checkpoint_path,
         data: tuple[str, ...] = (str(texts),),
-        placing: Placing = TORCH,
+        options: ComputeOptions = TORCH,
         tell: Callable[[Any], None] = lambda event: None,
         **asked: Any,
     ) -> Extracted:
         return extract(
-            checkpoint, data, out, ExtractionRequest(**asked), placing=placing, tell=tell
+            checkpoint, data, out, ExtractionRequest(**asked), options=options, tell=tell
         )
 
     return run

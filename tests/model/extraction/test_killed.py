@@ -48,7 +48,7 @@ def _extract_and_die(
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    extract(checkpoint, [str(texts)], out, asked, placing=TORCH)
+    extract(checkpoint, [str(texts)], out, asked, options=TORCH)
     count.write_text(str(seen))
 
 
@@ -77,7 +77,7 @@ def _check(
     """Kill, go on, compare; how many shards were there."""
     out = kill(asked, change)
     shards = len(list(out.glob("shard-*"))) if (out / INDEX).exists() else 0
-    extract(model, [str(texts)], out, asked, placing=TORCH)
+    extract(model, [str(texts)], out, asked, options=TORCH)
     assert contents(out) == contents(straight)
     return shards
 

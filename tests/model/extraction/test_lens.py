@@ -108,18 +108,18 @@ def placings() -> list[Any]:
         replace(TORCH, kernels="native", threads=2, dtype="bfloat16"),
         replace(TORCH, kernels="native", threads=2, quantize="int8"),
     ]
-    return [TORCH, *(pytest.param(placing, marks=marks) for placing in native)]
+    return [TORCH, *(pytest.param(options, marks=marks) for options in native)]
 
 
 @pytest.mark.parametrize("stride", [77, pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("placing", placings())
+@pytest.mark.parametrize("options", placings())
 def test_it_joins_the_logprobs_and_its_last_layer_is_theirs_to_the_bit(
-    extracting: Extract, tmp_path: Path, placing: Any, stride: int | None
+    extracting: Extract, tmp_path: Path, options: Any, stride: int | None
 ) -> None:
     """The likeliest too, up to the rounding of a sum in float64."""
     gpt = tiny_gpt(tiny_config(**MODERN, head_dim=16))
     path = save_tiny_checkpoint(tmp_path / "wide", gpt).path
-    asked: dict[str, Any] = {"checkpoint": path, "placing": placing, "stride": stride}
+    asked: dict[str, Any] = {"checkpoint": path, "options": options, "stride": stride}
     lens = rows_of(extracting(tmp_path / "lens", lens=True, top_k=TOP_K, **asked).path)
     scores = rows_of(extracting(tmp_path / "scores", top_k=TOP_K, **asked).path)
     for figures, scored in zip(lens, scores, strict=True):

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.extraction.compute import Group, Placing, open_computer
+from logitd.model.extraction.compute import Group, open_computer
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.on_ray import choose_workers
 from logitd.model.extraction.plan import Unit
 from logitd.model.extraction.quantities import Logprobs
 from logitd.model.extraction.ray_cluster import connected
+from logitd.model.inference.options import ComputeOptions
 from tests.model.extraction.conftest import TORCH
 
 SMALL, LARGE, GPUS = {"CPU": 8.0}, {"CPU": 64.0}, {"CPU": 32.0, "GPU": 4.0}
@@ -40,7 +41,7 @@ Nodes = list[Mapping[str, float]]
 def test_workers_fill_the_machines(
     nodes: Nodes, device: str, threads: int, count: int | None, expected: tuple[int, str, int, int]
 ) -> None:
-    asked = Placing(device=device, threads=threads, kernels="torch")
+    asked = ComputeOptions(device=device, threads=threads, kernels="torch")
     chosen, fit, placed = choose_workers(nodes, asked, count)
     assert (chosen, placed.device, placed.threads, fit) == expected
     assert replace(placed, device=device, threads=threads) == asked
@@ -60,7 +61,7 @@ def test_a_cluster_that_holds_no_worker_is_refused(
     nodes: Nodes, device: str, threads: int, message: str
 ) -> None:
     with pytest.raises(ExtractionError, match=message):
-        choose_workers(nodes, Placing(device=device, threads=threads), None)
+        choose_workers(nodes, ComputeOptions(device=device, threads=threads), None)
 
 
 @pytest.mark.parametrize(

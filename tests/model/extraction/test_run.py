@@ -86,8 +86,8 @@ def test_how_many_positions_a_step_has_changes_no_byte(
     files = []
     for chunk in (32, 1024):
         monkeypatch.setattr("logitd.model.extraction.compute.PREFILL_CHUNK", chunk)
-        placing = replace(TORCH, kernels=kernels)
-        result = extracting(tmp_path / f"of {chunk}", shard_tokens=150, placing=placing)
+        options = replace(TORCH, kernels=kernels)
+        result = extracting(tmp_path / f"of {chunk}", shard_tokens=150, options=options)
         files.append([path.read_bytes() for path in sorted(result.path.glob("*.parquet"))])
     assert files[0] == files[1]
     assert len(files[0]) > 3
@@ -227,9 +227,9 @@ def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
             {"stages": ("embedding",)},
             r'settings\.kind was "logprobs" and is "stages".*settings\.stages was null',
         ),
-        ({"placing": replace(TORCH, dtype="bfloat16")}, r'dtype was "float32" and is "bfloat16"'),
+        ({"options": replace(TORCH, dtype="bfloat16")}, r'dtype was "float32" and is "bfloat16"'),
         pytest.param(
-            {"placing": replace(TORCH, threads=2)},
+            {"options": replace(TORCH, threads=2)},
             r"computation\.threads was 1 and is 2\. .*--threads 1",
             marks=pytest.mark.skipif(available_processors() < 2, reason="one processor"),
         ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from logitd.model.inference.kernels.base import AttentionSelection, PrefillInput
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.kv_cache import KVCache
-from logitd.model.inference.options import KernelChoice, Quantization
+from logitd.model.inference.options import ComputeOptions, KernelChoice, Quantization
 from logitd.model.transformer.gpt import GPT, GPTOutput
 
 
@@ -37,7 +37,9 @@ def forward_as_served(
             f"the text has {length} tokens; this model takes 1 to {config.context_length}"
         )
     threads = torch.get_num_threads()
-    path = choose_decode_path(gpt, kernels=kernels, quantize=quantize, threads=threads)
+    path = choose_decode_path(
+        gpt, ComputeOptions(kernels=kernels, quantize=quantize), threads=threads
+    )
     decoder = path.make_decoder(gpt, KVCache(config, 1, device=weight.device, dtype=weight.dtype))
     everything = AttentionSelection(range(config.n_layer), range(config.n_head), length)
     try:

@@ -10,7 +10,8 @@ import torch
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError
 from logitd.model.inference.kernels.select import KernelError, choose_dtype
-from logitd.model.inference.load import LoadedModel, load_model
+from logitd.model.inference.load import LoadedModel, Slots, load_model
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.memory import Available
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
 
@@ -29,10 +30,10 @@ def covered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "covered", gpt=gpt).path
 
 
-def opened(path: Path, **options: Any) -> LoadedModel:
-    usual: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "kernels": "auto",
-                             "quantize": "none", "log": lambda line: None}  # fmt: skip
-    return load_model(path, **(usual | options))
+def opened(path: Path, *, slots: Slots | None = None, **options: Any) -> LoadedModel:
+    usual: dict[str, Any] = {"device": "cpu", "threads": 1}
+    compute = ComputeOptions(**(usual | options))
+    return load_model(path, compute, slots=slots, log=lambda line: None)
 
 
 def test_numbers_fit_the_decoder(covered: Path) -> None:
@@ -40,7 +41,7 @@ def test_numbers_fit_the_decoder(covered: Path) -> None:
     model = opened(covered, threads=threads + 1)
     native = model.decode_path.name.startswith("native")
     config, device = model.checkpoint.config, torch.device("cpu")
-    assert model.dtype == choose_dtype("auto", config, device)
+    assert model.dtype == choose_dtype(config, device)
     assert native or model.dtype.name == "float32"
     assert model.placement.dtype_name == model.dtype.name
     assert model.gpt.token_embedding.weight.dtype == model.placement.dtype

@@ -36,7 +36,7 @@ from logitd.model.inference.kernels.select import (
     cuda_path,
 )
 from logitd.model.inference.kv_cache import KVCache
-from logitd.model.inference.options import KVCacheDType, Quantization
+from logitd.model.inference.options import ComputeOptions, KVCacheDType, Quantization
 from logitd.model.processor import bfloat16_instructions, processor_features
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
@@ -90,7 +90,7 @@ def test_auto_is_float32_where_decoding_is_not_native(
         "logitd.model.inference.kernels.select.processor_features",
         lambda: frozenset({"avx512_bf16"}),
     )
-    choice = choose_dtype("auto", tiny_config(head_dim=head_dim), CPU, kernels=kernels)
+    choice = choose_dtype(tiny_config(head_dim=head_dim), CPU, ComputeOptions(kernels=kernels))
     assert choice.name == "float32"
     assert why in choice.why
 
@@ -101,7 +101,7 @@ def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
         "logitd.model.inference.kernels.select.processor_features",
         lambda: frozenset({"avx512_bf16"}),
     )
-    choice = choose_dtype("auto", COVERED, CPU)
+    choice = choose_dtype(COVERED, CPU)
     assert choice.name == "float32"
     assert "compiler" in choice.why
 
@@ -117,13 +117,13 @@ def test_torch_decodes_what_the_kernels_do_not_cover_and_that_is_said(gpt: GPT, 
     path = choose_decode_path(gpt, threads=1)
     assert path.name == "torch"
     assert re.search(note, path.note or "")
-    assert choose_decode_path(gpt, kernels="torch", threads=1).note is None
+    assert choose_decode_path(gpt, ComputeOptions(kernels="torch"), threads=1).note is None
     with pytest.raises(KernelError, match=f"kernels.*native.*{note}"):
-        choose_decode_path(gpt, kernels="native", threads=1)
+        choose_decode_path(gpt, ComputeOptions(kernels="native"), threads=1)
     with pytest.raises(KernelError, match=f"quantize.*int8.*{note}"):
-        choose_decode_path(gpt, quantize="int8", threads=1)
+        choose_decode_path(gpt, ComputeOptions(quantize="int8"), threads=1)
     with pytest.raises(KernelError, match=r"quantize.*int8.*kernels.*auto"):
-        choose_decode_path(gpt, kernels="torch", quantize="int8", threads=1)
+        choose_decode_path(gpt, ComputeOptions(kernels="torch", quantize="int8"), threads=1)
 
 
 @pytest.mark.usefixtures("library")
@@ -132,8 +132,12 @@ def test_native_decoding_says_what_it_is() -> None:
     path = choose_decode_path(gpt, threads=1)
     assert path.name.startswith("native (")
     assert path.note is None
-    assert choose_decode_path(gpt, quantize="int8", threads=1).name.endswith(", int8)")
-    assert choose_decode_path(gpt, quantize="int4", threads=1).name.endswith(", int4)")
+    assert choose_decode_path(gpt, ComputeOptions(quantize="int8"), threads=1).name.endswith(
+        ", int8)"
+    )
+    assert choose_decode_path(gpt, ComputeOptions(quantize="int4"), threads=1).name.endswith(
+        ", int4)"
+    )
 
 
 HERE = runnable(platform.machine(), processor_features())
@@ -143,7 +147,7 @@ BEYOND = [target.name for target in TARGETS if target not in HERE]
 @pytest.mark.parametrize("name", BEYOND)
 def test_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
     with pytest.raises(KernelError, match=f"kernel_target.*{name}"):
-        choose_decode_path(tiny_gpt(COVERED), kernel_target=name, threads=1)
+        choose_decode_path(tiny_gpt(COVERED), ComputeOptions(kernel_target=name), threads=1)
 
 
 def test_target_whose_tiles_the_system_withholds_is_refused(
@@ -159,15 +163,19 @@ def test_target_whose_tiles_the_system_withholds_is_refused(
     loaded = NativeLibrary(cast(ctypes.CDLL, Withheld()), target, "prebuilt")
     monkeypatch.setattr(select, "load_library", lambda log, target: loaded)
     with pytest.raises(KernelError, match=r"kernel_target.*AMX"):
-        choose_decode_path(tiny_gpt(COVERED), kernel_target="x86-64-v4-amx", threads=1)
+        choose_decode_path(
+            tiny_gpt(COVERED), ComputeOptions(kernel_target="x86-64-v4-amx"), threads=1
+        )
 
 
 def test_target_is_not_for_torch() -> None:
     with pytest.raises(KernelError, match=r"kernel_target.*x86-64-v3.*kernels.*torch"):
-        choose_decode_path(tiny_gpt(COVERED), kernels="torch", kernel_target="x86-64-v3", threads=1)
+        choose_decode_path(
+            tiny_gpt(COVERED), ComputeOptions(kernels="torch", kernel_target="x86-64-v3"), threads=1
+        )
     name = HERE[-1].name if HERE else "armv8-a"
     with pytest.raises(KernelError, match=f"kernel_target.*{name}.*head_dim.*8"):
-        choose_decode_path(tiny_gpt(), kernel_target=name, threads=1)
+        choose_decode_path(tiny_gpt(), ComputeOptions(kernel_target=name), threads=1)
 
 
 @pytest.mark.usefixtures("library")
@@ -180,7 +188,7 @@ def test_target_decides_native_prompts_and_dtype(
         "logitd.model.inference.kernels.select.load_library", lambda log, target: loaded
     )
     gpt, name = tiny_gpt(COVERED), HERE[0].name
-    path = choose_decode_path(gpt, kernel_target=name, threads=1)
+    path = choose_decode_path(gpt, ComputeOptions(kernel_target=name), threads=1)
     decoder = path.make_decoder(gpt, KVCache(gpt.config, 1, device=CPU, dtype=torch.float32))
     assert decoder.prefill_matches_decode
     decoder.close()
@@ -190,7 +198,7 @@ def test_target_decides_native_prompts_and_dtype(
         "logitd.model.inference.kernels.select.processor_features",
         lambda: frozenset({"avx512_bf16"}),
     )
-    choice = choose_dtype("auto", COVERED, CPU, kernel_target=name)
+    choice = choose_dtype(COVERED, CPU, ComputeOptions(kernel_target=name))
     assert choice == DTypeChoice("float32", f"auto: {name} has no dot products of bfloat16")
 
 
@@ -274,7 +282,7 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
         gpt = load_checkpoint(BUNDLED, device=CPU, dtype=dtype)[1]
         with torch.inference_mode():
             prefilled.append(nats(gpt(inputs).logits, targets))
-        decoder = choose_decode_path(gpt, kernels="native", threads=1).make_decoder
+        decoder = choose_decode_path(gpt, ComputeOptions(kernels="native"), threads=1).make_decoder
         decoded.append(decode_nats(gpt, inputs, targets, decoder))
     for exact, rounded in (prefilled, decoded):
         assert rounded != exact
