@@ -13,7 +13,7 @@ FROM ${PYTHON_IMAGE} AS kernels
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY logitd logitd
-COPY model/__init__.py model/processor.py model/
+COPY model/__init__.py model/dtypes.py model/processor.py model/
 COPY model/inference/__init__.py model/inference/options.py model/inference/
 COPY model/inference/kernels/__init__.py model/inference/kernels/
 COPY model/inference/kernels/cpu model/inference/kernels/cpu

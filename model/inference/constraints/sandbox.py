@@ -41,7 +41,8 @@ MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
 """Stack of a trial, less than a thread of a server has."""
 MEMORY_BYTES = 2**26
-"""Address space of a trial beyond that of its process at first; ordinary ones take a tenth."""
+"""Address space of a trial beyond that of its process at first; ordinary ones take a tenth. It
+bounds the time of most sources too: what is slow grows."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
@@ -52,7 +53,8 @@ ANSWER_BYTES = 2**16
 class Sandbox:
     """The process for one vocabulary. One thread starts and closes it; `begin` does not wait."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, memory: int = MEMORY_BYTES) -> None:
+        self._memory = memory
         ranks = {base64.b64encode(token).decode(): rank for token, rank in tokenizer.ranks.items()}
         vocabulary = {
             "ranks": ranks,
@@ -75,7 +77,7 @@ class Sandbox:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(self._memory)],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -134,14 +136,14 @@ def size_of(answer: bytes) -> int:
     return size
 
 
-def main(control: socket.socket) -> None:
+def main(control: socket.socket, memory: int) -> None:
     """The process: forks for each socket that it gets, until its own is closed."""
     vocabulary = json.load(sys.stdin.buffer)
     ranks = {base64.b64decode(token): rank for token, rank in vocabulary["ranks"].items()}
     compiler = Compiler(Tokenizer(**{**vocabulary, "ranks": ranks}))
     with contextlib.suppress(ConstraintError):  # it may not be in the vocabulary
         _try(compiler, Source("regex", "[a-z]+"))  # the first one pays for what all share
-    _limit()
+    _limit(memory)
     gc.freeze()  # what a collection touches would be copied into each fork
     control.sendall(b"\0")
     began: dict[int, float] = {}
@@ -201,14 +203,14 @@ def _try(compiler: Compiler, source: Source) -> Constraint:
     return constraint
 
 
-def _limit() -> None:
+def _limit(memory: int) -> None:
     """Take from this process and its forks what a trial must not need. Some systems know fewer
     limits."""
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_CORE: 0}
     statm = Path("/proc/self/statm")
     if statm.exists():
         pages = int(statm.read_text().split()[0])
-        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + MEMORY_BYTES
+        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory
     for name, limit in limits.items():
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(name, (limit, resource.getrlimit(name)[1]))
@@ -222,4 +224,4 @@ def _occupied() -> int:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -66,6 +66,14 @@ def sandbox() -> Iterator[Sandbox]:
     sandbox.close()
 
 
+@pytest.fixture
+def roomy() -> Iterator[Sandbox]:
+    """A sandbox whose trials have so much memory that a source can be slow."""
+    sandbox = Sandbox(byte_tokenizer(), memory=2**30)
+    yield sandbox
+    sandbox.close()
+
+
 @pytest.fixture(scope="module")
 def letters() -> Tokenizer:
     """Ids for three letters and what ends a document; the other 253 bytes have none."""
@@ -111,8 +119,8 @@ HOSTILE: dict[str, Source] = {
 }
 MULTIPLES = [{"type": "integer", "multipleOf": 99_991 - i} for i in range(10)]
 SLOW = Source("json_schema", json.dumps({"allOf": [{"anyOf": MULTIPLES}]}))
-"""Takes four seconds on a fast core, until it has reached the bound of memory; with more multiples
-it would reach that sooner. With allOf it gets no bounds of ours, which would make it fast."""
+"""Takes twenty seconds on a fast core to fill the memory of `roomy`. With allOf it gets no bounds
+of ours, which would make it fast."""
 
 
 @pytest.mark.parametrize(
@@ -168,26 +176,27 @@ def test_sandbox_survives_a_source_that_ends_its_process(sandbox: Sandbox, name:
     tried(sandbox, GOOD)
 
 
-def test_trial_ends_when_its_socket_is_closed(sandbox: Sandbox) -> None:
-    sandbox.start()
-    with sandbox.begin() as trial:
+def test_trial_ends_when_its_socket_is_closed(roomy: Sandbox) -> None:
+    roomy.start()
+    with roomy.begin() as trial:
         trial.sendall(request_of(SLOW))
-        time.sleep(0.3)
-        assert len(trials(sandbox)) == 1
-    eventually(lambda: not trials(sandbox))
-    assert sandbox._process is not None
-    assert sandbox._process.poll() is None
-    tried(sandbox, GOOD)
+        eventually(lambda: len(trials(roomy)) == 1)
+        time.sleep(0.3)  # it compiles
+    eventually(lambda: not trials(roomy), timeout=5)  # long before it would end by itself
+    assert roomy._process is not None
+    assert roomy._process.poll() is None
+    tried(roomy, GOOD)
 
 
-def test_long_trial_makes_way_for_others(sandbox: Sandbox) -> None:
-    sandbox.start()
-    with sandbox.begin() as trial:
+def test_long_trial_makes_way_for_others(roomy: Sandbox) -> None:
+    roomy.start()
+    with roomy.begin() as trial:
         trial.sendall(request_of(SLOW))
+        eventually(lambda: len(trials(roomy)) == 1)
         time.sleep(2 * LONG_SECONDS)
-        (slow,) = trials(sandbox)
+        (slow,) = trials(roomy)
         assert nice_of(slow) == os.getpriority(os.PRIO_PROCESS, 0)
-        tried(sandbox, GOOD)
+        tried(roomy, GOOD)
         assert nice_of(slow) == LOWEST_PRIORITY
 
 
