@@ -1,9 +1,10 @@
-"""Writes the parts of the Python client that follow from the operations: run it by `make client`.
+"""Write what follows from the operations in client and documentation: run it by `make client`.
 
     fields.py        for each operation, the keywords of its method, as a TypedDict
     results.py       for each reply, a frozen dataclass
     async_client.py  a method for each operation, between two marks; the rest is written by hand
     client.py        the same without `await`
+    ../README.md     the table's rows of operations
 
 An operation needs nothing here. By hand are the methods of HAND_WRITTEN, whose arguments or results
 are not those of one reply, the results that are arrays (`arrays.py`), and properties of results.
@@ -135,7 +136,18 @@ def sources() -> Mapping[str, str]:
         "results.py": GENERATED + results_source(),
         "async_client.py": asynchronous,
         "client.py": sync_source(asynchronous),
+        "../README.md": readme_source(),
     }
+
+
+def readme_source() -> str:
+    """The folder's page, with a row of its table for each operation before those by hand."""
+    page = (FOLDER / "../README.md").read_text(encoding="utf-8")
+    before, after = re.split(r"(?<=\|---\|---\|\n)(?:\| `POST /\w+` .*\n)*", page, maxsplit=1)
+    rows = "".join(
+        f"| `POST {one.path}` | {one.summary[0].lower()}{one.summary[1:]} |\n" for one in OPERATIONS
+    )
+    return f"{before}{rows}{after}"
 
 
 def _generated_operations() -> Iterator[Operation]:

@@ -110,7 +110,7 @@ ACTIVATIONS = Operation(
     plan=plan,
     form="outputs",
     reply_id="activations",
-    summary="Values of any stage of the forward",
+    summary="Values of any stage of the forward pass, by its name",
     description="The stages of GET /stages, each an array whose first axis is the positions: "
     "queries (positions, n_head, head_dim), attention weights (positions, n_head, tokens), units "
     "of the MLP (positions, d_ff), streams (positions, d_model).\n\n"

@@ -85,7 +85,7 @@ ATTENTION = Operation(
     plan=plan,
     form="outputs",
     reply_id="attention",
-    summary="Attention weights",
+    summary="Attention weights of chosen layers and heads",
     description="Causal attention weights (layers, heads, positions, tokens); each row sums to 1, "
     "and what a position does not see is 0.\n\n"
     "`Accept: application/x-npy` gives one prompt's array, `application/vnd.safetensors` those of "

@@ -263,7 +263,7 @@ ATTRIBUTIONS = Operation(
     plan=plan,
     form="record",
     reply_id="attributions",
-    summary="What a logit hangs on",
+    summary="Tokens, heads and MLPs that a logit depends on",
     description="""\
 The gradient of a token's logit, or of the difference of two, with respect to the vector of
 each token of the prompt, times that vector, at the prompt or along a path from a baseline; and

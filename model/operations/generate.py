@@ -386,7 +386,7 @@ GENERATE = Operation(
     form="completions",
     tag="generation",
     reply_id="gen",
-    summary="Generate text",
+    summary="Sampled text, as one reply or a stream of events",
     description="""\
 Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
 hold what is new, then one with `usage` and `timings`, then `[DONE]`.

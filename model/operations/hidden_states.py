@@ -77,7 +77,7 @@ HIDDEN_STATES = Operation(
     plan=plan,
     form="outputs",
     reply_id="hidden_states",
-    summary="Hidden states",
+    summary="The residual stream at chosen layers and positions",
     description="The residual stream (layers, positions, d_model): 0 is after the embeddings, i "
     "after block i, before the final norm.\n\n"
     "`Accept: application/x-npy` gives one prompt's array, `application/vnd.safetensors` those of "

@@ -163,7 +163,7 @@ LENS = Operation(
     plan=plan,
     form="listing",
     reply_id="lens",
-    summary="What it would say after each layer",
+    summary="Predictions of the next token after each layer",
     description="""\
 The final norm and the head on the residual stream after each layer: the likeliest next
 tokens, probability and rank of named ones, the entropy, and the divergence of the model's own

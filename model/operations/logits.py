@@ -174,7 +174,7 @@ LOGITS = Operation(
     plan=plan,
     form="outputs",
     reply_id="logits",
-    summary="Logits",
+    summary="Logits at chosen positions",
     description="""\
 Logits of the chosen positions: row i predicts the token after position i.
 

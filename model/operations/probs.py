@@ -171,7 +171,7 @@ PROBS = Operation(
     plan=plan,
     form="record",
     reply_id="probs",
-    summary="Next-token probabilities",
+    summary="Probabilities of the next token",
     description="""\
 The likeliest next tokens after each prompt, or named ones, with probability, logprob and
 rank; and the entropy of the whole distribution.""",

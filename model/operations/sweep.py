@@ -238,7 +238,7 @@ SWEEP = Operation(
     plan=plan,
     form="series",
     reply_id="sweep",
-    summary="An intervention in one place after another",
+    summary="An intervention at each layer, head or position in turn",
     description="""\
 Carry an intervention out in one layer, head or position after another, and give a token's
 logit each time, or the difference of two: ablate each head in turn, patch each layer and

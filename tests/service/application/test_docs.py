@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 
-from logitd.model.operations.activations import ActivationsRequest
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import RequestBody
-from logitd.model.operations.sweep import SweepRequest
-from logitd.model.operations.tokenize import DetokenizeRequest
 from logitd.service.http.admin_schemas import ReloadRequest
 from logitd.service.openai.schemas import ChatRequest, CompletionRequest
 from tests.service.serving import Serving
@@ -19,22 +16,8 @@ BODIES: dict[str, type[RequestBody]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
 }
-QUEUED = (
-    "/generate",
-    "/logits",
-    "/probs",
-    "/score",
-    "/hidden_states",
-    "/attention",
-    "/activations",
-    "/sweep",
-    "/lens",
-    "/attributions",
-    "/v1/completions",
-    "/v1/chat/completions",
-)
-"""Bodies that become work of the engine."""
-UNQUEUED = ("/tokenize", "/detokenize")
+UNQUEUED = {one.path for one in OPERATIONS if one.form == "vocabulary"}
+"""Bodies that are no work of the engine."""
 GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
     "/tokenizer_info",
@@ -60,7 +43,7 @@ def references(value: Any) -> list[str]:
 
 
 def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any]) -> None:
-    assert set(document["paths"]) == {*QUEUED, *UNQUEUED, *GETS, "/admin/reload"}
+    assert set(document["paths"]) == {*BODIES, *GETS, "/admin/reload"}
     for path, methods in document["paths"].items():
         assert set(methods) == {"get" if path in GETS else "post"}
         for operation in methods.values():
@@ -86,13 +69,8 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     schema = document["components"]["schemas"][reference.rpartition("/")[2]]
     assert set(schema["properties"]) == set(model.model_fields)
     assert schema["additionalProperties"] is False
-    required = {
-        DetokenizeRequest: ["tokens"],
-        ChatRequest: ["messages"],
-        ActivationsRequest: ["prompt", "stages"],
-        SweepRequest: ["prompt", "vary", "over"],
-    }
-    assert schema.get("required", []) == required.get(model, ["prompt"])
+    required = [name for name, field in model.model_fields.items() if field.is_required()]
+    assert schema["required"] == required
     assert all(field["description"] for field in schema["properties"].values())
 
 
@@ -116,7 +94,7 @@ def test_every_documented_example_is_accepted(
 def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
     assert {"200", "400", "401", "404", "413", "415", "431", "500", "503"} <= set(responses)
-    assert ({"429", "504"} <= set(responses)) == (path in QUEUED)
+    assert ({"429", "504"} <= set(responses)) == (path not in UNQUEUED)
     for status, response in responses.items():
         if status != "200":
             assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")

@@ -47,7 +47,8 @@ def tree(source: str) -> str:
 def test_the_files_are_current() -> None:
     for name, source in sources().items():
         written = (FOLDER / name).read_text(encoding="utf-8")
-        assert tree(written) == tree(source), f"{name}: run `make client`"
+        of = tree if name.endswith(".py") else str
+        assert of(written) == of(source), f"{name}: run `make client`"
 
 
 def test_every_name_is_public() -> None:

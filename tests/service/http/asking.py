@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.operation import Operation
 from tests.service.serving import Serving
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
@@ -19,8 +20,17 @@ Array = npt.NDArray[Any]
 
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 ABLATE = {"stage": "blocks.*.attention.heads", "operation": "zero"}
+
+
+def smallest(operation: Operation) -> Mapping[str, Any]:
+    """The required fields of an operation, as in its first example but for the prompt."""
+    example = {**next(iter(operation.body.examples.values())), "prompt": PROMPT}
+    fields = operation.body.model_fields.items()
+    return {name: example[name] for name, field in fields if field.is_required()}
+
+
 SMALLEST: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"prompt": PROMPT} for name in BY_NAME},
+    **{name: smallest(operation) for name, operation in BY_NAME.items()},
     "generate": {"prompt": PROMPT, "max_tokens": 5},
     "activations": {"prompt": PROMPT, "stages": ["embedding"]},
     "sweep": {"prompt": PROMPT, "vary": ABLATE, "over": ["layers"]},

@@ -8,7 +8,6 @@ import pytest
 from pydantic import TypeAdapter
 
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
-from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import (
     Examples,
     ModelName,
@@ -30,13 +29,6 @@ QUEUED = [name for name, operation in BY_NAME.items() if operation.form != "voca
 WITH_PROMPTS = [
     name for name in BY_NAME if name not in ("sweep", "detokenize") and "prompt" in SMALLEST[name]
 ]
-
-
-def test_these_are_the_operations() -> None:
-    assert [operation.name for operation in OPERATIONS] == [
-        *("generate", "logits", "probs", "score", "hidden_states", "attention", "activations"),
-        *("sweep", "lens", "attributions", "tokenize", "detokenize"),
-    ]
 
 
 @pytest.mark.parametrize("name", BY_NAME)
