@@ -28,10 +28,8 @@ from logitd.service.generate_client import (
     sync_source,
 )
 
-ARGUMENTS = {"prompt", "tokens", "stream"}
-"""No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""
-ARGUMENTS_OF = {"logits": {"top_k"}, "activations": {"stages"}, "sweep": {"vary", "over"}}
-"""More arguments of some calls."""
+DECIDED = {"logits": {"top_k", "stream"}}
+"""Fields that the choice of a method decides; of other operations `stream` alone."""
 ASYNC_CLIENT = (FOLDER / "async_client.py").read_text(encoding="utf-8")
 
 
@@ -66,10 +64,9 @@ def test_every_name_is_public() -> None:
 def test_fields_are_those_of_the_operation(operation: Operation) -> None:
     name = f"{operation.name.title().replace('_', '')}Fields"
     known = set(getattr(client_fields, name).__annotations__)
-    arguments = (ARGUMENTS | ARGUMENTS_OF.get(operation.name, set())) - (
-        {"tokens"} if operation.name in ("lens", "probs") else set()
-    )
-    assert known == set(operation.body.model_fields) - arguments
+    required = set(operation.body.model_json_schema()["required"])
+    decided = DECIDED.get(operation.name, {"stream"})
+    assert known == set(operation.body.model_fields) - required - decided
 
 
 @pytest.mark.parametrize("model", [Source, Processing, PositionRange, Intervention])
