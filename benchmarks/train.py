@@ -41,7 +41,7 @@ import torch
 
 from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
 from logitd.model.data.sources.open_text import open_text
-from logitd.model.data.split import are_many, sides
+from logitd.model.data.split import sides, split_text
 from logitd.model.data.vocabulary import learn
 from logitd.model.training.configuration.autosize import SIZES, Size
 from logitd.model.training.configuration.config import TrainingConfig
@@ -170,11 +170,11 @@ def block_matrices(config: GPTConfig) -> int:
 def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:
     """Learn it from the training side alone, as a run does, and write it for all of them."""
     text = open_text(data)
-    fraction, many = preset("nanogpt").recipe.val_fraction, are_many(text.documents)
+    split = split_text(text.documents, preset("nanogpt").recipe.val_fraction)
     pieces = (
         piece
         for document in text.documents
-        for side, piece in sides(document, fraction, many=many)
+        for side, piece in sides(document, split)
         if side == "train"
     )
     learn(pieces, vocab_size).write_ranks(path)

@@ -6,23 +6,26 @@
   data/data.json            record of the text; the tokenizer without its ranks
 
 Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
-The text is streamed, twice if a vocabulary is learned: memory does not grow with it. Does not find
-or split documents (`model/data/sources/`) or choose windows (`model/data/batches.py`).
+The text is streamed, once to plan the split, once to learn a vocabulary, and once to tokenise it:
+memory grows by a few bytes for each document. Does not find documents (`model/data/sources/`),
+choose sides (`split.py`) or windows (`batches.py`).
 """
 
 import hashlib
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from logitd.model.data.published_vocabulary import published_vocabulary
-from logitd.model.data.reuse import reuse_shards
+from logitd.model.data.reuse import reuse_shards, shards_sha256
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, write_shard
 from logitd.model.data.sources.document import Text, TextError
-from logitd.model.data.split import Side, are_many, sides
+from logitd.model.data.split import Side, Split, sides, split_text
 from logitd.model.data.vocabulary import (
     check,
     encode,
@@ -48,6 +51,11 @@ class PreparedText:
     val: Shard
     record: Mapping[str, Any]  # every checkpoint has it
 
+    @property
+    def special_ids(self) -> bool:
+        """Whether the name of a special token in the text is its id, instead of plain text."""
+        return bool(self.record.get("special_tokens") == "ids")
+
 
 def prepare_text(
     text: Text,
@@ -56,16 +64,18 @@ def prepare_text(
     vocabulary: str | Tokenizer = "own",
     vocab_size: int = 0,
     val_fraction: float,
+    special_ids: bool = False,
 ) -> PreparedText:
     """Learn or read the vocabulary, tokenise every document, and write `folder`.
 
     vocabulary    "own" learns one of `vocab_size` from the text; else a name or a file for
                   `published_vocabulary`, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out
+    special_ids   whether the name of a special token becomes its id, instead of plain text
     """
     folder.mkdir(parents=True, exist_ok=True)
-    many = are_many(text.documents)
-    tokenizer = _tokenizer(text, vocabulary, vocab_size, val_fraction, many=many)
+    split = split_text(text.documents, val_fraction)
+    tokenizer = _tokenizer(text, vocabulary, vocab_size, split, special_ids=special_ids)
     identity = tokenizer_sha256(tokenizer)
     paths, vocab = (folder / "train.tokens", folder / "val.tokens"), tokenizer.vocab_size
     with (
@@ -74,9 +84,12 @@ def prepare_text(
     ):
         writers: dict[Side, ShardWriter] = {"train": train_writer, "val": val_writer}
         if text.shards:
-            sha256, documents = reuse_shards(text.shards, tokenizer, val_fraction, writers)
+            sha256, names = shards_sha256(text.shards, tokenizer), Counter[str]()
+            documents = reuse_shards(text.shards, tokenizer, val_fraction, writers)
         else:
-            sha256, documents = _tokenise(text, tokenizer, val_fraction, writers, many=many)
+            sha256, documents, names = _tokenise(
+                text, tokenizer, split, writers, special_ids=special_ids
+            )
     train, val = (open_shard(path, identity) for path in paths)
     record = {
         "name": text.name,
@@ -90,6 +103,8 @@ def prepare_text(
         "val_tokens": val.count,
         "built_in": text.built_in,
         "python": sys.version.split()[0],
+        "special_tokens": "ids" if special_ids else "text",
+        **({"special_names": dict(names)} if names else {}),
         **({"downloads": list(text.downloads)} if text.downloads else {}),
     }
     tokenizer.write_ranks(folder / RANKS)
@@ -98,8 +113,20 @@ def prepare_text(
     return PreparedText(tokenizer, train, val, record)
 
 
+def text_sha256(text: Text, tokenizer: Tokenizer) -> str:
+    """The sha256 of a text as its record has it."""
+    if text.shards:
+        return shards_sha256(text.shards, tokenizer)
+    digest = hashlib.sha256()
+    for document in text.documents:
+        for piece in document.pieces():
+            digest.update(piece.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
 def _tokenizer(
-    text: Text, vocabulary: str | Tokenizer, vocab_size: int, val_fraction: float, *, many: bool
+    text: Text, vocabulary: str | Tokenizer, vocab_size: int, split: Split, *, special_ids: bool
 ) -> Tokenizer:
     if isinstance(vocabulary, Tokenizer):
         require_end_of_text(vocabulary, "the checkpoint's tokenizer")
@@ -113,10 +140,11 @@ def _tokenizer(
             f"tokenizer that wrote it, for example --tokenizer {ranks}"
         )
     pieces = (
-        piece
+        part
         for document in text.documents
-        for side, piece in sides(document, val_fraction, many=many)
+        for side, piece in sides(document, split)
         if side == "train"
+        for part in (piece.split(END_OF_TEXT) if special_ids else [piece])
     )
     return learn(pieces, vocab_size)
 
@@ -124,31 +152,34 @@ def _tokenizer(
 def _tokenise(
     text: Text,
     tokenizer: Tokenizer,
-    val_fraction: float,
+    split: Split,
     writers: Mapping[Side, ShardWriter],
     *,
-    many: bool,
-) -> tuple[str, int]:
-    """Encode every document piece by piece onto its side. Returns the sha256 of the text and the
-    number of documents."""
+    special_ids: bool,
+) -> tuple[str, int, Counter[str]]:
+    """Encode every document piece by piece onto its side. Returns the sha256 of the text, the
+    number of documents, and how often it has the name of each special token."""
     assert tokenizer.end_of_text is not None
-    digest = hashlib.sha256()
+    longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
+    names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    digest, found = hashlib.sha256(), Counter[str]()
     count = unchecked = 0
     for document in text.documents:
         count += 1
         touched: set[Side] = set()
-        for side, piece in sides(document, val_fraction, many=many):
+        for side, piece in sides(document, split):
             raw = piece.encode()
             if unchecked < CHECKED_PIECES:
                 check(tokenizer, piece)
                 unchecked += 1
             digest.update(raw)
-            writers[side].append(encode(tokenizer, piece), len(raw))
+            found.update(names.findall(piece))
+            writers[side].append(encode(tokenizer, piece, special_ids=special_ids), len(raw))
             touched.add(side)
         digest.update(b"\0")
         for side in touched:
             writers[side].append([tokenizer.end_of_text], 0)
-    return digest.hexdigest(), count
+    return digest.hexdigest(), count, found
 
 
 def read_prepared(folder: Path) -> PreparedText:
@@ -181,10 +212,10 @@ def require_window(prepared: PreparedText, context_length: int) -> None:
     fits = min(shard.count for shard in shards.values()) - 1
     for side, shard in shards.items():
         if shard.count < context_length + 1:
-            smaller = f"a context_length of at most {fits}" if fits > 0 else "shorter documents"
+            smaller = f" or a context_length of at most {fits}" if fits > 0 else ""
             raise TextError(
                 f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes of "
                 f"{record['bytes']} in {record['documents']} documents), a window takes "
                 f"{context_length + 1} (context_length {context_length} and the token after it): "
-                f"give more text, another val_fraction or {smaller}"
+                f"give more text, another val_fraction{smaller}"
             )

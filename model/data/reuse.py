@@ -1,9 +1,9 @@
 """Reuse: train on shards that another run has tokenised, without tokenising again.
 
 A shard named val.tokens is validation text, the others are training text, as in the run that wrote
-them. Without one, documents (each ends with END_OF_TEXT) are held out as those of a text are: of
-many, whole ones by the sha256 of their ids; of few, the end of each. Every id is checked first.
-Does not read text (`model/data/prepare.py`).
+them. Without one, documents (each ends with END_OF_TEXT) are held out as those of a text are
+(`split.py`), by the sha256 and the number of their ids. Every id is checked first. Does not read
+text (`model/data/prepare.py`).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, outside
-from logitd.model.data.split import MANY, Side, lot_of, whole_side
+from logitd.model.data.split import Side, lot_of, plan_split
 from logitd.model.data.vocabulary import tokenizer_sha256
 from logitd.model.data.windows import byte_lengths
 from logitd.model.text.tokenizer import Tokenizer
@@ -32,37 +32,48 @@ def reuse_shards(
     tokenizer: Tokenizer,
     val_fraction: float,
     writers: Mapping[Side, ShardWriter],
-) -> tuple[str, int]:
-    """Copy the ids of shards. Returns the sha256 of the ids and the number of documents. Raises
-    ShardError for ids or files that cannot be trained on."""
+) -> int:
+    """Copy the ids of shards. Returns the number of documents. Raises ShardError for ids or files
+    that cannot be trained on."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
-    documents = [(shard, _document_ends(shard, tokenizer.vocab_size, end_of_text))
-                 for shard in shards]  # fmt: skip
-    count = sum(len(ends) - 1 for _, ends in documents)
-    split_is_made = any(path.name == VALIDATION for path in paths)
-    lengths, digest = byte_lengths(tokenizer), hashlib.sha256()
+    ends = [_document_ends(shard, tokenizer.vocab_size, end_of_text) for shard in shards]
+    count, lengths = sum(map(len, ends)) - len(ends), byte_lengths(tokenizer)
 
     def write(side: Side, ids: Ids) -> None:
         for part in _chunks(ids):
             writers[side].append(part, int(lengths[part].sum()))
-            digest.update(part.astype("<u4").tobytes())
 
-    for shard, ends in documents:
-        if split_is_made:
+    if any(path.name == VALIDATION for path in paths):
+        for shard in shards:
             write("val" if shard.path.name == VALIDATION else "train", shard.tokens)
-            continue
-        for start, end in pairwise(ends):
-            ids = shard.tokens[start:end]
-            if count >= MANY:
-                write(whole_side(_lot(ids), val_fraction), ids)
-                continue
-            cut = int(len(ids) * (1 - val_fraction))
-            write("train", ids[:cut])
+        return count
+
+    def documents() -> Iterator[tuple[int, Ids]]:
+        """The lot and the ids of each document."""
+        for shard, borders in zip(shards, ends, strict=True):
+            for start, end in pairwise(borders):
+                ids = shard.tokens[start:end]
+                yield lot_of(part.astype("<u4").tobytes() for part in _chunks(ids)), ids
+
+    split = plan_split(((lot, len(ids)) for lot, ids in documents()), val_fraction)
+    for lot, ids in documents():
+        cut = split.trained(lot, len(ids))
+        write("train", ids[:cut])
+        if 0 < cut < len(ids):
             writers["train"].append([end_of_text], 0)
-            write("val", ids[cut:])
-    return digest.hexdigest(), count
+        write("val", ids[cut:])
+    return count
+
+
+def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
+    """The sha256 of the ids of shards. Raises ShardError."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for part in _chunks(open_shard(path, tokenizer_sha256(tokenizer)).tokens):
+            digest.update(part.astype("<u4").tobytes())
+    return digest.hexdigest()
 
 
 def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]:
@@ -81,8 +92,3 @@ def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]
 
 def _chunks(ids: Ids) -> Iterator[Ids]:
     return (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
-
-
-def _lot(ids: Ids) -> int:
-    """The number that decides the side of a document, from its ids."""
-    return lot_of(part.astype("<u4").tobytes() for part in _chunks(ids))

@@ -51,10 +51,10 @@ def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
         )
 
 
-def encode(tokenizer: Tokenizer, piece: str) -> list[int]:
+def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> list[int]:
     """The ids of a piece of text. Raises TextError for what the vocabulary lacks."""
     try:
-        return tokenizer.encode(piece)
+        return tokenizer.encode(piece, special_ids=special_ids)
     except TokenizerError as error:
         raise TextError(f"the text cannot be encoded: {error}") from error
 

@@ -15,10 +15,11 @@ from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared,
 from logitd.model.data.shards import Shard
 from logitd.model.data.sources.document import Text, TextError, text_document
 from logitd.model.data.sources.open_text import open_text
-from logitd.model.data.split import sides
+from logitd.model.text.chat_template import ChatTemplate
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.training.configuration.presets import preset
 from tests.model.conftest import story
+from tests.model.factories import CHAT_TEMPLATE, chat_tokenizer
 
 RECIPE = preset("tiny").recipe
 
@@ -46,9 +47,8 @@ def test_many_documents_are_on_one_side_each_and_separated(tmp_path: Path) -> No
     train = decoded(prepared.train, prepared.tokenizer)
     val = decoded(prepared.val, prepared.tokenizer)
     assert sorted([*train, *val]) == sorted(texts)
-    expected = [t for t in texts if next(sides(text_document("x", t), 0.1, many=True))[0] == "val"]
-    assert val == expected
-    assert 0 < len(val) < 30
+    assert val == [text for text in texts if text in val]
+    assert 8 <= len(val) <= 12
     record = prepared.record
     assert record["documents"] == 100
     assert record["bytes"] == sum(len(text) for text in texts)
@@ -61,6 +61,41 @@ def test_the_end_of_text_in_a_text_ends_no_document(tmp_path: Path) -> None:
     end = prepared.tokenizer.end_of_text
     for shard in (prepared.train, prepared.val):
         assert shard.tokens.tolist().count(end) == 1
+
+
+CONVERSATION = [
+    {"role": "user", "content": "red?"},
+    {"role": "assistant", "content": "blue.\n" * 40},
+]
+
+
+def test_training_on_a_conversation_has_the_ids_that_serving_sends(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    served = [
+        token_id
+        for part in ChatTemplate(CHAT_TEMPLATE).render(CONVERSATION, tokenizer)
+        for token_id in ([part] if isinstance(part, int) else tokenizer.encode(part))
+    ]
+    text = text_of(tokenizer.decode(served))
+    prepared = prepare(text, tmp_path, vocabulary=tokenizer, special_ids=True)
+    assert [*prepared.train.tokens[:-1], *prepared.val.tokens[:-1]] == served
+    assert prepared.record["special_names"] == {"<|im_start|>": 3, "<|im_end|>": 2}
+    assert (prepared.special_ids, read_prepared(tmp_path).special_ids) == (True, True)
+    plain = prepare(text, tmp_path / "plain", vocabulary=tokenizer)
+    assert [*plain.train.tokens, *plain.val.tokens].count(257) == 0
+    assert (plain.special_ids, plain.record["special_names"]) == (
+        False,
+        prepared.record["special_names"],
+    )
+
+
+@pytest.mark.parametrize("special_ids", [False, True])
+def test_a_vocabulary_is_learned_from_what_is_text(tmp_path: Path, special_ids: bool) -> None:
+    text = text_of("red blue<|endoftext|>\n" * 500)
+    prepared = prepare(text, tmp_path, special_ids=special_ids)
+    assert (b"endoftext" in prepared.tokenizer.tokens) is not special_ids
+    end = prepared.tokenizer.end_of_text
+    assert prepared.train.tokens.tolist().count(end) == (451 if special_ids else 0) + 1
 
 
 def test_copies_of_a_document_do_not_leak_into_validation(tmp_path: Path) -> None:
@@ -100,7 +135,7 @@ def test_the_same_text_gives_the_same_shards(tmp_path: Path) -> None:
         ([story(60)], r"the validation text has \d+ tokens .*: give more text, another "
          r"val_fraction or a context_length of at most \d+$"),
         ([f"Sentence {n}." for n in range(40)], "the validation text has .* in 40 documents"),
-        (["the same"] * 400, "text has 0 tokens .* val_fraction or shorter documents"),
+        (["a"], "the training text has 0 tokens .* another val_fraction$"),
     ],
 )  # fmt: skip
 def test_too_little_text_is_refused_with_its_numbers(

@@ -1,57 +1,120 @@
-"""Which documents are held out, and which part of one: never the same text on both sides."""
+"""Which documents are held out, and which part of one: in bytes, never the same text twice."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.data.sources.document import PIECE, Document, text_document
-from logitd.model.data.split import MANY, are_many, lot, sides
+from logitd.model.data.split import Side, lot, plan_split, sides, split_text
 
 
-def held_out(documents: list[Document], fraction: float = 0.1) -> set[str]:
-    return {
-        document.name
-        for document in documents
-        if [side for side, _ in sides(document, fraction, many=True)] == ["val"]
+def parts_of(documents: Sequence[Document], fraction: float) -> list[list[tuple[Side, str]]]:
+    """The pieces of each document."""
+    split = split_text(documents, fraction)
+    return [list(sides(document, split)) for document in documents]
+
+
+def held_out(documents: Sequence[Document], fraction: float = 0.1) -> set[str]:
+    """The names of the documents that are held out whole."""
+    every = zip(documents, parts_of(documents, fraction), strict=True)
+    return {document.name for document, parts in every if {side for side, _ in parts} == {"val"}}
+
+
+def share_of(documents: Sequence[Document], fraction: float) -> float:
+    """The share of the bytes that is held out."""
+    pieces = [piece for parts in parts_of(documents, fraction) for piece in parts]
+    size = {
+        name: sum(len(p.encode()) for side, p in pieces if side == name)
+        for name in ("train", "val")
     }
+    return size["val"] / sum(size.values())
+
+
+def words(number: int, size: int) -> str:
+    """A text of about `size` bytes without a line break."""
+    return f"{number} " + "red blue cat dog sun sea " * (size // 25)
+
+
+@pytest.mark.parametrize(
+    ("texts", "least", "most"),
+    [
+        pytest.param([words(n, 900) for n in range(20)], 0.1, 0.1, id="20 documents"),
+        pytest.param([words(n, 900) for n in range(19)], 0.1, 0.106, id="19 documents"),
+        pytest.param([words(n, 900) for n in range(5)], 0.095, 0.1, id="few documents"),
+        pytest.param([words(n, 90_000) for n in range(8)], 0.095, 0.1, id="long documents"),
+        pytest.param([words(n, 900) for n in range(8)], 0.125, 0.125, id="short documents"),
+        pytest.param([words(n, 900) for n in range(15)], 0.06, 0.07, id="15 documents"),
+        pytest.param(
+            [words(0, 90_000), *(words(n, 200) for n in range(1, 30))], 0.095, 0.105,
+            id="one of 94 %",
+        ),
+        pytest.param([words(n % 8, 90) for n in range(3000)], 0.12, 0.13, id="8 texts repeated"),
+        pytest.param([words(n % 2, 900) for n in range(3000)], 0.09, 0.11, id="2 texts repeated"),
+        pytest.param([words(0, 20_000) + "\n"], 0.09, 0.1, id="a line"),
+        pytest.param([words(n, 20_000) + "\n" for n in range(15)], 0.06, 0.07, id="lines"),
+        pytest.param(["x" * 5000], 0.1, 0.1, id="no white space"),
+    ],
+)  # fmt: skip
+def test_the_share_is_measured_in_bytes(texts: list[str], least: float, most: float) -> None:
+    documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
+    assert least <= round(share_of(documents, 0.1), 3) <= most
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), min_size=1),
+    st.floats(0.001, 0.5),
+)
+def test_the_share_is_near_what_was_asked(
+    documents: list[tuple[int, int]], fraction: float
+) -> None:
+    """Whatever the sizes are and however often texts are repeated."""
+    documents = [(lot, 1 + (size * (lot + 1)) % 997) for lot, size in documents]
+    documents = [(lot, dict(documents)[lot]) for lot, _ in documents]  # a lot has one size
+    split = plan_split(documents, fraction)
+    total = sum(size for _, size in documents)
+    out = sum(size - split.trained(lot, size) for lot, size in documents)
+    assert 0 < out <= 2 * fraction * total + len(documents)
 
 
 @given(st.text(max_size=300), st.floats(0.01, 0.5))
 def test_the_end_of_a_single_document_is_held_out(text: str, fraction: float) -> None:
     text = text.encode(errors="replace").decode()
-    parts = list(sides(text_document("a", text), fraction, many=False))
+    (parts,) = parts_of([text_document("a", text)], fraction)
     assert "".join(piece for _, piece in parts) == text
     order = [side for side, _ in parts]
     assert order == sorted(order), "train comes before val"
 
 
 def test_a_document_is_cut_behind_a_lines_end() -> None:
-    parts = list(sides(text_document("a", "one\ntwo\nthree\nfour\n"), 0.4, many=False))
+    (parts,) = parts_of([text_document("a", "one\ntwo\nthree\nfour\n")], 0.4)
     assert parts == [("train", "one\ntwo\nthree\n"), ("val", "four\n")]
 
 
 def test_a_document_of_unknown_size_is_cut_at_the_same_place() -> None:
     known = text_document("a", "some words\n" * 30_000)
-    unknown = Document("a", known.pieces)
-    assert list(sides(known, 0.3, many=False)) == list(sides(unknown, 0.3, many=False))
+    assert parts_of([known], 0.3) == parts_of([Document("a", known.pieces)], 0.3)
 
 
-def test_of_many_documents_some_are_held_out_whole_and_adding_others_moves_none() -> None:
-    documents = [text_document(f"file{index}", f"text {index}") for index in range(1000)]
+def test_adding_documents_moves_few_others() -> None:
+    documents = [text_document(f"file{index}", f"text {index:04}") for index in range(1000)]
     every = held_out(documents)
-    assert 60 < len(every) < 140
-    assert held_out(documents[:300]) == {d.name for d in documents[:300]} & every
+    assert len(every) == 100
+    before, now = held_out(documents[:500]), {d.name for d in documents[:500]} & every
+    assert len(before ^ now) < 15
 
 
-@given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=MANY), st.floats(0.05, 0.5))
+@given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=20), st.floats(0.05, 0.5))
 def test_no_text_is_on_both_sides_whatever_its_names_are(texts: list[str], fraction: float) -> None:
     """Short texts of four characters repeat: under other names, and by chance."""
     names_of: dict[str, set[str]] = {"train": set(), "val": set()}
-    for number, text in enumerate(texts):
-        for side, piece in sides(text_document(f"{number}", text), fraction, many=True):
-            names_of[side].add(piece)
+    documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
+    for parts, text in zip(parts_of(documents, fraction), texts, strict=True):
+        for side, piece in parts:
+            if piece == text:
+                names_of[side].add(piece)
     assert not names_of["train"] & names_of["val"]
 
 
@@ -68,14 +131,8 @@ def test_pythons_own_text_is_drawn_by_names() -> None:
     documents = [
         text_document(f"module{index}.py", "same", drawn_by_name=True) for index in range(200)
     ]
-    names = held_out(documents)
-    expected = {
-        document.name
-        for document in documents
-        if int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8]) < 0.1 * 2**64
-    }
-    assert names == expected
-    assert 5 < len(names) < 40
+    lots = {d.name: hashlib.sha256(d.name.encode()).digest() for d in documents}
+    assert held_out(documents) == set(sorted(lots, key=lambda name: lots[name])[:20])
 
 
 def test_what_is_held_out_first_is_what_is_held_out() -> None:
@@ -83,13 +140,3 @@ def test_what_is_held_out_first_is_what_is_held_out() -> None:
     expected = held_out(documents)
     first = sorted(documents, key=lot)[: len(expected)]
     assert {document.name for document in first} == expected
-
-
-def test_only_so_many_documents_are_counted_as_needed() -> None:
-    def documents(count: int) -> Iterator[Document]:
-        yield from (text_document(f"{number}", "x") for number in range(count))
-
-    every = documents(2 * MANY)
-    assert are_many(every)
-    assert next(every).name == f"{MANY}", "the others were not looked at"
-    assert not are_many(documents(MANY - 1))

@@ -15,7 +15,7 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.python_text import python_text
-from logitd.model.data.split import sides
+from logitd.model.data.split import sides, split_text
 from logitd.model.evaluation import held_out as module
 from logitd.model.evaluation.held_out import MIN_TOKENS, WINDOW_TOKENS, held_out_windows
 from logitd.model.training.trainer import train
@@ -141,8 +141,9 @@ def test_a_checkpoint_of_unknown_text_has_none(checkpoint: CheckpointInfo) -> No
 def documents(val_fraction: float) -> list[bytes]:
     """What the trainer holds out of each document of Python's own text."""
     text = python_text(Path(sysconfig.get_path("stdlib")))
+    split = split_text(text.documents, val_fraction)
     sorted_out = [
-        [p.encode() for side, p in sides(document, val_fraction, many=True) if side == "val"]
+        [p.encode() for side, p in sides(document, split) if side == "val"]
         for document in text.documents
     ]
     return [b"".join(pieces) for pieces in sorted_out]
