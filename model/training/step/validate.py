@@ -22,6 +22,9 @@ from logitd.model.data.windows import UNCOUNTED, Windows
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.transformer.gpt import GPT
 
+MOST_NATS = 709.0
+"""Nats per token up to which the perplexity is a finite float64."""
+
 
 @dataclass(frozen=True)
 class ValidationLoss:
@@ -37,12 +40,13 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """Number of equally likely tokens that are as hard to guess."""
-        return math.exp(self.loss)
+        """Number of equally likely tokens that are as hard to guess; inf above MOST_NATS."""
+        return math.inf if self.loss >= MOST_NATS else math.exp(self.loss)
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float:
-    return nats / math.log(2) / text_bytes
+    """inf for tokens without text, such as the end of a document alone."""
+    return nats / math.log(2) / text_bytes if text_bytes else math.inf
 
 
 def validate(
