@@ -122,8 +122,19 @@ ROOMS: dict[str, set[str]] = {
         "model.text",
     },
     "model.benchmark": {"model.inference", "model.machine", "model.transformer"},
+    # Data: what finds documents, which imports of models use too, is below what prepares them.
+    "model.data.errors": set(),
+    "model.data.shards": {"model.data.errors", "model.files"},
+    "model.data.sources": {
+        "model.data.errors",
+        "model.data.shards",
+        "model.extras",
+        "model.files",
+    },
     "model.convert": {
         "model.checkpoint",
+        "model.data.errors",
+        "model.data.sources",
         "model.dtypes",
         "model.extras",
         "model.files",
@@ -133,6 +144,9 @@ ROOMS: dict[str, set[str]] = {
     "model.data": {
         "model.convert.foreign",
         "model.convert.hf.tokenizer",
+        "model.data.errors",
+        "model.data.shards",
+        "model.data.sources",
         "model.extras",
         "model.files",
         "model.text",
@@ -179,6 +193,7 @@ ROOMS: dict[str, set[str]] = {
     "service.settings": {
         "model.checkpoint.run_folder",
         "model.convert.by_role.computation",
+        "model.data.sources.read_options",
         "model.dtypes",
         "model.inference.engine.config",
         "model.inference.options",

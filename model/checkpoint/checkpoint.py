@@ -117,6 +117,13 @@ class CheckpointInfo:
     def weights_sha256(self) -> str:
         return self.files[WEIGHTS]
 
+    @property
+    def special_ids(self) -> bool:
+        """Whether the name of a special token in a text becomes its id: as in training, and if that
+        is unknown, as a chat template has it."""
+        usual = "text" if self.chat_template is None else "ids"
+        return bool(self.training.data.get("special_tokens", usual) == "ids")
+
 
 def save_checkpoint(
     path: Path,

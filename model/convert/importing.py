@@ -43,9 +43,11 @@ from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS, read_object
 from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.nanogpt import read_nanogpt
-from logitd.model.convert.source_file import source_text
 from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.document import beginning
+from logitd.model.data.sources.files import documents_of_all, named_files
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import written_to
 from logitd.model.text.tokenizer import TokenizerError
@@ -246,9 +248,10 @@ def _is_own(folder: Path) -> bool:
 def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:
     """A text as ids of the source. Raises ConvertError."""
     try:
-        text = source_text(path)[:CHECKED_CHARACTERS]
+        documents = documents_of_all(named_files(str(path)), None)
+        text = beginning(documents, CHECKED_CHARACTERS).replace("\r\n", "\n")
         ids = vocabulary.tokenizer.encode(text)
-    except (ConvertError, TokenizerError) as error:
+    except (DataError, TokenizerError) as error:
         raise ConvertError(f"--check {path}: {error}") from error
     order = vocabulary.order
     return CheckText(path.name, ids if order is None else [order[token_id] for token_id in ids])

@@ -19,7 +19,11 @@ def published_vocabulary(name: str) -> Tokenizer:
             tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
         else:
             tokenizer = published_tokenizer(name)
-    except (ConvertError, TokenizerError) as error:
+    except TokenizerError as error:
         raise DataError(str(error)) from error
+    except ConvertError as error:  # which may name flags of `logitd import`
+        raise DataError(
+            f"the tokenizer {name} cannot be used here, as `logitd import` says: {error}"
+        ) from error
     require_end_of_text(tokenizer, f"the tokenizer {name}")
     return tokenizer

@@ -21,7 +21,6 @@ from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import lot
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import Windows, validation_windows
-from logitd.model.text.tokenizer import Tokenizer
 
 WINDOW_TOKENS = 2048
 """Tokens in all windows together."""
@@ -78,7 +77,7 @@ def _text(
     tokenizer, data = checkpoint.tokenizer, checkpoint.training.data
     require_vocabulary(checkpoint)
     if path is not None:
-        return str(path), _tokenised(_documents(path, at_most), tokenizer, at_most)
+        return str(path), _tokenised(_documents(path, at_most), checkpoint, at_most)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if is_run(folder):
         shard = open_shard(folder / DATA / "val.tokens", tokenizer_sha256(tokenizer))
@@ -90,12 +89,12 @@ def _text(
     known = data.get("val_bytes")
     limit = min(at_most or known, known) if isinstance(known, int) else READ_BYTES
     documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
-    return "the validation part of Python's own text", _tokenised(documents, tokenizer, limit)
+    return "the validation part of Python's own text", _tokenised(documents, checkpoint, limit)
 
 
 def _documents(path: Path, at_most: int | None) -> list[Document]:
     """The first documents at a path, of `at_most` bytes or a little more."""
-    documents = documents_of_all(each_once(named_files(str(path))), "text")
+    documents = documents_of_all(each_once(named_files(str(path))), None)
     chosen, size = [], 0
     for document in documents:
         chosen.append(document)
@@ -107,13 +106,15 @@ def _documents(path: Path, at_most: int | None) -> list[Document]:
     return chosen
 
 
-def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int | None) -> Shard:
+def _tokenised(
+    documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int | None
+) -> Shard:
     """A shard in memory of the first `limit` bytes, or of all."""
-    ids: list[int] = []
+    tokenizer, ids = checkpoint.tokenizer, list[int]()
     size = 0
     try:
         for piece, ends in _pieces(documents, limit):
-            ids += encode(tokenizer, piece)
+            ids += encode(tokenizer, piece, special_ids=checkpoint.special_ids)
             size += len(piece.encode())
             if ends and tokenizer.end_of_text is not None:
                 ids.append(tokenizer.end_of_text)

@@ -24,6 +24,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.data.shards import Shard, open_shard, write_shard
 from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
 from logitd.model.device import Placement, use_threads
@@ -65,6 +66,7 @@ def text_loss(
     path: Path,
     data: Sequence[str] = (),
     *,
+    reading: ReadOptions = AS_USUAL,
     stride: int | None = None,
     batch_size: int = 8,
     device: str = "auto",
@@ -96,7 +98,7 @@ def text_loss(
     checkpoint, before = loaded.checkpoint, torch.get_num_threads()
     use_threads(placement.threads)
     try:
-        with _text(checkpoint, data) as (name, shard):
+        with _text(checkpoint, data, reading) as (name, shard):
             windows = _windows(checkpoint, name, shard, stride, batch_size)
             began = time.monotonic()
             if decodes:
@@ -142,13 +144,15 @@ def _windows(
 
 
 @contextmanager
-def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str, Shard]]:
+def _text(
+    checkpoint: CheckpointInfo, data: Sequence[str], reading: ReadOptions
+) -> Iterator[tuple[str, Shard]]:
     """The text's name and its tokens, on disk for as long as they are needed."""
     require_vocabulary(checkpoint)
     if not data:
         yield held_out_text(checkpoint)
         return
-    text, tokenizer = open_text(data), checkpoint.tokenizer
+    text, tokenizer = open_text(data, reading), checkpoint.tokenizer
     if text.shards:
         raise TextError(
             f"{text.name} are token ids that a run wrote; name the text that they were made of, or "
@@ -161,7 +165,8 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
         with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=identity) as writer:
             for document in text.documents:
                 for piece in document.pieces():
-                    writer.append(encode(tokenizer, piece), len(piece.encode()))
+                    ids = encode(tokenizer, piece, special_ids=checkpoint.special_ids)
+                    writer.append(ids, len(piece.encode()))
                 if tokenizer.end_of_text is not None:
                     writer.append([tokenizer.end_of_text], 0)
         yield text.name, open_shard(path, identity)

@@ -133,7 +133,12 @@ def survey(documents: Iterable[Document]) -> Survey:
 
 
 def units_of(
-    reader: DataReader, tokenizer: Tokenizer, windows: Windows, begin: tuple[int, int] = (0, 0)
+    reader: DataReader,
+    tokenizer: Tokenizer,
+    windows: Windows,
+    begin: tuple[int, int] = (0, 0),
+    *,
+    special_ids: bool = False,
 ) -> Iterator[Unit]:
     """The units of documents from the place (document, position) on where an earlier unit ended.
     Documents before it are read and not encoded. Raises TextError for what the vocabulary lacks."""
@@ -142,7 +147,7 @@ def units_of(
             for _ in pieces:
                 pass
             continue
-        encoded = (encode(tokenizer, piece) for piece in pieces)
+        encoded = (encode(tokenizer, piece, special_ids=special_ids) for piece in pieces)
         for unit in document_units(number, name, encoded, windows):
             if unit.place >= begin:
                 yield unit

@@ -15,6 +15,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.progress import Report, unreported
+from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import tokenizer_sha256
 from logitd.model.extraction.compute import Computer, Group, open_computer
 from logitd.model.extraction.errors import ExtractionError, require_package
@@ -106,8 +107,7 @@ def extract(
     *,
     options: ComputeOptions = DEFAULTS,
     cluster: Cluster | None = None,
-    text_field: str = "text",
-    max_download_mb: int = 1000,
+    reading: ReadOptions = AS_USUAL,
     log: Callable[[str], None] = lambda line: None,
     report: Report = unreported,
     tell: Tell = lambda event: None,
@@ -124,7 +124,7 @@ def extract(
     windows = choose_windows(
         checkpoint.config.context_length, asked.stride, predicts=quantity.predicts
     )
-    text = _open_data(data, text_field, max_download_mb, report)
+    text = _open_data(data, reading, report)
     folder = ExtractionFolder(out)
     finished = False
     try:
@@ -161,7 +161,9 @@ def extract(
             reader = DataReader(text.documents)
             meter = _Meter(folder, surveyed, reader, tell)
             begin = folder.shards[-1].end if folder.shards else (0, 0)
-            units = units_of(reader, checkpoint.tokenizer, windows, begin)
+            units = units_of(
+                reader, checkpoint.tokenizer, windows, begin, special_ids=checkpoint.special_ids
+            )
             groups = meter.planned(shards_of(units, shard_tokens))
             for group, content in computer.shards(groups, meter.computed):
                 rows = sum(unit.counted for unit in group)
@@ -196,10 +198,10 @@ def _choose_quantity(checkpoint: CheckpointInfo, asked: ExtractionRequest) -> Qu
     return choose_logprobs(asked.top_k, checkpoint.config)
 
 
-def _open_data(data: Sequence[str], text_field: str, max_download_mb: int, report: Report) -> Text:
+def _open_data(data: Sequence[str], reading: ReadOptions, report: Report) -> Text:
     if not data:
         raise ExtractionError("no data is named: give --data files, folders or addresses")
-    text = open_text(data, text_field=text_field, max_download_mb=max_download_mb, report=report)
+    text = open_text(data, reading, report=report)
     if text.shards:
         raise ExtractionError(
             f"{text.name} are token ids that a run wrote: name the text that they were made of"

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode
 
+from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.service.settings.common import (
     AsJson,
     CommandSettings,
@@ -44,8 +45,8 @@ class ExtractSettings(CommandSettings):
     checkpoint: CliPositionalArg[Path] = Field(description="directory")
     data: tuple[str, ...] = Field(
         min_length=1,
-        description="text to go over: files, folders, globs, addresses, JSON lines, Parquet "
-        "or builtin:python",
+        description="text to go over: files, folders and globs (text, JSON, CSV, Parquet, "
+        "gzip), addresses, or builtin:python",
     )
     out: Path = Field(
         description="folder to write; one that was begun with the same flags is gone on with"
@@ -76,8 +77,9 @@ class ExtractSettings(CommandSettings):
         "fill 256 MiB); "
         "what a kill costs at most",
     )
-    text_field: str = Field("text", description="of JSON lines and Parquet, the field that is text")
-    max_download_mb: int = Field(1000, ge=1, description="largest file that is downloaded")
+    text_field: TextField = "text"
+    split_at: SplitAt = None
+    max_download_mb: MaxDownload = 1000
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0

@@ -6,6 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.model.inference.options import KVCacheDType, Quantization
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.presets import SaveDType, TrainingDType
@@ -46,9 +47,12 @@ class EvalSettings(CommandSettings):
     checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
     data: tuple[str, ...] = Field(
         (),
-        description="text to measure on, all of it: files, folders and globs; without any, what "
-        "the checkpoint's own training held out, where that can be found",
+        description="text to measure on, all of it: files, folders and globs, addresses; without "
+        "any, what the checkpoint's own training held out, if that can be found",
     )
+    text_field: TextField = "text"
+    split_at: SplitAt = None
+    max_download_mb: MaxDownload = 1000
     stride: int | None = Field(
         None,
         ge=1,

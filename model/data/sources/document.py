@@ -14,6 +14,9 @@ from logitd.model.data.shards import text_bytes_of
 PIECE = 100_000
 """Most characters in a piece. Tokenizers overflow their stack on runs of a million spaces."""
 
+LONGEST_PART = 2**26
+"""Characters of a part of a file that is divided into documents; it is held in memory whole."""
+
 
 class TextError(DataError):
     """A text that cannot be trained on; the message names the file or the numbers."""
@@ -43,6 +46,28 @@ class Documents:
     def __iter__(self) -> Iterator[Document]:
         for source in self._sources:
             yield from source()
+
+
+def split_documents(documents: Iterable[Document], separator: str) -> Iterator[Document]:
+    """The texts between separators, without the line breaks around these, as documents."""
+    for document in documents:
+        texts = (text.strip("\r\n") for text in _between(document, separator))
+        for number, text in enumerate(filter(None, texts), start=1):
+            name = f"{document.name}, part {number}"
+            yield text_document(name, text, drawn_by_name=document.drawn_by_name)
+
+
+def _between(document: Document, separator: str) -> Iterator[str]:
+    rest = ""
+    for piece in document.pieces():
+        *whole, rest = (rest + piece).split(separator)
+        yield from whole
+        if len(rest) > LONGEST_PART:
+            raise TextError(
+                f"{document.name} has more than {LONGEST_PART:,} characters without "
+                f"{separator!r} (--split-at) between them"
+            )
+    yield rest
 
 
 @dataclass(frozen=True)
@@ -85,6 +110,18 @@ def pieces_of(text: str) -> Iterator[str]:
         at = end
     if at < len(text):
         yield text[at:]
+
+
+def beginning(documents: Iterable[Document], characters: int) -> str:
+    """The first characters of documents, with a line break between two."""
+    text = ""
+    for document in documents:
+        text += "\n" * bool(text)
+        for piece in document.pieces():
+            text += piece
+            if len(text) >= characters:
+                return text[:characters]
+    return text
 
 
 def _size(piece: str) -> int:

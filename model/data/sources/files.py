@@ -1,11 +1,13 @@
 """Files: the documents in files of every kind that can be trained on.
 
-  NAME.jsonl     JSON lines, one document per line (`records.py`)
-  NAME.parquet   one document per row (`records.py`)
-  other names    UTF-8 text, one document per file
+  objects, one a line       JSON lines, one document per line (`records.py`)
+  NAME.json, .csv, .tsv     one document per item or row
+  NAME.parquet              one document per row
+  others                    UTF-8 text, one document per file
 
-All but Parquet may be compressed with gzip, which is recognised by a file's first bytes, not by its
-name. A file that is not text is rejected, by name. Does not fetch URLs (`download.py`).
+All but Parquet may be compressed with gzip, which is recognised by a file's first bytes, as JSON
+lines are by the first two lines. A file that is not text is rejected, by name. Does not fetch URLs
+(`download.py`).
 """
 
 import glob
@@ -14,16 +16,31 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from logitd.model.data.sources.document import PIECE, Document, TextError
-from logitd.model.data.sources.records import json_documents, parquet_documents
+from logitd.model.data.sources.records import (
+    LONGEST_LINE,
+    csv_documents,
+    is_json_object,
+    json_lines,
+    json_value,
+    parquet_documents,
+)
 
 GZIP = b"\x1f\x8b"
 """First bytes of gzip, and of no UTF-8."""
-PARQUET = ".parquet"
-JSON_LINES = (".jsonl", ".jsonl.gz")
+Kind = Literal["text", "json lines", "json", "csv", "parquet"]
+BY_NAME: dict[str, Kind] = {
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".jsonl": "json lines",
+    ".ndjson": "json lines",
+}
+RECORDS = {"json lines": json_lines, "json": json_value, "csv": csv_documents}
 ONLY_TEXT = "convert it, or name only text, for example 'FOLDER/**/*.txt'"
 
 
@@ -48,24 +65,42 @@ def each_once(files: Iterable[Path]) -> list[Path]:
     return list({file.resolve(): file for file in files}.values())
 
 
-def documents_of(path: Path, name: str, text_field: str) -> Iterator[Document]:
-    """The documents in a file, which messages call `name`; none in an empty one."""
-    ending = path.name.lower()
-    if ending.endswith(PARQUET):
-        yield from parquet_documents(path, name, text_field)
-    elif ending.endswith(JSON_LINES):
-        with _reading(name), open_utf8(path) as file:
-            yield from json_documents(file, name, text_field)
-    else:
-        with _reading(name):
-            size, packed = path.stat().st_size, _is_packed(path)
-        if size:
-            yield Document(name, partial(_read, path, name)) if packed else plain_file(path, name)
+def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Document]:
+    """The documents in a file, which messages call `name`; none in an empty one.
+
+    text_field  field of records with the text; "" reads every file as plain text, None is "text"
+                for callers without a flag (`records.py`)
+    """
+    with _reading(name):
+        kind = "text" if text_field == "" else kind_of(path)
+        if kind == "parquet":
+            yield from parquet_documents(path, name, text_field)
+        elif kind != "text":
+            with open_utf8(path) as file:
+                yield from RECORDS[kind](file, name, text_field)
+        elif size := path.stat().st_size:
+            yield Document(name, partial(_read, path, name), None if _is_packed(path) else size)
+
+
+def kind_of(path: Path) -> Kind:
+    """The kind of a file, by its content if that shows it, else by its name."""
+    name = Path(path.name.lower().removesuffix(".gz"))
+    if known := BY_NAME.get(name.suffix):
+        return known
+    with open_utf8(path) as file:
+        if file.read(PIECE).lstrip("\ufeff\r\n\t ").startswith("{"):
+            file.seek(0)
+            lines = iter(partial(file.readline, LONGEST_LINE), "")
+            first = islice((line for line in lines if not line.isspace()), 2)
+            if all(map(is_json_object, first)):
+                return "json lines"
+    return "json" if name.suffix == ".json" else "text"
 
 
 def holds_records(path: Path) -> bool:
     """Whether the text of a file is in a field of its records."""
-    return path.name.lower().endswith((PARQUET, *JSON_LINES))
+    with _reading(path.as_posix()):
+        return kind_of(path) != "text"
 
 
 def plain_file(path: Path, name: str, *, drawn_by_name: bool = False) -> Document:
@@ -74,7 +109,7 @@ def plain_file(path: Path, name: str, *, drawn_by_name: bool = False) -> Documen
     return Document(name, partial(_read, path, name), size, drawn_by_name=drawn_by_name)
 
 
-def documents_of_all(files: Sequence[Path], text_field: str) -> Iterator[Document]:
+def documents_of_all(files: Sequence[Path], text_field: str | None) -> Iterator[Document]:
     for file in files:
         yield from documents_of(file, file.as_posix(), text_field)
 

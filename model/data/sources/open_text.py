@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from logitd.model.data.sources.document import Documents, Text, TextError
+from logitd.model.data.sources.document import Documents, Text, TextError, split_documents
 from logitd.model.data.sources.download import download, is_address
 from logitd.model.data.sources.files import (
     documents_of,
@@ -25,6 +25,7 @@ from logitd.model.data.sources.files import (
 )
 from logitd.model.data.sources.progress import Report, unreported
 from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 
 PYTHON = "builtin:python"
 SHARD = ".tokens"
@@ -32,45 +33,50 @@ SHARD = ".tokens"
 
 def open_text(
     data: Sequence[str] = (),
+    options: ReadOptions = AS_USUAL,
     *,
-    text_field: str = "text",
-    max_download_mb: int = 1000,
     licence: str = "not stated",
     report: Report = unreported,
 ) -> Text:
     """Open the text that `data` names. Addresses are fetched now, files are read later.
 
-    text_field  field of JSON lines and Parquet that contains the text
-    licence     licence of all but the built-in text, for the checkpoint's card
+    licence  licence of all but the built-in text, for the checkpoint's card
     """
+    text_field, split_at = options.text_field, options.split_at
     words = list(dict.fromkeys(data)) or [PYTHON]
     name = ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
     built_in = [python_text(Path(sysconfig.get_path("stdlib")))] if PYTHON in words else []
-    if built_in and len(words) == 1:
+    as_it_is = (text_field or "text", split_at) == ("text", None)
+    if built_in and len(words) == 1 and as_it_is:
         return built_in[0]
     addresses = [word for word in words if is_address(word)]
     others = [word for word in words if word != PYTHON and not is_address(word)]
     files = each_once(file for word in others for file in _files(word))
     if any(file.suffix == SHARD for file in files):
         texts = [*(str(file) for file in files if file.suffix != SHARD), *addresses]
+        if not as_it_is:
+            raise TextError(
+                f"--text-field and --split-at go with text, and {name} is already tokenised"
+            )
         if built_in or texts:
             raise TextError(
                 f"{name}: shards (*{SHARD}) and text ({[*texts, PYTHON][0]}) cannot be trained on "
                 "together; tokenise all of the text in one run, or name shards alone"
             )
         return Text(name=name, licence=licence, documents=(), shards=files)
-    downloads = [download(url, max_mb=max_download_mb, report=report) for url in addresses]
+    downloads = [download(url, max_mb=options.max_download_mb, report=report) for url in addresses]
     paths = [*files, *(file.path for file in downloads)]
-    if text_field != "text" and not any(map(holds_records, paths)):
+    if text_field not in ("text", "") and not any(map(holds_records, paths)):
         raise TextError(
-            f"--text-field {text_field} goes with JSON lines (*.jsonl) and Parquet (*.parquet); "
-            f"{name} has neither"
+            f"--text-field {text_field} goes with JSON, CSV and Parquet; {name} has only plain text"
         )
     documents = Documents(
         *(partial(iter, text.documents) for text in built_in),
         *(partial(documents_of, file.path, file.url, text_field) for file in downloads),
         partial(documents_of_all, files, text_field),
     )
+    if split_at:
+        documents = Documents(partial(split_documents, documents, split_at))
     if next(iter(documents), None) is None:
         raise TextError(f"{name}: {len(paths)} files, and all are empty")
     return Text(

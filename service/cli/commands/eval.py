@@ -1,11 +1,13 @@
 """`logitd eval`: the loss of a checkpoint on a text."""
 
 import json
+import math
 import sys
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.data.errors import DataError
+from logitd.model.data.sources.read_options import ReadOptions
 from logitd.model.device import DeviceError
 from logitd.model.evaluation.text_loss import TextLoss, text_loss
 from logitd.model.inference.kernels.select import KernelError
@@ -19,6 +21,7 @@ def run(settings: EvalSettings) -> int:
     result = text_loss(
         settings.checkpoint,
         settings.data,
+        reading=ReadOptions.of(settings),
         stride=settings.stride,
         batch_size=settings.batch_size,
         device=settings.device,
@@ -37,9 +40,9 @@ def run(settings: EvalSettings) -> int:
 
 
 def facts(result: TextLoss) -> dict[str, Any]:
-    """What --json prints."""
+    """What --json prints; a number that is not finite is null."""
     checkpoint, loss = result.checkpoint, result.evaluation
-    return {
+    values = {
         "checkpoint": str(checkpoint.path),
         "name": checkpoint.name,
         "step": checkpoint.training.step,
@@ -59,6 +62,10 @@ def facts(result: TextLoss) -> dict[str, Any]:
         "threads": result.threads,
         "seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
+    }
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.data.sources.read_options import ReadOptions
 from logitd.model.device import DeviceError
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.on_ray import Cluster
@@ -128,8 +129,7 @@ def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
             ),
             options=ComputeOptions.of(settings),
             cluster=Cluster(settings.ray, settings.ray_workers) if settings.ray else None,
-            text_field=settings.text_field,
-            max_download_mb=settings.max_download_mb,
+            reading=ReadOptions.of(settings),
             log=progress.say,
             report=progress,
             tell=progress,

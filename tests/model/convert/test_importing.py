@@ -1,9 +1,13 @@
 """What every import does with a model that a reader gives: rows, padding, names."""
 
+import gzip
+from pathlib import Path
+
+import pytest
 import torch
 
 from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
-from logitd.model.convert.importing import _fitted
+from logitd.model.convert.importing import _check_text, _fitted
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 
 
@@ -23,3 +27,20 @@ def test_a_heads_bias_moves_with_its_rows_and_is_padded() -> None:
     ids = torch.tensor([[3, 200, 256]])
     theirs = gpt(torch.tensor([[order[token_id] for token_id in ids[0]]])).logits
     assert torch.equal(moved(ids).logits, theirs[..., order])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", b"one\r\ntwo"),
+        ("a.txt", b'{"text": "one"}\n{"text": "two"}\n'),
+        ("a.csv.gz", gzip.compress(b"text\none\ntwo\n")),
+    ],
+)
+def test_a_text_to_check_with_is_read_as_training_reads_it(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    vocabulary = ForeignTokenizer(tokenizer=byte_tokenizer())
+    found = _check_text(tmp_path / name, vocabulary)
+    assert (found.name, bytes(found.token_ids)) == (name, b"one\ntwo")

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitd.model.data import sources
 from logitd.model.data.prepare import prepare_text
-from logitd.model.data.sources.document import Document, Text, text_document
+from logitd.model.data.sources.document import (
+    Document,
+    Text,
+    TextError,
+    split_documents,
+    text_document,
+)
 from logitd.model.data.sources.open_text import open_text
 
 
@@ -32,6 +39,21 @@ def test_what_has_no_size_is_read_up_to_the_limit_and_no_further() -> None:
 
     assert Text("long", "none", [Document("long", pieces)]).count_bytes(1000) == 1100
     assert read == 11
+
+
+@given(st.lists(st.text("ab<|>\n", max_size=9)), st.integers(1, 9))
+def test_documents_are_split_wherever_pieces_end(parts: list[str], length: int) -> None:
+    text = "<|>".join(parts)
+    pieces = [text[at : at + length] for at in range(0, len(text), length)]
+    found = split_documents([Document("a", lambda: iter(pieces))], "<|>")
+    expected = [part.strip("\n") for part in text.split("<|>")]
+    assert ["".join(d.pieces()) for d in found] == [part for part in expected if part]
+
+
+def test_a_part_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.document, "LONGEST_PART", 10)
+    with pytest.raises(TextError, match=r"a has more than 10 characters .*'--' \(--split-at\)"):
+        list(split_documents([text_document("a", "0123--0123456789a")], "--"))
 
 
 @pytest.mark.parametrize("packed", [False, True])

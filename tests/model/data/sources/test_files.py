@@ -111,6 +111,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_holds_no_document(tmp_path: Path) -> None:
-    for name in ("empty.txt", "empty.jsonl"):
+    for name in ("empty.txt", "empty.jsonl", "empty.json", "empty.csv"):
         (tmp_path / name).write_bytes(b"")
         assert list(documents_of(tmp_path / name, name, "text")) == []

@@ -10,10 +10,11 @@ import pytest
 from logitd.model.data.sources.document import Text, TextError
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.sources.read_options import ReadOptions
 
 
-def open_words(*words: str | Path, **given: Any) -> Text:
-    return open_text(tuple(map(str, words)), **given)
+def open_words(*words: str | Path, licence: str = "not stated", **options: Any) -> Text:
+    return open_text(tuple(map(str, words)), ReadOptions(**options), licence=licence)
 
 
 def names(text: Text) -> list[str]:
@@ -80,8 +81,20 @@ def test_texts_without_a_word_are_refused(tmp_path: Path) -> None:
 
 def test_a_field_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(TextError, match=r"--text-field body goes with JSON lines .* has neither"):
+    with pytest.raises(TextError, match=r"--text-field body .* only plain text"):
         open_words(tmp_path / "a.txt", text_field="body")
+
+
+def test_options_are_not_ignored_for_other_than_files(tmp_path: Path) -> None:
+    divided = open_words("builtin:python", split_at="\ndef ")
+    assert len(names(divided)) > 5 * len(names(open_words()))
+    assert not divided.built_in
+    with pytest.raises(TextError, match="--text-field body"):
+        open_words("builtin:python", text_field="body")
+    (tmp_path / "train.tokens").write_bytes(b"x")
+    for options in ({"split_at": "x"}, {"text_field": "body"}):
+        with pytest.raises(TextError, match=r"--text-field and --split-at .* already tokenised"):
+            open_words(tmp_path, **options)
 
 
 def test_other_addresses_are_refused() -> None:

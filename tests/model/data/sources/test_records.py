@@ -1,4 +1,4 @@
-"""JSON lines and Parquet: a document in each record, and the place of what is none."""
+"""JSON, CSV and Parquet: a document in each record, and the place of what is none."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.files import documents_of
 
 
-def texts(path: Path, field: str = "text") -> list[str]:
+def texts(path: Path, field: str | None = "text") -> list[str]:
     return ["".join(document.pieces()) for document in documents_of(path, path.name, field)]
 
 
@@ -41,6 +41,85 @@ def test_each_line_is_a_document(
     path = folder / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(raw) if packed else raw)
     assert texts(path) == [text for text in written if text]
+
+
+LINES = '{"id": 1, "text": "one, two"}\n\n{"id": 2, "text": "a \\"b\\"\\nc"}\n'
+ITEMS = json.dumps([json.loads(line) for line in LINES.split("\n\n")], indent=1)
+ROWS = '\ufeffid,text\n1,"one, two"\n\n2,"a ""b""\nc"\n'
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES),
+        ("a.ndjson", LINES),
+        ("a.json", LINES),
+        ("a.txt", LINES),
+        ("a", LINES),
+        ("a.json", ITEMS),
+        ("a.json", '["one, two", "a \\"b\\"\\nc"]'),
+        ("a.csv", ROWS),
+        ("a.csv", ROWS.replace(",", ";").replace("one;", "one,")),
+        ("a.tsv", ROWS.replace(",", "\t").replace("one\t", "one,")),
+    ],
+)
+def test_records_are_read_in_every_format(
+    tmp_path: Path, name: str, content: str, packed: bool
+) -> None:
+    path = tmp_path / (name + ".gz" * packed)
+    raw = content.encode()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    assert texts(path) == ["one, two", 'a "b"\nc']
+    assert texts(path, None) == ["one, two", 'a "b"\nc'], "of a command without --text-field"
+    assert texts(path, "") == [content], "as it is, on request"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"a": 1}\nand prose', "{\n  brace: 1\n}\n", "{}x", "[1]\n[2]\n", '"a"\n"b"\n', "1\n2\n"],
+)
+def test_text_that_begins_like_records_is_text(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(content)
+    assert texts(path) == [content]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", '{"body": "x"}\n{"body": "y"}\n', r"a\.txt, line 1 .*'text'.*'body'.*--text-f"),
+        ("package.json", '{"name": "x",\n"version": "1"}', r"package\.json .*'text'.*'name'.*''"),
+        ("a.json", "[1]", r"a\.json, item 1 is a number"),
+        ("a.json", '[{"text": "x"}, {"text": 3}]', "item 2: the field 'text' is a number"),
+        ("a.json", "[\n1,]", r"a\.json is not JSON: .* line 2, column 3"),
+        ("a.csv", "id,body\n1,x\n", r"a\.csv has no column 'text'.*'id', 'body'.*--text-field"),
+        ("a.csv", "id,text\n1,x\n2\n", r"a\.csv, line 3 has 1 columns; the header has 2"),
+        ("a.tsv", 'id\ttext\n1\t"x\n', r"a\.tsv, line 2 is not CSV"),
+    ],
+)  # fmt: skip
+def test_a_file_without_the_field_is_refused_by_name(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TextError, match=message):
+        texts(tmp_path / name)
+    with pytest.raises(TextError) as caught:
+        texts(tmp_path / name, None)
+    assert "--text-field" not in str(caught.value), "a flag that the command lacks"
+
+
+def test_a_long_field_of_csv_is_read(tmp_path: Path) -> None:
+    """The limit of Python's csv is 131,072 characters."""
+    path = write(tmp_path / "a.csv", "text", "x" * 140_000)
+    assert texts(path) == ["x" * 140_000]
+
+
+def test_one_json_value_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    (tmp_path / "a.json").write_text("[\n" + " " * 100 + "]")
+    with pytest.raises(TextError, match=r"a\.json .*100 characters.*JSON lines"):
+        texts(tmp_path / "a.json")
 
 
 def test_documents_are_named_by_their_lines_and_know_their_size(tmp_path: Path) -> None:

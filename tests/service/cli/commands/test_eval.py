@@ -1,13 +1,16 @@
 """`logitd eval` on the terminal and as JSON, and beside the numbers that are served."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.service.cli.main import run
+from tests.model.factories import save_tiny_checkpoint, tiny_gpt
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,49 @@ def test_a_person_reads_the_same(
         "(float32, cpu, threads: 1)",
     ):
         assert part in printed
+
+
+@pytest.mark.parametrize(
+    ("scale", "content", "infinite"),
+    [
+        (1e5, "a text of some words", {"perplexity"}),
+        (1.0, "a", {"bits_per_byte"}),  # the end of the document is predicted, which has no bytes
+    ],
+)
+def test_a_number_above_all_floats_is_inf_and_null(
+    scale: float,
+    content: str,
+    infinite: set[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpt = tiny_gpt()
+    with torch.no_grad():
+        gpt.get_parameter("final_norm.weight").mul_(scale)
+    path = save_tiny_checkpoint(tmp_path / "tiny", gpt=gpt).path
+    Path("t.txt").write_text(content)
+    flags = ["--data", "t.txt", "--dtype", "float32", "--threads", "1"]
+    assert run(["eval", str(path), *flags]) == 0
+    assert re.search(r"\binf\b", capsys.readouterr().out)
+    assert run(["eval", str(path), *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["loss"] > 709) == (scale > 1)
+    assert {name for name, value in found.items() if value is None} == infinite
+
+
+@pytest.mark.parametrize("command", ["eval", "extract"])
+def test_a_text_is_read_with_the_flags_of_training(
+    command: str, checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.csv").write_text("id,body\n1,one--two\n")
+    arguments = [command, str(checkpoint_path), "--data", "a.csv", "--threads", "1", "--json"]
+    if command == "extract":
+        arguments += ["--out", "out", "--stages", "embedding"]
+    assert run(arguments) == 1
+    assert re.search(r"no column 'text'.*'body'.*--text-field", capsys.readouterr().err)
+    assert run([*arguments, "--text-field", "body", "--split-at", "--"]) == 0
+    ends = {"eval": 1, "extract": 0}[command]  # predicted are all tokens but the first
+    assert json.loads(capsys.readouterr().out)["tokens"] == len("onetwo") + ends
 
 
 @pytest.mark.parametrize(
