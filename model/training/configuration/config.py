@@ -9,10 +9,11 @@ with what it returns. Does not import torch and opens no file.
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.model.optional_fields import with_optional_fields
 from logitd.model.training.configuration.presets import Compile, Recipe, Shard
 from logitd.model.transformer.config import TARGETS, GPTConfig, Target
@@ -20,6 +21,7 @@ from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 _NOT_SET_BY_HAND = ("vocab_size", "padded_vocab_size", "norm_eps")
 """The vocabulary's size is the recipe's, and eps goes with the kind of norm."""
 SHAPE_FIELDS = tuple(f.name for f in fields(GPTConfig) if f.name not in _NOT_SET_BY_HAND)
+SpecialTokens = Literal["auto", "ids", "text"]
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
@@ -31,16 +33,18 @@ class _RunFields(BaseModel):
     preset: str = Field("tiny", description="model shape and recipe to start from, by name")
     data: tuple[str, ...] = Field(
         (),
-        description="text to train on: files, folders and globs (text, JSON lines, Parquet, gzip), "
+        description="text to train on: files, folders and globs (text, JSON, CSV, Parquet, gzip), "
         "http and https addresses, shards of another run (*.tokens), or builtin:python (the "
         "reference text and sources of this Python; what is read without any)",
     )
-    text_field: str = Field(
-        "text", min_length=1, description="field of JSON lines and Parquet that contains the text"
+    text_field: TextField = "text"
+    split_at: SplitAt = None
+    special_tokens: SpecialTokens = Field(
+        "auto",
+        description="what the name of a special token in the text becomes: its id, or plain text; "
+        "auto is ids with a chat template, whose names become ids too",
     )
-    max_download_mb: int = Field(
-        1000, ge=1, description="size limit of a downloaded file, in millions of bytes"
-    )
+    max_download_mb: MaxDownload = 1000
     data_licence: str | None = Field(
         None, description="licence of the text, for the checkpoint's card"
     )

@@ -52,7 +52,7 @@ class SampleWriter:
         gpt, tokenizer = self._gpt, self._run.text.tokenizer
         ranks = self._run.share.ranks if is_sharded(gpt) else ALONE
         draw = torch.Generator().manual_seed(seed)
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt, special_ids=self._run.text.special_ids)
         start, device, training = len(ids), gpt.token_embedding.weight.device, gpt.training
         gpt.eval()
         try:

@@ -7,15 +7,25 @@ Reads and writes files; `model/training/configuration/resolve.py` decides what i
 build the model and takes no steps.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
+from logitd.model.data.errors import DataError
+from logitd.model.data.prepare import (
+    PreparedText,
+    prepare_text,
+    read_prepared,
+    require_window,
+    text_sha256,
+)
+from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.read_options import ReadOptions
 from logitd.model.files import CONFIG_BYTES, read_text
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
-from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.text.tokenizer import TokenizerError
 from logitd.model.training.configuration.autosize import MANY, autosize, chooses, dropout_of
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError, run_name
 from logitd.model.training.configuration.resolve import (
@@ -66,13 +76,11 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
     share = Share.of(training, ranks)
 
     # 2) Open the text. If the minutes choose the model, its length counts too.
-    text = open_text(
-        config.data,
-        text_field=config.text_field,
-        max_download_mb=config.max_download_mb,
-        licence=config.data_licence or "not stated",
-        report=report,
-    )
+    text = _open_text(config, report)
+    if text.shards and config.special_tokens != "auto":
+        raise TrainingError(
+            f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenised"
+        )
     if by_minutes:
         config, notice = autosize(config, measure_machine(config), text.count_bytes)
         report(Noticed(notice))
@@ -90,11 +98,15 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
                 vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
                 vocab_size=recipe.vocab_size,
                 val_fraction=recipe.val_fraction,
+                special_ids=config.special_tokens == "ids"
+                or (config.special_tokens == "auto" and chat_template is not None),
             )
         training = training.with_vocabulary(prepared.tokenizer.vocab_size)
         require_window(prepared, training.model.context_length)
-        _check_prompts(config.prompts, prepared.tokenizer)
+        _check_prompts(config.prompts, prepared)
         report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
+        _warn_of_share(recipe.val_fraction, prepared, report)
+        _tell_of_special_tokens(prepared, report)
         _warn_of_repetition(training, prepared, report)
 
         # 4) Write down what was decided.
@@ -117,6 +129,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
 
     1. Lock the directory. Read run.json, and change in it what was set again (here).
     2. Open the base again if its weights are needed, the chat template and the tokenised text.
+       Refuse a --data that has changed.
     3. Rewind the directory to the step of the saved state, as later steps will be taken again:
        remove later metrics, samples and checkpoints, and what a kill left half done.
     4. Write run.json with the changes.
@@ -137,8 +150,11 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
         chat_template = _chat_template(training)
         share = Share.of(training, ranks)
         text = read_prepared(directory.data)
-        _check_prompts(training.config.prompts, text.tokenizer)
+        if config.data:
+            _refuse_changed_text(training.config, text, report)
+        _check_prompts(training.config.prompts, text)
         report(Prepared(text.record, text.tokenizer.vocab_size))
+        _tell_of_special_tokens(text, report)
         with directory.preparing():
             directory.rewind(_saved_step(directory))
             directory.write_training(training)
@@ -163,6 +179,56 @@ def _join(config: TrainingConfig, ranks: Ranks) -> Run:
     )
 
 
+def _open_text(config: TrainingConfig, report: EventHandler) -> Text:
+    return open_text(
+        config.data,
+        ReadOptions.of(config),
+        licence=config.data_licence or "not stated",
+        report=report,
+    )
+
+
+def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: EventHandler) -> None:
+    """Raise TrainingError if the named text is not the one that the run has tokenised."""
+    go_on = "leave --data out to go on with the text that the run has tokenised"
+    try:
+        now, before = text_sha256(_open_text(config, report), text.tokenizer), text.record["sha256"]
+    except DataError as error:
+        raise TrainingError(f"--data: {error}; {go_on}") from error
+    if now != before:
+        raise TrainingError(
+            f"--data: {text.record['name']} has changed since the run tokenised it (sha256 "
+            f"{before[:12]}, now {now[:12]}): {go_on}, or train on the new text with --from and "
+            "another --out"
+        )
+
+
+def _warn_of_share(asked: float, text: PreparedText, report: EventHandler) -> None:
+    share = text.record["val_bytes"] / max(1, text.record["bytes"])
+    if abs(share - asked) > asked / 4:
+        report(
+            Noticed(
+                f"{share:.1%} of the text is held out, and val_fraction is {asked:.1%}: documents "
+                "that are not larger are held out whole, and shards keep their sides"
+            )
+        )
+
+
+def _tell_of_special_tokens(text: PreparedText, report: EventHandler) -> None:
+    """Say what became of the names of special tokens in the text, if there are any."""
+    if not (names := text.record.get("special_names")):
+        return
+    first = shlex.quote(next(iter(names)))
+    became = "is encoded as the tokens"
+    if not text.special_ids:
+        became = (
+            f"is plain text. --split-at {first} makes documents of the text between two of them, "
+            "--special-tokens ids encodes them as the tokens, as a chat template does"
+        )
+    listed = ", ".join(f"{name} {count:,} times" for name, count in list(names.items())[:4])
+    report(Noticed(f"the text has the names of special tokens ({listed}), and that {became}"))
+
+
 def _warn_of_repetition(
     training: ResolvedTraining, text: PreparedText, report: EventHandler
 ) -> None:
@@ -182,11 +248,11 @@ def _warn_of_repetition(
         )
 
 
-def _check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
+def _check_prompts(prompts: Sequence[str], text: PreparedText) -> None:
     """Raise TrainingError for a prompt that the vocabulary cannot encode."""
     for prompt in prompts:
         try:
-            tokenizer.encode(prompt)
+            text.tokenizer.encode(prompt, special_ids=text.special_ids)
         except TokenizerError as error:
             raise TrainingError(f"the prompt {prompt[:40]!r} cannot be encoded: {error}") from error
 

@@ -2,19 +2,24 @@
 full. Each ends with a sentence, and leaves nothing behind."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.events import Event, Prepared
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.data.prepare import read_prepared
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.events import Event, Noticed, Prepared
 from logitd.model.training.run.directory import LOCK
 from logitd.model.training.run.summary import summarise
 from logitd.model.training.trainer import train
-from tests.model.conftest import Configure
+from tests.model.conftest import Configure, story
 from tests.model.full_disk import files_of_at_most
 
 
@@ -81,6 +86,96 @@ def test_a_run_in_training_is_read_by_those_who_do_not_write(
 
     train(configure(resume=True, steps=3), Reads())
     assert seen == [2, 1]
+
+
+def notices(config: TrainingConfig) -> str:
+    """Train, and return what was noticed."""
+    events: list[Event] = []
+    train(config, events.append)
+    return "\n".join(event.message for event in events if isinstance(event, Noticed))
+
+
+def test_a_text_that_has_changed_is_refused_when_it_is_named_again(
+    configure: Configure, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text(story(300))
+    config = configure(data=(str(path),), steps=2)
+    train(config)
+    again = TrainingConfig(out=config.out, data=config.data, resume=True, steps=3)
+    assert train(again).step == 3
+    path.write_text(story(301))
+    with pytest.raises(TrainingError, match=r"--data: .*t\.txt has changed .*sha256 [0-9a-f]{12}"):
+        train(again)
+    path.unlink()
+    with pytest.raises(TrainingError, match=r"--data: .*t\.txt is not a file.*leave --data out"):
+        train(again)
+    assert train(TrainingConfig(out=config.out, resume=True, steps=4)).step == 4
+
+
+def test_shards_that_have_changed_are_refused_when_they_are_named_again(
+    configure: Configure, straight: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(straight / "data", data)
+    given = {"data": (str(data),), "tokenizer": str(data / "tokenizer.tiktoken")}
+    config = configure(**given, vocab_size=None, steps=1)
+    train(config)
+    again = TrainingConfig(out=config.out, data=config.data, resume=True, steps=2)
+    assert train(again).step == 2
+    raw = bytearray((data / "train.tokens").read_bytes())
+    raw[-2:] = raw[-4:-2]
+    (data / "train.tokens").write_bytes(raw)
+    with pytest.raises(TrainingError, match=r"--data: .* has changed"):
+        train(again)
+    with pytest.raises(TrainingError, match=r"special_tokens is 'ids', but .* already tokenised"):
+        train(configure(**given, vocab_size=None, out=tmp_path / "b", special_tokens="ids"))
+
+
+@pytest.mark.parametrize(
+    ("given", "special_ids"),
+    [
+        ({}, False),
+        ({"special_tokens": "ids"}, True),
+        ({"chat_template": "{{ eos_token }}"}, True),
+        ({"chat_template": "{{ eos_token }}", "special_tokens": "text"}, False),
+    ],
+)
+def test_names_of_special_tokens_in_a_text_are_told(
+    configure: Configure, tmp_path: Path, given: dict[str, Any], special_ids: bool
+) -> None:
+    """With a chat template, which sends their ids, they are the tokens."""
+    path = tmp_path / "t.txt"
+    path.write_text(story(300).replace("\n", "\n<|endoftext|>\n"))
+    if source := given.get("chat_template"):
+        (tmp_path / "chat.jinja").write_text(source)
+        given = {**given, "chat_template": tmp_path / "chat.jinja"}
+    config = configure(data=(str(path),), steps=1, prompts=("the cat<|endoftext|>",), **given)
+    told = notices(config)
+    assert re.search(r"<\|endoftext\|> 299 times", told)
+    assert ("--split-at '<|endoftext|>'" in told) is not special_ids
+    assert ("--special-tokens ids" in told) is not special_ids
+    assert config.out is not None
+    text = read_prepared(config.out / "data")
+    end = text.tokenizer.end_of_text
+    assert (text.train.tokens.tolist().count(end) > 200) is special_ids
+    info = read_checkpoint(config.out / "latest")
+    assert info.special_ids is special_ids, "so it is evaluated alike"
+    divided = configure(data=(str(path),), steps=1, split_at="<|endoftext|>", out=tmp_path / "b")
+    assert "<|endoftext|>" not in notices(divided)
+    assert read_prepared(tmp_path / "b" / "data").record["documents"] == 300
+
+
+def test_a_share_far_from_what_was_asked_is_told(configure: Configure, tmp_path: Path) -> None:
+    for number in range(15):
+        (tmp_path / f"{number}.txt").write_text(f"{number} " + "the cat saw a dog. " * 40 + "\n")
+    config = configure(data=(str(tmp_path / "*.txt"),), steps=1)
+    assert re.search(r"6\.[67]% of the text is held out.*val_fraction is 10\.0%", notices(config))
+    (tmp_path / "0.txt").unlink()
+    for number in range(15, 20):
+        (tmp_path / f"{number}.txt").write_text(f"{number} " + "the cat saw a dog. " * 40 + "\n")
+    config = configure(data=(str(tmp_path / "*.txt"),), steps=1, out=tmp_path / "b")
+    assert "held out" not in notices(config)
 
 
 @pytest.mark.parametrize("out", ["/proc/run", "/sys/run", "/dev/null/run"])
