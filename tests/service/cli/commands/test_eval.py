@@ -10,7 +10,14 @@ import torch
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.service.cli.main import run
-from tests.model.factories import save_tiny_checkpoint, tiny_gpt
+from tests.model.factories import (
+    CHAT_TEMPLATE,
+    chat_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +112,39 @@ def test_a_number_above_all_floats_is_inf_and_null(
 
 
 @pytest.mark.parametrize("command", ["eval", "extract"])
+@pytest.mark.parametrize(
+    ("template", "record", "ids"),
+    [
+        (None, {}, False),
+        (CHAT_TEMPLATE, {}, True),
+        (CHAT_TEMPLATE, {"special_tokens": "text"}, False),
+        (None, {"special_tokens": "ids"}, True),
+    ],
+)
+def test_names_of_special_tokens_become_what_they_became_in_training(
+    command: str,
+    template: str | None,
+    record: dict[str, str],
+    ids: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = save_tiny_checkpoint(
+        tmp_path / "tiny",
+        gpt=tiny_gpt(tiny_config(vocab_size=259)),
+        tokenizer=chat_tokenizer(),
+        chat_template=template,
+        training=training_record(data=record),
+    ).path
+    Path("t.txt").write_text("<|im_start|>user<|im_end|>")
+    arguments = [command, str(path), "--data", "t.txt", "--threads", "1", "--json"]
+    if command == "extract":
+        arguments += ["--out", "out", "--stages", "embedding"]
+    assert run(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == (6 if ids else 26)
+
+
+@pytest.mark.parametrize("command", ["eval", "extract"])
 def test_a_text_is_read_with_the_flags_of_training(
     command: str, checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +155,7 @@ def test_a_text_is_read_with_the_flags_of_training(
     assert run(arguments) == 1
     assert re.search(r"no column 'text'.*'body'.*--text-field", capsys.readouterr().err)
     assert run([*arguments, "--text-field", "body", "--split-at", "--"]) == 0
-    ends = {"eval": 1, "extract": 0}[command]  # predicted are all tokens but the first
+    ends = {"eval": 1, "extract": 0}[command]  # of two documents; the first token is not predicted
     assert json.loads(capsys.readouterr().out)["tokens"] == len("onetwo") + ends
 
 
