@@ -131,6 +131,7 @@ class Completion:
     token_ids      all of them, a stop token included
     finish_reason  "stop" or "length"; None in a stream until the last part
     stop_reason    the stop string, or the id of the stop token, that ended it
+    seed           of its prompt: the same request with this seed gives the same tokens
     logprobs       (tokens,), in nats; None unless `SamplingParams.logprobs` asks for them
     top_logprobs   of each token, the k likeliest in its place
     """
@@ -141,6 +142,7 @@ class Completion:
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    seed: int | None = None
     logprobs: npt.NDArray[np.float64] | None = None
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
@@ -514,6 +516,7 @@ def _completion(piece: Piece, n: int) -> Completion:
         token_ids=tuple(piece.token_ids),
         finish_reason=piece.finish_reason,
         stop_reason=piece.stop_reason,
+        seed=piece.seed,
         logprobs=np.array(logprobs) if piece.tokens else None,
         top_logprobs=tuple(token.top for token in piece.tokens),
     )

@@ -17,6 +17,7 @@ from logitd.model.inference.engine.events import (
     PromptToken,
     TokenEvent,
 )
+from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.operations.operation import Completions
 from logitd.model.operations.tokens import first_likeliest, scored_json
 from logitd.model.text.growing_text import GrowingText
@@ -27,6 +28,7 @@ from logitd.model.text.tokenizer import Tokenizer
 class Piece:
     """What is new of a choice.
 
+    seed           of its prompt
     tokens         with logprobs, if those were asked for
     finish_reason  "stop" or "length" in the last piece
     stop_reason    the stop string, or the id of the stop token, that ended the text
@@ -34,6 +36,7 @@ class Piece:
 
     index: int
     prompt_index: int
+    seed: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     tokens: list[PromptToken | TokenEvent] = field(default_factory=list)
@@ -47,6 +50,7 @@ class Piece:
             "prompt_index": self.prompt_index,
             "text": self.text,
             "token_ids": self.token_ids,
+            "seed": self.seed,
         }
         if self.tokens:
             choice["tokens"] = [scored_json(tokenizer, token) for token in self.tokens]
@@ -59,7 +63,8 @@ class Completion:
     """One choice on its way from tokens to text.
 
     A stop token is among `token_ids` and not in the text. A stop text is not in the text; the token
-    that completes it is the last of `token_ids`. With `echo` all three begin with the prompt.
+    that completes it is the last of `token_ids`. Bytes of a character that `max_tokens` cuts are in
+    no text. With `echo` all three begin with the prompt.
     """
 
     def __init__(
@@ -68,14 +73,19 @@ class Completion:
         *,
         index: int,
         prompt_index: int,
+        params: SamplingParams,
         stop: Sequence[str],
-        stop_token_ids: frozenset[int],
         echo: Sequence[int] = (),
     ) -> None:
         self.generated = 0
         self.finished = False
-        self._growing = GrowingText(tokenizer, stop_token_ids=stop_token_ids, stop=stop)
-        self._new = Piece(index, prompt_index, tokenizer.decode(echo), list(echo))
+        self._growing = GrowingText(
+            tokenizer,
+            stop_token_ids=params.stop_token_ids,
+            stop=stop,
+            min_tokens=params.min_tokens,
+        )
+        self._new = Piece(index, prompt_index, params.seed, tokenizer.decode(echo), list(echo))
 
     def push(self, event: TokenEvent) -> bool:
         """Take in a token. True if it completed a stop text: the sequence need not go on."""
@@ -97,17 +107,17 @@ class Completion:
         """The engine ended the sequence, with an answer."""
         if self.finished:
             return
-        self._new.text += self._growing.finish()
+        cut = event.reason is not FinishReason.STOP
+        self._new.text += self._growing.finish(cut=cut)
         if not self._stopped():
-            reason = "stop" if event.reason is FinishReason.STOP else "length"
-            self._end(reason, event.stop_token_id)
+            self._end("length" if cut else "stop", event.stop_token_id)
 
     def take(self) -> Piece | None:
         """What is new since the last call; None if nothing is."""
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):
             return None
-        self._new = Piece(new.index, new.prompt_index, stop_reason=new.stop_reason)
+        self._new = Piece(new.index, new.prompt_index, new.seed, stop_reason=new.stop_reason)
         return new
 
     def _stopped(self) -> bool:
@@ -135,8 +145,8 @@ class GrowingReply:
                 tokenizer,
                 index=prompt_index * plan.n + index,
                 prompt_index=prompt_index,
+                params=request.params,
                 stop=plan.stop,
-                stop_token_ids=request.params.stop_token_ids,
                 echo=request.token_ids if plan.echo else (),
             )
             for prompt_index, request in enumerate(plan.requests)
@@ -146,8 +156,10 @@ class GrowingReply:
         self._scores: dict[int, list[dict[str, Any]]] = {}  # new ones, by prompt
 
     @property
-    def seed(self) -> int:
-        return self._plan.requests[0].params.seed
+    def seed(self) -> int | None:
+        """The seed of all prompts, if they have the same."""
+        seeds = {request.params.seed for request in self._plan.requests}
+        return seeds.pop() if len(seeds) == 1 else None
 
     @property
     def generated(self) -> int:

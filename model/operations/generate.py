@@ -99,9 +99,10 @@ class GenerateRequest(SamplingFields, PromptBody):
 
     max_tokens: int | None = Field(
         None,
-        ge=1,
+        ge=0,
         lt=2**31,
-        description="Tokens to generate at most. Absent: what fits.",
+        description="Tokens to generate at most. Absent: what fits. 0: the prompt alone is "
+        "computed.",
     )
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be sampled.")
@@ -112,7 +113,9 @@ class GenerateRequest(SamplingFields, PromptBody):
         None, description="The text is one JSON value by this schema, on one line."
     )
     choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
-        None, description="The text is one of these."
+        None,
+        description="The text is one of these. Sampled token by token: to compare whole texts, "
+        "use /score.",
     )
     grammar: Pattern | None = Field(
         None, description="The text is a sentence of this grammar, in llguidance's dialect of Lark."
@@ -128,10 +131,13 @@ class GenerateRequest(SamplingFields, PromptBody):
     )
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
     min_tokens: int = Field(
-        0, ge=0, lt=2**31, description="Before as many tokens, none that ends the text is sampled."
+        0, ge=0, lt=2**31, description="Before as many tokens, nothing ends the text."
     )
     seed: int | None = Field(
-        None, ge=0, lt=2**64, description="Same seed, same tokens. Absent: drawn, and returned."
+        None,
+        ge=-1,
+        lt=2**64,
+        description="Same seed, same tokens. Absent or -1: drawn for each prompt, and returned.",
     )
     n: int = Field(1, ge=1, le=4096, description="Completions per prompt.")
     logprobs: int | None = Field(
@@ -234,6 +240,7 @@ class Choice(ReplyBody):
     prompt_index: int
     text: str
     token_ids: list[int]
+    seed: int = Field(description="Of the prompt, for all of its n choices.")
     tokens: list[Token] | None = Field(None, description="When logprobs were asked for.")
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None = Field(description="The stop text or token id that ended it.")
@@ -258,7 +265,7 @@ class GenerateReply(Reply):
     choices: list[Choice]
     prompts: list[ScoredPrompt] | None = Field(None, description="With prompt_logprobs.")
     usage: Usage
-    seed: int
+    seed: int | None = Field(description="Of all prompts; null if each has drawn its own.")
     timings: Timings
 
 
@@ -271,14 +278,13 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     prompts = encode_all(body.prompts, "prompt", subject)
     constraint: Constraint | None = None if source is None else (yield Compile(source))
     changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
-    seed = new_seed() if body.seed is None else body.seed
     requests = [
         GenerationRequest(
             request_id=new_id("gen"),
             token_ids=prompt,
             params=SamplingParams(
                 max_tokens=_max_tokens(body, prompt, subject, clamp=clamp_max_tokens),
-                seed=seed,
+                seed=new_seed() if body.seed in (None, -1) else body.seed,
                 constraint=constraint,
                 stop_token_ids=_stop_token_ids(body, subject.tokenizer),
                 logit_bias=bias_by_id(body.logit_bias),
@@ -303,8 +309,8 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
 
 
 def new_seed() -> int:
-    """A seed for a body without one: 63 bits, because readers of JSON take no more."""
-    return secrets.randbits(63)
+    """A seed for a prompt. JavaScript and jq keep integers of JSON exact below 2^53."""
+    return secrets.randbits(53)
 
 
 def constraint_source(body: GenerateRequest) -> Source | None:

@@ -14,19 +14,21 @@ class StopFinder:
         self._stop = tuple(stop)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
         """The text that may be shown, and the stop string that ended it, if one did.
 
-        Where several stop strings end up in the text, the one that begins first counts; of those
-        that begin at the same place, the one that was completed first, then the first listed.
+        Unless this text `counts`, a stop string that it completes ends nothing, now or later. If
+        several end up in the text, the one that begins first counts; of those that begin at the
+        same place, the one that was completed first, then the first listed.
         """
         if not self._stop:
             return text, None
+        held = len(self._held)
         text, self._held = self._held + text, ""
         matches = [
             (start, start + len(stop), rank)
             for rank, stop in enumerate(self._stop)
-            if (start := text.find(stop)) >= 0
+            if counts and (start := text.find(stop, max(0, held - len(stop) + 1))) >= 0
         ]
         if matches:
             start, _, rank = min(matches)

@@ -370,8 +370,8 @@ class Stream:
         return self._state.tail.usage
 
     @property
-    def seed(self) -> int:
-        """At the end; LogitdError before."""
+    def seed(self) -> int | None:
+        """At the end; LogitdError before. None if each prompt has its own: see the choices."""
         return self._state.tail.seed
 
     @property

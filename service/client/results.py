@@ -92,6 +92,7 @@ class Choice:
     prompt_index: int
     text: str
     token_ids: tuple[int, ...]
+    seed: int  # Of the prompt, for all of its n choices.
     finish_reason: str | None
     stop_reason: str | int | None  # The stop text or token id that ended it.
     tokens: tuple[Token, ...] | None = None  # When logprobs were asked for.
@@ -128,7 +129,7 @@ class Generation:
     checkpoint: Checkpoint
     choices: tuple[Choice, ...]
     usage: Usage
-    seed: int
+    seed: int | None  # Of all prompts; null if each has drawn its own.
     timings: Timings
     request_id: str
     prompts: tuple[ScoredPrompt, ...] | None = None  # With prompt_logprobs.

@@ -47,6 +47,7 @@ class _Growing:
 
     index: int
     prompt_index: int
+    seed: int
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     tokens: list[Token] | None = None
@@ -68,6 +69,7 @@ class _Growing:
             prompt_index=self.prompt_index,
             text="".join(self.texts),
             token_ids=tuple(self.token_ids),
+            seed=self.seed,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             tokens=None if self.tokens is None else tuple(self.tokens),
@@ -79,7 +81,7 @@ class _Tail:
     """What the last chunk says of the whole."""
 
     usage: Usage
-    seed: int
+    seed: int | None
     timings: Timings
 
 
@@ -174,7 +176,8 @@ class StreamState:
             raise self._malformed(str(error)) from error
         self._last = chunk
         for new in chunk.choices:
-            self._choices.setdefault(new.index, _Growing(new.index, new.prompt_index)).add(new)
+            growing = _Growing(new.index, new.prompt_index, new.seed)
+            self._choices.setdefault(new.index, growing).add(new)
         for prompt in chunk.prompts or ():
             self._prompts.setdefault(prompt.index, []).extend(prompt.tokens)
         return chunk

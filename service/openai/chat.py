@@ -12,7 +12,7 @@ from logitd.model.operations.prompts import encode_within, no_vocabulary
 from logitd.model.text.chat_template import ChatTemplateError, Message
 from logitd.service.errors import bad_request
 from logitd.service.openai import schemas
-from logitd.service.openai.envelope import head, usage, usage_member
+from logitd.service.openai.envelope import head, named_seed, usage, usage_member
 from logitd.service.openai.logprobs import ShownTokens, chat_logprobs
 from logitd.service.openai.schemas import ChatRequest
 from logitd.service.openai.tools import GrowingCall, NewOfCall, text_of_calls
@@ -81,6 +81,7 @@ class ChatFormat:
                 "message": self._message(native),
                 "logprobs": self._logprobs(native),
                 "finish_reason": self._finish_reason(native),
+                "seed": named_seed(self._body.seed, native["seed"]),
             }
             for native in reply["choices"]
         ]
@@ -92,8 +93,9 @@ class ChatFormat:
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
         told = usage_member(options, usage(counts))
         for native in chunk["choices"]:
+            seed = named_seed(self._body.seed, native["seed"])
             for choice in self._deltas(native):
-                yield {**chunk_head, "choices": [choice], **told}
+                yield {**chunk_head, "choices": [{**choice, "seed": seed}], **told}
         if "usage" in chunk and options is not None and options.include_usage:
             yield {**chunk_head, "choices": [], "usage": usage(chunk["usage"])}
 

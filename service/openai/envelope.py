@@ -24,18 +24,19 @@ def fingerprint(checkpoint: CheckpointInfo) -> str:
     return f"step-{checkpoint.training.step}-{checkpoint.weights_sha256[:12]}"
 
 
-def usage(counts: dict[str, int], *, none_generated: bool = False) -> dict[str, Any]:
+def usage(counts: dict[str, int]) -> dict[str, Any]:
     """OpenAI's `usage` from the native one, or from the counts so far, which do not know yet
-    what was cached. `none_generated` leaves out the token that the engine cannot do without."""
-    generated = 0 if none_generated else counts["completion_tokens"]
-    told: dict[str, Any] = {
-        "prompt_tokens": counts["prompt_tokens"],
-        "completion_tokens": generated,
-        "total_tokens": counts["prompt_tokens"] + generated,
-    }
+    what was cached."""
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    told: dict[str, Any] = {name: counts[name] for name in names}
     if (cached := counts.get("cached_tokens")) is not None:
         told["prompt_tokens_details"] = {"cached_tokens": cached}
     return told
+
+
+def named_seed(given: int | None, used: int) -> int:
+    """The seed of a choice as its request writes it, so that it gives the same again."""
+    return used if given in (None, -1) else given
 
 
 def usage_member(options: StreamOptions | None, counts: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ behind the cut are not listed, and the one that the cut goes through is listed w
 offset is the number of characters that were complete before it: the tokens of one character have
 the same offset.
 
-Values are the engine's, in float64, and always finite: a sequence whose logits are not ends with
-an error instead, and what the filters of `processed` drop is in no list.
+Values are the engine's, in float64. Those of generated tokens are finite: a sequence whose logits
+are not ends with an error instead, and what the filters of `processed` drop is in no list.
 """
 
 import codecs
@@ -49,12 +49,10 @@ class ShownTokens:
     """The tokens of one choice, handed out as its text shows them.
 
     prompt_tokens  leading tokens that are an echo; the text after them is decoded anew
-    limit          tokens that are handed out at most
     """
 
-    def __init__(self, *, prompt_tokens: int = 0, limit: int | None = None) -> None:
+    def __init__(self, *, prompt_tokens: int = 0) -> None:
         self._prompt_tokens = prompt_tokens
-        self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._seen = 0  # tokens
         self._whole = 0  # characters that the tokens seen have completed
@@ -93,8 +91,6 @@ class ShownTokens:
 
     def _take(self, count: int) -> list[PlacedToken]:
         taken, self._held = self._held[:count], self._held[count:]
-        if self._limit is not None:
-            taken, self._limit = taken[: self._limit], max(0, self._limit - len(taken))
         return taken
 
 

@@ -68,7 +68,7 @@ Seed = Annotated[
         ge=-(2**63),
         lt=2**63,
         description="Same seed, same tokens: those of /generate with this seed, from 0 up, and "
-        "with 2^64 + seed below. Absent: drawn.",
+        "with 2^64 + seed below -1. Absent or -1: drawn for each prompt, and returned.",
     ),
 ]
 User = Annotated[
@@ -274,6 +274,7 @@ class CompletionChoice(ReplyBody):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    seed: int = Field(description="Of the prompt: as given, or drawn.")
 
 
 class PromptTokensDetails(ReplyBody):
@@ -455,7 +456,9 @@ class ChatRequest(SamplingBody, Conversation):
         },
     }
 
-    max_completion_tokens: int | None = native("max_tokens")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="Tokens to generate at most. Absent: what fits."
+    )
     max_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="The older name of max_completion_tokens."
     )
@@ -579,6 +582,7 @@ class ChatChoice(ReplyBody):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    seed: int = Field(description="As given, or drawn.")
 
 
 class ChatReply(ReplyBody):

@@ -35,14 +35,8 @@ def native_completion(body: CompletionRequest) -> GenerateRequest:
             "max_tokens",
         )
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    # The engine's generations have at least one token; with 0 the reply leaves it out.
     return _native(
-        body,
-        {
-            "prompt": body.prompt,
-            "max_tokens": max(1, max_tokens),
-            **constraint_fields(body),
-        },
+        body, {"prompt": body.prompt, "max_tokens": max_tokens, **constraint_fields(body)}
     )
 
 
@@ -164,8 +158,8 @@ def param_names(**names: str) -> Iterator[None]:
 def _native(body: CompletionRequest | ChatRequest, fields: dict[str, Any]) -> GenerateRequest:
     shared = GenerateRequest.model_fields.keys() & type(body).model_fields.keys()
     values = {name: value for name in shared if (value := getattr(body, name)) is not None}
-    if body.seed is not None:
-        values["seed"] = body.seed % 2**64  # theirs is signed: each has a seed of its own
+    if body.seed is not None and body.seed < -1:
+        values["seed"] = body.seed + 2**64  # theirs is signed: each has a seed of its own
     try:
         return GenerateRequest.model_validate({**values, **fields})
     except ValidationError as error:

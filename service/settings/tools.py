@@ -55,7 +55,7 @@ class GenerateSettings(CommandSettings):
     temperature: float = Field(0.8, ge=0, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 is all")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest that make up p")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="same seed, same text")
+    seed: int = Field(-1, ge=-1, lt=2**64, description="same seed, same text; -1 draws one")
     n: int = Field(1, ge=1, le=64, description="completions")
     device: Device = "auto"
     dtype: DType = "auto"

@@ -88,7 +88,7 @@ def test_every_token_is_counted_and_failures_are_seen(checkpoint_path: Path, cli
 def chunk(token_ids: list[int], **members: Any) -> dict[str, Any]:
     checkpoint = {"name": "x", "step": 1, "val_loss": None, "weights_sha256": "0"}
     choice = {"index": 0, "prompt_index": 0, "text": "x", "token_ids": token_ids,
-              "finish_reason": None, "stop_reason": None}  # fmt: skip
+              "seed": 0, "finish_reason": None, "stop_reason": None}  # fmt: skip
     return {"id": "x", "created": 1, "model": "x", "checkpoint": checkpoint,
             "choices": [choice]} | members  # fmt: skip
 

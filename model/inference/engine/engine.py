@@ -287,8 +287,10 @@ class Engine:
             if outputs is not None:
                 self._scheduler.charge(sequence, len(outputs.positions), now)
                 events.append(OutputsChunk(sequence.request_id, outputs.positions, outputs.values))
-            if chunk.completes_prompt and sequence.generation is None:
-                events.append(self._finish(sequence, FinishReason.STOP))
+            if chunk.completes_prompt and not sequence.tokens_left:
+                generates = sequence.generation is not None
+                reason = FinishReason.LENGTH if generates else FinishReason.STOP
+                events.append(self._finish(sequence, reason))
         for sequence, result in output.sampled.items():
             self._append(sequence, result, events)
         for sequence, draft in plan.drafts.items():

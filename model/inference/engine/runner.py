@@ -372,7 +372,7 @@ class Runner:
 
 def _is_sampled_from(chunk: PrefillChunk) -> bool:
     """Whether a chunk ends a prompt that is generated from."""
-    return chunk.completes_prompt and chunk.sequence.generation is not None
+    return chunk.completes_prompt and chunk.sequence.tokens_left > 0
 
 
 def _contention(gpt: GPT) -> ContentionMonitor:

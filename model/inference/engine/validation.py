@@ -59,15 +59,17 @@ def _check(request: Request, config: GPTConfig) -> None:
 
 def check_generation_fits(length: int, max_tokens: int, context_length: int) -> None:
     """Raise ContextLengthExceeded unless a prompt of `length` tokens and `max_tokens` after it fit
-    into the context. `max_tokens` 0 asks for room for at least one token."""
-    if length >= context_length:
+    into the context."""
+    if not max_tokens:
+        check_prompt_fits(length, context_length)
+    elif length >= context_length:
         raise ContextLengthExceeded(
             f"the prompt has {length} tokens; the model's context is {context_length} and at least "
             "one token must be left for the completion. Shorten the prompt by "
             f"{_tokens(length - context_length + 1)}",
             "prompt",
         )
-    if (excess := length + max_tokens - context_length) > 0:
+    elif (excess := length + max_tokens - context_length) > 0:
         raise ContextLengthExceeded(
             f"the prompt has {length} tokens and max_tokens is {max_tokens}: together "
             f"{length + max_tokens}, the model's context is {context_length}. Shorten the prompt "
@@ -108,6 +110,8 @@ def check_count(param: str, count: int | None, vocab_size: int) -> None:
 def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
     params = request.params
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
+    if params.seed < 0:
+        raise InvalidRequest(f"seed is {params.seed}; draw one from 0 to 2^64 - 1", "seed")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n}; it must be at least 1", "n")
     _check_params(params, config)

@@ -22,8 +22,9 @@ Stage = Literal["raw", "processed"]
 class SamplingParams:
     """How one request samples its tokens. `model/inference/sampling/sampler.py` defines each step.
 
-    max_tokens         tokens to generate at most
-    seed               key of the random numbers; same seed, same tokens (0 to 2^64 - 1)
+    max_tokens         tokens to generate at most; 0 computes the prompt alone
+    seed               key of the random numbers; same seed, same tokens (0 to 2^64 - 1). -1: the
+                       LLM draws one for each prompt; the engine takes none
     temperature        0 is greedy
     top_k              keep the k likeliest (0: all)
     top_p, min_p       keep the likeliest that make up the mass p; those at least min_p as likely
@@ -34,13 +35,13 @@ class SamplingParams:
     constraint         what the whole text has to be (None: anything); ends the sequence when
                        nothing may follow, and may be cut short by max_tokens
     stop_token_ids     end the sequence; part of its ids
-    min_tokens         until so many tokens, stop tokens cannot be sampled
+    min_tokens         nothing ends the sequence before so many tokens: no stop token is sampled
     logprobs           None: none; k: of each token, and of the k likeliest
     logprobs_stage     raw or processed
     """
 
     max_tokens: int
-    seed: int
+    seed: int = -1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -57,8 +58,8 @@ class SamplingParams:
     logprobs_stage: Stage = "raw"
 
     def __post_init__(self) -> None:
-        _check_range("max_tokens", self.max_tokens, 1)
-        _check_range("seed", self.seed, 0, 2**64 - 1)
+        _check_range("max_tokens", self.max_tokens, 0)
+        _check_range("seed", self.seed, -1, 2**64 - 1)
         _check_range("temperature", self.temperature, 0, 10**6)
         _check_range("top_k", self.top_k, 0)
         _check_range("top_p", self.top_p, 0, 1)

@@ -15,7 +15,7 @@ ERRORS = InvalidRequest, LoadError
 
 
 def run(settings: GenerateSettings) -> int:
-    code, seed = 0, secrets.randbits(32) if settings.seed is None else settings.seed
+    code, seed = 0, secrets.randbits(32) if settings.seed < 0 else settings.seed
     with LLM(
         settings.checkpoint,
         device=settings.device,

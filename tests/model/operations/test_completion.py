@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,15 +25,11 @@ from tests.service.spelling import END_OF_TEXT_ID
 TOKENIZER = byte_tokenizer()
 
 
-def completion(*stop: str, echo: bytes = b"") -> Completion:
-    return Completion(
-        TOKENIZER,
-        index=3,
-        prompt_index=1,
-        stop=stop,
-        stop_token_ids=frozenset({END_OF_TEXT_ID}),
-        echo=list(echo),
+def completion(*stop: str, echo: bytes = b"", min_tokens: int = 0) -> Completion:
+    params = SamplingParams(
+        max_tokens=99, seed=5, stop_token_ids=frozenset({END_OF_TEXT_ID}), min_tokens=min_tokens
     )
+    return Completion(TOKENIZER, index=3, prompt_index=1, stop=stop, params=params, echo=list(echo))
 
 
 def token(token_id: int) -> TokenEvent:
@@ -79,10 +76,14 @@ def test_deltas_joined_are_the_whole_and_no_character_is_cut(text: str, looks: l
     assert parts.take() is None
 
 
-def test_a_character_left_open_at_the_end_becomes_a_replacement() -> None:
+@pytest.mark.parametrize(
+    ("reason", "text"), [(FinishReason.LENGTH, ""), (FinishReason.STOP, "\ufffd")]
+)
+def test_a_character_left_open_is_held_back_if_max_tokens_cuts_it(
+    reason: FinishReason, text: str
+) -> None:
     one = completion()
-    for byte in "é".encode()[:1]:
-        one.push(token(byte))
+    one.push(token("é".encode()[0]))
     first = one.take()
     assert first is not None
     assert first.to_json(TOKENIZER) == {
@@ -90,13 +91,14 @@ def test_a_character_left_open_at_the_end_becomes_a_replacement() -> None:
         "prompt_index": 1,
         "text": "",
         "token_ids": [0xC3],
+        "seed": 5,
         "finish_reason": None,
         "stop_reason": None,
     }
-    one.finish(finish())
+    one.finish(finish(reason))
     last = one.take()
     assert last is not None
-    assert (last.text, last.token_ids) == ("\ufffd", [])
+    assert (last.text, last.token_ids) == (text, [])
 
 
 def test_a_stop_text_ends_the_text_before_it_and_what_follows_is_not_counted() -> None:
@@ -115,10 +117,37 @@ def test_a_stop_text_can_be_completed_by_the_end_of_the_bytes() -> None:
     one = completion("\ufffd")
     one.push(token(ord("a")))
     assert not one.push(token(0xC3))
-    one.finish(finish())
+    one.finish(finish(FinishReason.STOP))
     whole = one.take()
     assert whole is not None
     assert (whole.text, whole.finish_reason, whole.stop_reason) == ("a", "stop", "\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "stop", "text", "stop_reason"),
+    [
+        (1, ["ab"], "", "ab"),  # the token that completes it counts
+        (2, ["ab"], "abc", "ab"),
+        (2, ["aba", "ba"], "", "aba"),
+        (3, ["abx", "ab"], "abc", "ab"),
+        (4, ["abcx", "bc"], "abcab", None),  # a longer one holds back what did not count
+        (6, ["c", "\ufffd"], "abcab", None),
+    ],
+)
+def test_a_stop_text_counts_only_after_min_tokens(
+    min_tokens: int, stop: list[str], text: str, stop_reason: str | None
+) -> None:
+    one = completion(*stop, min_tokens=min_tokens)
+    data = {"aba": b"abac"}.get(stop[0], b"abcab")
+    for byte in data:
+        if one.push(token(byte)):
+            break
+    else:
+        one.push(token(0xC3))
+        one.finish(finish())
+    whole = one.take()
+    assert whole is not None
+    assert (whole.text, whole.stop_reason) == (text, stop_reason)
 
 
 def test_a_stop_token_is_among_the_ids_and_not_in_the_text() -> None:

@@ -68,6 +68,7 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
         },
         "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
         "finish_reason": last["finish_reason"],
+        "seed": last["seed"],
     }
 
 
@@ -98,7 +99,7 @@ def test_a_reply_is_what_openai_says(chatter: Serving) -> None:
     assert (reply["object"], reply["model"]) == ("chat.completion", "chatty")
     assert [choice["index"] for choice in reply["choices"]] == [0, 1]
     for choice in reply["choices"]:
-        assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+        assert set(choice) == {"index", "message", "logprobs", "finish_reason", "seed"}
         assert set(choice["message"]) == {"role", "content", "refusal"}
     assert reply["usage"]["prompt_tokens"] == len(PROMPT)
     assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -112,7 +113,7 @@ def test_a_chunk_has_one_choice_and_says_so(chatter: Serving) -> None:
     for chunk in chunks:
         assert set(chunk) == {*HEAD, "choices"}
         (choice,) = chunk["choices"]
-        assert set(choice) == {"index", "delta", "logprobs", "finish_reason"}
+        assert set(choice) == {"index", "delta", "logprobs", "finish_reason", "seed"}
 
 
 def test_usage_comes_when_asked_for(chatter: Serving) -> None:

@@ -18,6 +18,7 @@ def choice(text: str, reason: str | None = None, index: int = 0) -> dict[str, An
         "prompt_index": 0,
         "text": text,
         "token_ids": [97],
+        "seed": 1,
         "finish_reason": reason,
         "stop_reason": None,
     }

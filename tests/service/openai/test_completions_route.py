@@ -48,6 +48,7 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
         "text": "".join(part["text"] for part in parts),
         "logprobs": None,
         "finish_reason": parts[-1]["finish_reason"],
+        "seed": parts[-1]["seed"],
     }
     if parts[0]["logprobs"] is not None:
         whole["logprobs"] = {
@@ -70,7 +71,7 @@ def test_a_reply_is_what_openai_says(server: Serving) -> None:
     assert reply["system_fingerprint"] == f"step-7-{sha256[:12]}"
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
     for choice in reply["choices"]:
-        assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+        assert set(choice) == {"index", "text", "logprobs", "finish_reason", "seed"}
         assert choice["logprobs"] is None
     usage = reply["usage"]
     assert usage["prompt_tokens"] == len(PROMPT) + 2
@@ -127,9 +128,23 @@ def test_choices_are_those_of_generate(server: Serving, name: str, streamed: boo
 
 
 def test_a_negative_seed_is_one_of_its_own(server: Serving) -> None:
-    text = complete(server, seed=-1, max_tokens=24)["choices"][0]["text"]
-    assert text == server.generate(PROMPT, seed=2**64 - 1, max_tokens=24)["choices"][0]["text"]
-    assert text != complete(server, seed=1, max_tokens=24)["choices"][0]["text"]
+    (choice,) = complete(server, seed=-2, max_tokens=24)["choices"]
+    (native,) = server.generate(PROMPT, seed=2**64 - 2, max_tokens=24)["choices"]
+    assert (choice["text"], choice["seed"]) == (native["text"], -2)
+    assert choice["text"] != complete(server, seed=2, max_tokens=24)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": -1}], ids=str)
+def test_each_prompt_draws_a_seed_that_gives_the_same_again(
+    server: Serving, fields: dict[str, Any]
+) -> None:
+    choices = complete(server, ["import"] * 3, n=2, max_tokens=24, **fields)["choices"]
+    assert len({choice["text"] for choice in choices}) == 6
+    for first in (0, 2, 4):
+        seed = choices[first]["seed"]
+        again = complete(server, "import", n=2, max_tokens=24, seed=seed)["choices"]
+        own = choices[first : first + 2]
+        assert [{**choice, "index": choice["index"] + first} for choice in again] == own
 
 
 def test_sixteen_tokens_unless_said_otherwise(speller: Serving) -> None:
@@ -254,6 +269,14 @@ def test_a_prompt_is_scored_without_generating(
     assert usage["total_tokens"] == usage["prompt_tokens"] == one_more["usage"]["prompt_tokens"]
 
 
+def test_a_prompt_that_fills_the_context_is_scored_as_score_does(server: Serving) -> None:
+    ids = [65, 200] * 64
+    (choice,) = complete(server, ids, max_tokens=0, echo=True, logprobs=0)["choices"]
+    (scored,) = server.post("/score", {"prompt": ids, "logprobs": 0}).json()["prompts"]
+    own = [token["logprob"] for token in scored["score"]["tokens"]]
+    assert choice["logprobs"]["token_logprobs"] == own
+
+
 def test_a_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -> None:
     (choice,) = complete(speller, "z.", max_tokens=0, echo=True, logprobs=0)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("z.", "length")
@@ -271,7 +294,7 @@ def test_a_chunk_has_one_choice_and_the_shape_of_the_reply(server: Serving) -> N
     for chunk in chunks:
         assert set(chunk) == {*HEAD, "choices"}
         (choice,) = chunk["choices"]
-        assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+        assert set(choice) == {"index", "text", "logprobs", "finish_reason", "seed"}
         assert choice["text"] or choice["finish_reason"], "it says something"
     assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2, 3}
 
@@ -315,7 +338,7 @@ def test_an_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x" * 128, "max_tokens": 0, "echo": True}, "prompt"),
+        ({"prompt": "x" * 129, "max_tokens": 0, "echo": True}, "prompt"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
         ({"seed": 2**63}, "seed"),

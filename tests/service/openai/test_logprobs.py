@@ -13,7 +13,7 @@ from logitd.model.inference.engine.events import (
     SequenceTimes,
     TokenEvent,
 )
-from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.operations.completion import Completion
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from logitd.service.openai.logprobs import (
@@ -26,6 +26,7 @@ from logitd.service.openai.logprobs import (
 from tests.model.factories import byte_tokenizer
 
 END = 256
+PARAMS = SamplingParams(max_tokens=99, seed=0, stop_token_ids=frozenset({END}))
 EURO = "€".encode()
 
 
@@ -96,13 +97,11 @@ def grown(
     tokenizer: Tokenizer | None = None,
     echo: bytes = b"",
     looks: tuple[int, ...] = (),
-    limit: int | None = None,
 ) -> tuple[str, list[PlacedToken]]:
     """Text and tokens of a choice that is looked at after some tokens, and at its end."""
     tokenizer = tokenizer or byte_tokenizer()
-    one = Completion(tokenizer, index=0, prompt_index=0, stop=stop,
-                     stop_token_ids=frozenset({END}), echo=list(echo))  # fmt: skip
-    shown = ShownTokens(prompt_tokens=len(echo), limit=limit)
+    one = Completion(tokenizer, index=0, prompt_index=0, stop=stop, params=PARAMS, echo=list(echo))
+    shown = ShownTokens(prompt_tokens=len(echo))
     text, placed = "", []
 
     def look() -> None:
@@ -138,7 +137,7 @@ def test_the_tokens_of_a_character_are_in_the_same_place() -> None:
 
 def test_bytes_that_are_no_character_have_a_place() -> None:
     text, placed = grown([*EURO[:2], *b"a", *EURO[:1]])
-    assert text == "\ufffda\ufffd"
+    assert text == "\ufffda"
     assert [place for _, place in listed(placed)] == [0, 0, 0, 2]
 
 
@@ -165,7 +164,8 @@ def test_tokens_behind_the_cut_of_a_stop_string_are_not_listed(looks: tuple[int,
 
 def test_a_token_that_the_cut_goes_through_is_listed_whole() -> None:
     tokenizer = vocabulary(b"bcd", **{"<|endoftext|>": 999})
-    one = Completion(tokenizer, index=0, prompt_index=0, stop=("c",), stop_token_ids=frozenset())
+    params = SamplingParams(max_tokens=3, seed=0)
+    one = Completion(tokenizer, index=0, prompt_index=0, stop=("c",), params=params)
     for token_id in (97, 256, 101):
         one.push(event(token_id))
     piece = one.take()
@@ -173,12 +173,6 @@ def test_a_token_that_the_cut_goes_through_is_listed_whole() -> None:
     choice = piece.to_json(tokenizer)
     text, placed = choice["text"], ShownTokens().push(choice)
     assert (text, listed(placed)) == ("ab", [(97, 0), (256, 1)])
-
-
-def test_no_more_tokens_than_asked_for() -> None:
-    for looks in ((), (0,), (0, 1)):
-        _, placed = grown(list(b"xy"), echo=b"abc", limit=3, looks=looks)
-        assert listed(placed) == [(97, 0), (98, 1), (99, 2)]
 
 
 TOKEN_IDS = st.lists(st.sampled_from([*b"abc", *EURO, 0xC3, 0xFF]), max_size=12)

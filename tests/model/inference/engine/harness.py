@@ -335,7 +335,7 @@ def text_constraints() -> tuple[TokenConstraint, ...]:
 def random_constraint(rng: random.Random, max_tokens: int, vocab_size: int) -> TokenConstraint:
     if vocab_size == VOCAB_SIZE and rng.random() < 0.5:
         return rng.choice(text_constraints())
-    length = rng.choice([None, rng.randint(1, max_tokens)])
+    length = rng.choice([None, rng.randint(1, max(1, max_tokens))])
     return Steps(vocab_size, rng.randint(1, 4), length)
 
 

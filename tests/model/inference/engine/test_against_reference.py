@@ -59,7 +59,7 @@ def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: 
                 assert_is_reference(gpt, prompt, cut, index, tokens)
     else:
         assert_is_reference(gpt, prompt, sampling, index, tokens)
-        stopped = tokens[-1] in sampling.stop_token_ids
+        stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         whole = constraint_is_complete(sampling, tokens)
         assert end.reason is (FinishReason.STOP if stopped or whole else FinishReason.LENGTH)
         assert end.stop_token_id == (tokens[-1] if stopped else None)
@@ -123,7 +123,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
         room = context - length
         continuations = [random_prompt(rng, rng.randint(1, room), vocab_size) for _ in range(2)]
         return score_request(name, prompt, *continuations[: rng.randint(0, 2)], top=2)
-    sampling = random_params(rng, rng.randint(1, min(20, context - length)), vocab_size)
+    sampling = random_params(rng, rng.randint(0, min(20, context - length)), vocab_size)
     return generation(name, prompt, n=rng.choice([1, 1, 1, 2, 3]), sampling=sampling)
 
 

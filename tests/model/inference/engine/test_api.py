@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.sampling.params import SamplingParams
+from tests.model.factories import tiny_config
 from tests.model.inference.engine.harness import generation, outputs_request, params
 
 NEUTRAL: dict[str, Any] = {"max_tokens": 8, "seed": 0}
 
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
-    ("max_tokens", 0), ("seed", -1), ("seed", 2**64),
+    ("max_tokens", -1), ("seed", -2), ("seed", 2**64),
     ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
     ("temperature", 1e7), ("top_k", -1), ("top_p", 1.1), ("top_p", math.nan),
     ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", 1e-50),
@@ -23,6 +25,13 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("presence_penalty", 101.0), ("frequency_penalty", -101.0), ("frequency_penalty", math.nan),
     ("min_tokens", -1), ("min_tokens", 9), ("logprobs", -1),
 ]  # fmt: skip
+
+
+def test_engine_refuses_a_seed_that_is_to_be_drawn() -> None:
+    request = generation("a", [1], sampling=SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequest, match=r"seed.*-1") as refusal:
+        check_request(request, tiny_config())
+    assert refusal.value.param == "seed"
 
 
 @pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE)

@@ -100,7 +100,7 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
         elif i % 5 == 4:
             pool.append(outputs_request(str(i), prompt, range(rng.randrange(length), length)))
         else:
-            sampling = random_params(rng, rng.randint(1, max_tokens), vocab_size)
+            sampling = random_params(rng, rng.randint(0, max_tokens), vocab_size)
             n = rng.choice([1, 1, 1, 3])
             pool.append(generation(str(i), prompt, n=n, sampling=sampling))
     return pool
