@@ -198,12 +198,11 @@ class GrowingReply:
 
     def usage(self) -> dict[str, int]:
         """Token counts at the end: each prompt once, whatever its n."""
-        first = [event for event in self.finishes if event.index == 0]
-        prompt_tokens = sum(event.prompt_tokens for event in first)
+        first = [event for event in self.finishes if event.counts_prompt]
         return {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.generated,
-            "total_tokens": prompt_tokens + self.generated,
+            "total_tokens": self.prompt_tokens + self.generated,
             "cached_tokens": sum(event.cached_tokens for event in first),
         }
 

@@ -148,7 +148,7 @@ def _reply(
     usage = {
         "prompt_tokens": sum(len(request.token_ids) for request in requests),
         "scored_tokens": sum(len(logprobs_of(tokens)) for tokens in computed.tokens.values()),
-        "cached_tokens": sum(event.cached_tokens for event in computed.finishes),
+        "cached_tokens": sum(e.cached_tokens for e in computed.finishes if e.counts_prompt),
     }
     return {"prompts": prompts, "usage": usage}
 

@@ -87,7 +87,7 @@ class Usage:
         """Count a sequence that has ended."""
         times = event.times
         self.sequences += 1
-        if event.index == 0:  # the others have the same prompt
+        if event.counts_prompt:
             self.prompt_tokens += event.prompt_tokens
             self.cached_tokens += event.cached_tokens
         self.completion_tokens += event.completion_tokens

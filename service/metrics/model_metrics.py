@@ -82,9 +82,11 @@ class ModelFamilies:
         self.cache_use = gauge(
             "logitd_kv_cache_use_ratio", "Slots owned by a sequence, as a share of all: 0 to 1"
         )
-        self.prompt_tokens = counter("logitd_prompt_tokens", "Prompt tokens of ended sequences")
+        self.prompt_tokens = counter(
+            "logitd_prompt_tokens", "Tokens of ended prompts, once whatever their n"
+        )
         self.cached_tokens = counter(
-            "logitd_prompt_tokens_cached", "Prompt tokens copied from another slot"
+            "logitd_prompt_tokens_cached", "The same, copied from another slot"
         )
         self.prefilled = counter("logitd_prefill_tokens", "Prompt tokens computed")
         self.generated = counter("logitd_generation_tokens", "Tokens generated")
@@ -264,8 +266,9 @@ class ModelMetrics:
         self._last_token.pop((event.request_id, event.index), None)
         times = event.times
         self.finished[event.reason].inc()
-        self.prompt_tokens.inc(event.prompt_tokens)
-        self.cached_tokens.inc(event.cached_tokens)
+        if event.counts_prompt:
+            self.prompt_tokens.inc(event.prompt_tokens)
+            self.cached_tokens.inc(event.cached_tokens)
         self.prompt_length.observe(event.prompt_tokens)
         self.sequence_time.observe(times.finished - times.arrived)
         if times.admitted is not None:

@@ -112,13 +112,18 @@ class FinishEvent:
     index: int
     reason: FinishReason
     times: SequenceTimes
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt, copied from another slot
+    prompt_tokens: int  # of the request's prompt: all of its sequences say the same
+    cached_tokens: int  # of the sequence, copied from another slot
     completion_tokens: int
     stop_token_id: int | None = None
     error: str | None = None
     param: str | None = None  # the field of the request that the error comes from, if it is one
     price: int | None = None  # tokens that it counted as in the queue; None: those of its prompt
+
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether the prompt's tokens count: of several sequences of a prompt, once."""
+        return self.index == 0
 
 
 Event = TokenEvent | PromptEvent | ScoresChunk | OutputsChunk | AttributionEvent | FinishEvent

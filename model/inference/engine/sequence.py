@@ -180,7 +180,7 @@ class Sequence:
             index=self.index,
             reason=reason,
             times=SequenceTimes(self.arrived, self.admitted, self.prefilled, now),
-            prompt_tokens=self.prompt_length,
+            prompt_tokens=len(self.request.token_ids),
             cached_tokens=self.cached,
             completion_tokens=self.generated,
             stop_token_id=stop_token_id,

@@ -49,7 +49,7 @@ def test_everything_that_was_computed_is_counted(gpt: GPT, speculate: str) -> No
         prefilled += result.prefilled_tokens
         decoded += result.decoded_sequences
     ends = [outcome.ended for outcome in driven.outcomes.values()]
-    assert prefilled == sum(end.prompt_tokens - end.cached_tokens for end in ends)
+    assert prefilled == sum((end.price or 0) - end.cached_tokens for end in ends)
     beyond_the_first = sum(max(0, end.completion_tokens - 1) for end in ends)
     assert decoded + driven.accepted_tokens == beyond_the_first
     assert any(end.cached_tokens for end in ends)

@@ -231,6 +231,7 @@ def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
         server.post("/generate", {"prompt": ""})
         server.json("/logits", {"prompt": "abc", "positions": "all"})
         server.json("/probs", {"prompt": ["abcd", "e"]})
+        server.json("/score", {"prompt": "abcde", "continuations": ["xy", "z"]})
         server.wait_idle()
         found = series(server)
 
@@ -245,16 +246,16 @@ def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
         assert total("logitd_http_requests_total", endpoint="/logits", status="200") == 1
         assert total("logitd_http_requests_total", endpoint="/probs", status="200") == 1
         assert total("logitd_sequences_finished_total", reason="length") == 5
-        assert total("logitd_sequences_finished_total", reason="stop") == 3  # rows are all there
+        assert total("logitd_sequences_finished_total", reason="stop") == 5  # rows are all there
         assert total("logitd_sequences_finished_total", reason="timeout") == 1
         assert total("logitd_sequences_finished_total", reason="abort") == 0
         assert total("logitd_generation_tokens_total") == 3 * 4 + 2 * 2
         # Of a prompt that was not computed the tokens count too: it has ended.
-        assert total("logitd_prompt_tokens_total") == 3 * 5 + 2 + 1 + 1 + 3 + 4 + 1
+        assert total("logitd_prompt_tokens_total") == 5 + 2 + 1 + 1 + 3 + 4 + 1 + 5
         assert total("logitd_time_to_first_token_seconds_count") == 5
         assert total("logitd_inter_token_latency_seconds_count") == 3 * 3 + 2 * 1
-        assert total("logitd_sequence_seconds_count") == 9
-        assert total("logitd_sequence_queue_seconds_count") == 8
+        assert total("logitd_sequence_seconds_count") == 11
+        assert total("logitd_sequence_queue_seconds_count") == 10
         assert total("logitd_sequence_generation_tokens_sum") == 16
         assert total("logitd_kv_slots") == 2
         assert total("logitd_kv_slots_used") == 0
