@@ -2,8 +2,8 @@
 
 A template is Jinja in the dialect of Hugging Face's tokenizers (`trim_blocks`, `lstrip_blocks`,
 `raise_exception`, `break` and `continue`). It gets `messages`, each with `role` and `content` (and
-`name`, if given), `add_generation_prompt`, always true, and, where the vocabulary has an
-end of text, `bos_token` and `eos_token`, both its name.
+`name`, if given), `add_generation_prompt` and, where the vocabulary has an end of text, `bos_token`
+and `eos_token`, both its name.
 
 Special tokens. What the template writes becomes a special token where it reads like one. What a
 message says never does, nor takes part in one (`model/text/message_text.py`).
@@ -49,6 +49,9 @@ _NO_FILTERS = (
 _DEADLINE = "the deadline"
 _TIMED = "timed items"
 
+_CUT = "\ud800"
+"""Ends the final message that is to be continued. No message can hold it."""
+
 Message = Mapping[str, str]
 Part = str | int
 """A text, to be encoded as plain text, or the id of a special token."""
@@ -84,25 +87,46 @@ class ChatTemplate:
                 f"the chat template does not compile: {_message(error)}"
             ) from error
 
-    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
-        """The prompt of a conversation that the assistant is to continue.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[Part]:
+        """The prompt of a conversation that the assistant is to continue; with
+        `continue_final_message` it ends where the text of the final message ends.
 
         `role` is taken as it is, so it must come from a closed set; every other text of a message
         may be anything. Raises ChatTemplateError when the template refuses the messages
         (`raise_exception`), fails on them, or takes or writes too much.
         """
+        if continue_final_message:
+            *before, final = messages
+            messages = [*before, {**final, "content": final["content"] + _CUT}]
         hidden = _hidden(messages, tokenizer.special_tokens)
+        handled = [_handled(message, hidden) for message in messages]
         try:
-            text = self._run([_handled(message, hidden) for message in messages], tokenizer)
+            text = self._run(handled, tokenizer, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:  # which may repeat what a message says
-            said = str(error).translate(hidden.show).encode(errors="replace").decode()
-            raise ChatTemplateError(said) from error
+            said = str(error).replace(_CUT, "").translate(hidden.show)
+            raise ChatTemplateError(said.encode(errors="replace").decode()) from error
+        if continue_final_message:
+            text, cut, _ = text.rpartition(_CUT)
+            if not cut:
+                raise ChatTemplateError(
+                    "the chat template does not write the final message, so it cannot be continued"
+                )
+            text = text.replace(_CUT, "")
         return _split(text, tokenizer.special_tokens, hidden.show)
 
-    def _run(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
+    def _run(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
+    ) -> str:
         variables: dict[str, Any] = {
             "messages": messages,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
             _DEADLINE: time.monotonic() + MAX_SECONDS,
         }
         if tokenizer.end_of_text is not None:

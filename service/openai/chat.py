@@ -3,7 +3,7 @@
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
@@ -22,10 +22,10 @@ async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
     """The token ids of a conversation that the assistant is to continue, as the checkpoint's
     template writes it; or ApiError."""
     # In a thread: how long it takes is up to the template.
-    return await asyncio.to_thread(_render, [_message(m) for m in body.messages], subject)
+    return await asyncio.to_thread(_render, body, subject)
 
 
-def _render(messages: Sequence[Message], subject: Subject) -> tuple[int, ...]:
+def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
     checkpoint = subject.checkpoint
     if not checkpoint.tokenizer.has_text:
         raise no_vocabulary("messages")
@@ -39,7 +39,12 @@ def _render(messages: Sequence[Message], subject: Subject) -> tuple[int, ...]:
             "no_chat_template",
         )
     try:
-        pieces = checkpoint.chat_template.render(messages, checkpoint.tokenizer)
+        pieces = checkpoint.chat_template.render(
+            [_message(message) for message in body.messages],
+            checkpoint.tokenizer,
+            add_generation_prompt=body.begins_answer,
+            continue_final_message=bool(body.continue_final_message),
+        )
     except ChatTemplateError as error:
         raise bad_request(str(error), "messages", "chat_template_failed") from error
     ids: list[int] = []

@@ -202,6 +202,19 @@ class SamplingBody(Sampling, RequestBody):
     priority: int | None = native("priority")
     timeout: Timeout = None
 
+    # Of vLLM, SGLang and llama.cpp, whose clients send the values that change nothing here.
+    add_special_tokens: Annotated[Any, only(False)] = unsupported()
+    bad_words: Annotated[Any, only([])] = unsupported()
+    cache_prompt: Annotated[Any, only(True)] = unsupported()
+    include_stop_str_in_output: Annotated[Any, only(False)] = unsupported()
+    length_penalty: Annotated[Any, only(1, 1.0)] = unsupported()
+    no_stop_trim: Annotated[Any, only(False)] = unsupported()
+    return_token_ids: Annotated[Any, only(False)] = unsupported()
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = unsupported()
+    skip_special_tokens: Annotated[Any, only(False)] = unsupported()
+    truncate_prompt_tokens: Annotated[Any, only()] = unsupported()
+    use_beam_search: Annotated[Any, only(False)] = unsupported()
+
 
 # POST /v1/completions
 
@@ -467,7 +480,19 @@ class ChatRequest(SamplingBody, Conversation):
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="With `logprobs`: of the k likeliest, too."
     )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether the template begins an answer. Absent: unless the final message is "
+        "continued.",
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the text of the final message, instead of a new one."
+    )
     audio: Annotated[Any, only()] = unsupported()
+    chat_template: Annotated[Any, only()] = unsupported()
+    chat_template_kwargs: Annotated[Any, only({})] = unsupported()
+    documents: Annotated[Any, only([])] = unsupported()
+    echo: Annotated[Any, only(False)] = unsupported()
     function_call: Annotated[Any, only("none")] = unsupported()
     functions: Annotated[Any, only([])] = unsupported()
     metadata: dict[str, Text] | None = Field(
@@ -530,6 +555,22 @@ class ChatRequest(SamplingBody, Conversation):
                 "function, which make the answer a call, or to 'none'"
             )
         return choice
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _one_way_to_go_on(cls, continues: bool | None, info: ValidationInfo) -> bool | None:
+        if continues and info.data.get("add_generation_prompt"):
+            raise ValueError(
+                "continue_final_message goes on with the final message and add_generation_prompt "
+                "begins another: set one of them to false"
+            )
+        return continues
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the prompt ends with the beginning of an answer, as templates write it."""
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
 
     @property
     def callable_tools(self) -> list[FunctionDefinition]:

@@ -119,6 +119,19 @@ def test_names_reach_the_template_too() -> None:
     assert pieces == ["Ann<|im_end|>"]
 
 
+def test_a_continued_message_has_to_be_written() -> None:
+    template, messages = (
+        ChatTemplate("{{ messages[0].content }}!"),
+        [{"role": "user", "content": "a"}],
+    )
+    assert template.render(messages, TOKENIZER, continue_final_message=True) == ["a"]
+    with pytest.raises(ChatTemplateError, match="final message"):
+        template.render(messages * 2, TOKENIZER, continue_final_message=True)
+    failing = ChatTemplate("{{ raise_exception(messages[-1].content) }}")
+    with pytest.raises(ChatTemplateError, match=r"says: a$"):
+        failing.render(messages, TOKENIZER, continue_final_message=True)
+
+
 # What messages cannot do
 
 

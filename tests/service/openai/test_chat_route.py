@@ -85,6 +85,18 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The tiny model behind a template that says who wrote a message after its text."""
+    path = save_tiny_checkpoint(
+        tmp_path_factory.mktemp("checkpoints") / "turns",
+        chat_template="{% for m in messages %}{{ m.content }} [] {{ m.role }};{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}",
+    ).path
+    with serving(path, slots=1) as running:
+        yield running
+
+
 def ask(letter: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": letter}]
 
@@ -248,6 +260,26 @@ def test_a_conversation_goes_on_from_what_was_cached(chatter: Serving) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [
+        ({}, "a [] user;b   [] assistant;A:"),
+        ({"add_generation_prompt": True}, "a [] user;b   [] assistant;A:"),
+        ({"add_generation_prompt": False}, "a [] user;b   [] assistant;"),
+        ({"continue_final_message": True}, "a [] user;b  "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "a [] user;b  "),
+    ],
+    ids=str,
+)
+def test_the_prompt_begins_an_answer_or_continues_the_last_message(
+    turns: Serving, fields: dict[str, Any], written: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b  "}]
+    (choice,) = chat(turns, messages, seed=1, max_tokens=12, **fields)["choices"]
+    (native,) = turns.generate(written, seed=1, max_tokens=12)["choices"]
+    assert choice["message"]["content"] == native["text"]
+
+
 # Refusals
 
 
@@ -286,6 +318,8 @@ def test_a_template_may_refuse(parrot: Serving) -> None:
          "response_format", None),
         ({"prompt": "a"}, "prompt", None),
         ({"echo": True}, "echo", None),
+        ({"continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message", None),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", None),
     ],
     ids=lambda value: str(value)[:50],

@@ -49,6 +49,21 @@ UNSUPPORTED: dict[str, Any] = {
     "store": True,
     "verbosity": "low",
     "web_search_options": {},
+    "add_special_tokens": True,
+    "bad_words": ["a"],
+    "cache_prompt": False,
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": True},
+    "documents": [{"text": "a"}],
+    "echo": True,
+    "include_stop_str_in_output": True,
+    "length_penalty": 1.5,
+    "no_stop_trim": True,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "skip_special_tokens": True,
+    "truncate_prompt_tokens": 5,
+    "use_beam_search": True,
 }
 NEUTRAL: dict[str, list[Any]] = {
     "function_call": ["none"],
@@ -58,6 +73,19 @@ NEUTRAL: dict[str, list[Any]] = {
     "service_tier": ["auto", "default"],
     "store": [False],
     "verbosity": ["medium"],
+    "add_special_tokens": [False],
+    "bad_words": [[]],
+    "cache_prompt": [True],
+    "chat_template_kwargs": [{}],
+    "documents": [[]],
+    "echo": [False],
+    "include_stop_str_in_output": [False],
+    "length_penalty": [1, 1.0],
+    "no_stop_trim": [False],
+    "return_token_ids": [False],
+    "return_tokens_as_token_ids": [False],
+    "skip_special_tokens": [False],
+    "use_beam_search": [False],
 }
 
 
@@ -125,7 +153,7 @@ def test_a_field_that_generate_has_is_as_there(model: type[RequestBody]) -> None
 
 def test_what_other_servers_take_is_refused_by_name() -> None:
     for model in REQUESTS:
-        for name in ("top_a", "prompt_logprobs", "use_beam_search", "Temperature"):
+        for name in ("top_a", "prompt_logprobs", "typical_p", "Temperature"):
             with pytest.raises(ValidationError) as caught:
                 read(model, **{name: 1})
             (problem,) = caught.value.errors()
