@@ -151,6 +151,18 @@ def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
         assert [len(top) for top in one.top_logprobs] == [2] * 25
 
 
+@pytest.mark.parametrize("params", [None, SamplingParams(max_tokens=12)], ids=["fields", "params"])
+def test_each_prompt_draws_a_seed_that_gives_the_same_again(
+    llm: LLM, params: SamplingParams | None
+) -> None:
+    fields = {"max_tokens": 12, "seed": -1} if params is None else {}
+    found = llm.generate(["import"] * 2, params, n=2, **fields)
+    assert len({one.token_ids for one in found}) == 4
+    for one in found:
+        again = llm.generate("import", max_tokens=12, seed=one.seed, n=2)
+        assert again[one.index].token_ids == one.token_ids
+
+
 def test_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, seed=2, allowed_token_ids=tuple(b"abc"))
     (free,) = llm.generate(PROMPT, params)

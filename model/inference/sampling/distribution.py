@@ -1,7 +1,8 @@
 """Distribution: what one row of logits says about the next token.
 
-NumPy in float64, no torch: rows arrive from the engine as arrays. Defines probability, logprob,
-rank, entropy and mass for every reply that names them; samples nothing.
+In float64. Rows arrive from the engine as NumPy arrays; logprobs are computed as the sampler's
+(`sampler.py`), with the same bits. Defines probability, logprob, rank, entropy and mass for every
+reply that names them; samples nothing.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Summary:
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Logprobs of a row (V,) of logits; -inf, of an id that was dropped, stays -inf."""
-    shifted = logits.astype(np.float64) - np.max(logits)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    row = torch.from_numpy(logits.astype(np.float64))
+    result: npt.NDArray[np.float64] = row.log_softmax(dim=-1).numpy()
     return result
 
 

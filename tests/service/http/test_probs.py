@@ -122,9 +122,23 @@ def test_the_perplexity_of_the_prompts_themselves(server: Serving, gpt: GPT) -> 
     assert "perplexity" not in server.json("/probs", {"prompt": PROMPT})["prompts"][0]
 
 
-def test_it_is_the_distribution_that_generate_draws_from(server: Serving) -> None:
-    choice = server.generate(PROMPT, max_tokens=1, logprobs=5, seed=2)["choices"][0]
-    (prompt,) = probs(server, top_k=5).prompts
-    for top, token in zip(choice["tokens"][0]["top"], prompt.tokens, strict=True):
-        assert (top["id"], top["rank"]) == (token.id, token.rank)
-        assert top["logprob"] == pytest.approx(token.logprob, abs=1e-6)
+@pytest.mark.parametrize(
+    "processing",
+    [None, {"temperature": 0.7}, {"temperature": 0}, {"top_p": 0.8, "logit_bias": {"65": 3.0}},
+     {"repetition_penalty": 1.3, "min_p": 0.01}, {"top_k": 40, "temperature": 1.5}],
+    ids=str,
+)  # fmt: skip
+def test_it_is_the_distribution_that_generate_draws_from(
+    server: Serving, processing: dict[str, Any] | None
+) -> None:
+    stage = "raw" if processing is None else "processed"
+    prompts = [[*range(first, 3 * first + 1)] for first in range(20)]
+    sampling = {"max_tokens": 1, "logprobs": 5, "logprobs_stage": stage, "seed": 2}
+    choices = server.generate(prompts, **sampling, **(processing or {}))["choices"]
+    found = probs(server, prompts, top_k=5, stage=stage, processing=processing).prompts
+    for choice, prompt in zip(choices, found, strict=True):
+        listed = [(token.id, token.rank, token.logprob) for token in prompt.tokens]
+        top = [
+            (token["id"], token["rank"], token["logprob"]) for token in choice["tokens"][0]["top"]
+        ]
+        assert top == listed, "bit for bit"

@@ -88,13 +88,15 @@ def test_the_same_seed_gives_the_same_and_another_one_does_not(
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("flags", [(), ("--seed", "-1")])
 def test_a_seed_that_was_drawn_is_told_and_good_for_the_same_again(
-    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["generate", PROMPT, "--checkpoint", str(checkpoint_path), "--threads", "1"]
-    assert run(arguments) == 0
+    assert run([*arguments, *flags]) == 0
     out, err = capsys.readouterr()
     seed = err.strip().removeprefix("(seed ").removesuffix(")")
+    assert int(seed) >= 0
     assert generate(checkpoint_path, capsys, PROMPT, "--seed", seed) == out
 
 
