@@ -84,6 +84,7 @@ def train(config: TrainingConfig, report: EventHandler = ignore_events) -> Train
         # Autocast gives the norms of queries and keys bfloat16 inputs and float32 weights, and
         # torch warns that this takes its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        warnings.filterwarnings("ignore", "Guards may run slower")  # on Python 3.13.0, by little
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()

@@ -57,12 +57,9 @@ class RunDirectory:
     def create(cls, path: Path) -> "RunDirectory":
         """Create a run, locked. Raises TrainingError for a directory that is not empty, that
         another process trains in, or that cannot be made."""
-        if path.exists() and not path.is_dir():
-            raise TrainingError(f"{path} exists already and is not a folder: choose another --out")
         directory = cls(path)
-        if path.is_dir() and not (path / LOCK).exists():  # nothing is written where no run is
-            _require_empty(path)
         try:
+            directory.require_free()  # nothing is written where no run is
             path.mkdir(parents=True, exist_ok=True)
             directory.lock()
         except OSError as error:
@@ -76,6 +73,18 @@ class RunDirectory:
             directory.release()
             raise
         return directory
+
+    def require_free(self) -> None:
+        """Raise TrainingError if the directory exists and is not empty, or another process trains
+        in it; OSError if that cannot be seen."""
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise TrainingError(f"{path} exists already and is not a folder: choose another --out")
+        if (path / LOCK).exists():
+            self.lock()
+            self.release()
+        if path.is_dir():
+            _require_empty(path)
 
     def discard(self) -> None:
         """Remove a run that did not begin."""

@@ -74,6 +74,9 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
     training = resolve(config, base)
     chat_template = _chat_template(training)
     share = Share.of(training, ranks)
+    directory = RunDirectory(_path(config))
+    with directory.preparing():
+        directory.require_free()
 
     # 2) Open the text. If the minutes choose the model, its length counts too.
     text = _open_text(config, report)

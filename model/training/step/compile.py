@@ -7,6 +7,7 @@ decision (`ResolvedTraining.with_vocabulary`): a resumed run computes with the s
 the same bits. Does not compile evaluation, samples or the optimizers.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,8 @@ class CompiledLoss:
     def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:
         """Compute once. Returns why that failed, or None."""
         devices = [token_ids.device] if token_ids.is_cuda else []
+        # While it is imported it warns that a CPU has no CUDA runtime.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         try:
             with torch.random.fork_rng(devices):  # dropout draws as if this had not been
                 compiled(token_ids, targets).backward()

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,23 @@ def test_what_cannot_be_trained_is_refused_with_a_sentence(
         train(config)
     assert config.out is not None
     assert not config.out.exists(), "a second try is not told that the run exists already"
+
+
+def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
+    """What is slow comes after it: the text, and the measurement that --minutes needs."""
+    config = configure(data=("is-not-there.txt",))
+    assert config.out is not None
+    config.out.mkdir()
+    (config.out / "run.json").touch()
+    with pytest.raises(TrainingError, match=f"{config.out} exists already"):
+        train(config)
+
+
+def test_a_warning_about_the_speed_of_guards_is_not_shown(configure: Configure) -> None:
+    def warn(_: object) -> None:
+        warnings.warn("Guards may run slower on Python 3.13.0.", RuntimeWarning, stacklevel=2)
+
+    train(configure(steps=1), warn)
 
 
 def test_a_run_is_never_overwritten(configure: Configure, straight: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Compiling: when a run is compiled, that it computes the same, and what happens where it fails."""
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,11 @@ def test_the_compilers_graph_computes_the_same_and_draws_nothing_for_its_trial()
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_where_compiling_fails_training_goes_on_eager_with_one_notice() -> None:
+def test_where_compiling_fails_training_goes_on_eager_with_one_notice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
+        logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime is found")
         raise RuntimeError("no C compiler here\nand many lines more")
 
     gpt, ids, targets = _small()
@@ -103,6 +107,7 @@ def test_where_compiling_fails_training_goes_on_eager_with_one_notice() -> None:
     assert notices[1].startswith("not compiled")
     assert "no C compiler here" in notices[1]
     assert "\n" not in notices[1]
+    assert "No CUDA runtime" not in caplog.text
 
 
 @pytest.mark.slow
