@@ -23,6 +23,8 @@ MOST_POINTS = 1000
 
 _ROW = re.compile(r"^\| ([\d,]+) \| (\d+\.\d+) \| (\d+\.\d+) \|$", re.MULTILINE)
 """Row of the curve in a card (`model/training/recording/card.py`): step, loss, bits per byte."""
+_SAMPLE = re.compile(r"^## Samples\n.*?^```+\n([^▸]+)▸", re.MULTILINE | re.DOTALL)
+"""First sample in a card, up to the end of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ def read_card(path: Path) -> str | None:
         return read_text(path / CARD, CARD_BYTES)
     except (OSError, ValueError):
         return None
+
+
+def sampled_prompt(card: str | None) -> str | None:
+    """The prompt of a card's first sample; None if it has none."""
+    found = _SAMPLE.search(card or "")
+    return found[1] if found else None
 
 
 def read_curve(path: Path, card: str | None) -> Curve:

@@ -7,16 +7,19 @@ several models one that is not there leaves the others alone, as one that cannot
 
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.text import Text
 
-from logitd.model.checkpoint.checkpoint import is_checkpoint
+from logitd.model.checkpoint.beside import read_card, sampled_prompt
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, is_checkpoint
 from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
 from logitd.service.application.server import serve
@@ -85,13 +88,23 @@ def print_banner(models: Models, port: int) -> None:
     ):
         console.print(Text.assemble((f"{name:<12}", "bold"), value))
     key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
-    chosen = f'"model": {json.dumps(first.name)}, ' if models.several else ""
+    body: dict[str, Any] = {"model": first.name} if models.several else {}
+    body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}
     # In one write: a reader of "try it" has the line to try.
     console.print(
         f"try it:\n  curl {url}/generate -H 'Content-Type: application/json' {key}"
-        f"""-d '{{{chosen}"prompt": "def main():", "max_tokens": 40}}'""",
+        f"-d {shlex.quote(json.dumps(body))}",
         markup=False,
     )
+
+
+def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
+    """A prompt that every vocabulary takes: that of the checkpoint's own sample, which is from its
+    training's held-out text, or else the token that begins a document."""
+    prompt = sampled_prompt(read_card(checkpoint.path))
+    if prompt and checkpoint.tokenizer.has_text:
+        return prompt
+    return [checkpoint.tokenizer.end_of_text or 0]
 
 
 def _models(models: Models) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from logitd.model.checkpoint.beside import (
     Point,
     read_card,
     read_curve,
+    sampled_prompt,
 )
 from logitd.model.training.recording.card import _curve
 
@@ -54,6 +56,20 @@ def test_curve_without_a_run_is_that_of_the_card(tmp_path: Path) -> None:
     points = (Point(0, 3.0, 1.5), Point(500, 2.5, 1.5), Point(1500, 1.5, 1.5))
     assert read_curve(tmp_path, card) == Curve(validation=points)
     assert read_curve(tmp_path, None) == Curve()
+
+
+@pytest.mark.parametrize(
+    ("card", "prompt"),
+    [
+        ("## Samples\n\nDrawn.\n\n```\nOnce\n upon▸ a\n```\n\n```\nx▸y\n```\n", "Once\n upon"),
+        ("# a\n\n## Samples\n\n````\n```▸`\n````\n", "```"),
+        ("```\nx▸y\n```\n", None),
+        ("## Samples\n", None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_prompt_of_a_card_is_that_of_its_first_sample(card: str | None, prompt: str | None) -> None:
+    assert sampled_prompt(card) == prompt
 
 
 def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

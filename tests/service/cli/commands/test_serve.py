@@ -1,5 +1,6 @@
 """`logitd serve`: the banner, and what cannot start, in real processes."""
 
+import json
 import re
 import shlex
 import shutil
@@ -11,10 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.cli.commands.serve import print_banner
 from logitd.service.models.served import Models
 from tests.e2e.server import ServedProcess
-from tests.model.factories import save_tiny_checkpoint, training_record
+from tests.model.factories import (
+    byte_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
 from tests.service.serving import client, serving
 from tests.zygote import completed
 
@@ -77,6 +85,31 @@ def test_the_banner_warns_of_a_card_on_which_nothing_was_ever_run(
     assert re.search(
         r"^unproven +this code was never run on such a card", capsys.readouterr().out, re.M
     )
+
+
+@pytest.mark.parametrize(
+    ("card", "tokenizer", "prompt"),
+    [
+        ("## Samples\n\n```\nIt's\n▸ late\n```\n", byte_tokenizer(), "It's\n"),
+        ("# tiny\n", byte_tokenizer(), [256]),
+        ("## Samples\n\n```\n0▸ 1\n```\n", Tokenizer.without_text(300), [0]),
+    ],
+)
+def test_the_banners_prompt_suits_the_model(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    card: str,
+    tokenizer: Tokenizer,
+    prompt: str | list[int],
+) -> None:
+    gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size))
+    path = save_tiny_checkpoint(tmp_path / "tiny", gpt, card=card, tokenizer=tokenizer).path
+    with serving(path) as server:
+        print_banner(server.state.models, server.port)
+        line = capsys.readouterr().out.split("try it:\n")[1]
+        body = json.loads(shlex.split(line)[-1])
+        assert server.client.post("/generate", json=body).status_code == 200
+    assert body == {"prompt": prompt, "max_tokens": 40}
 
 
 def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> None:
