@@ -70,11 +70,13 @@ def check_generation_fits(length: int, max_tokens: int, context_length: int) -> 
             "prompt",
         )
     elif (excess := length + max_tokens - context_length) > 0:
+        enough = excess < length
+        way_out = f"Shorten the prompt by {_tokens(excess)} or lower" if enough else "Lower"
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens and max_tokens is {max_tokens}: together "
-            f"{length + max_tokens}, the model's context is {context_length}. Shorten the prompt "
-            f"by {_tokens(excess)} or lower max_tokens to {max_tokens - excess}",
-            "prompt",
+            f"the prompt has {_tokens(length)} and max_tokens is {max_tokens}: together "
+            f"{length + max_tokens}, the model's context is {context_length}. {way_out} max_tokens "
+            f"to {max_tokens - excess}",
+            "prompt" if enough else "max_tokens",
         )
 
 

@@ -100,6 +100,7 @@ REFUSED: dict[str, list[Row]] = {
         *PROMPTS,
         ({"prompt": "x" * 128, "max_tokens": None}, "prompt", "Shorten the prompt by 1 token"),
         ({"prompt": "x" * 100, "max_tokens": 29}, "prompt", "lower max_tokens to 28"),
+        ({"prompt": "x" * 3, "max_tokens": 200}, "max_tokens", "128. Lower max_tokens to 125"),
         ({"stop_token_ids": [257]}, "stop_token_ids", "257"),
         ({"allowed_token_ids": [0, 999]}, "allowed_token_ids", "999"),
         *(
