@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -135,6 +137,16 @@ def test_transformers_says_the_same_five_tokens(walked: Walk) -> None:
     theirs, ours = re.findall(r"\[.*?\]", printed)
     assert theirs == ours
     assert len(json.loads(ours)) == 5
+
+
+def test_git_ignores_all_that_the_page_writes(walked: Walk) -> None:
+    names = [f"{child.name}{'/' * child.is_dir()}" for child in walked.folder.iterdir()]
+    with tempfile.TemporaryDirectory() as clone:
+        shutil.copy(TUTORIAL.parent / ".gitignore", clone)
+        subprocess.run(["git", "init", "--quiet", clone], check=True)
+        command = ["git", "-C", clone, "check-ignore", *names]
+        ignored = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert set(names) - set(ignored.splitlines()) <= {".venv/"}
 
 
 def test_the_page_shows_what_is_run() -> None:
