@@ -37,7 +37,7 @@ REQUEST_ID_SCOPE = "logitd.request_id"
 """Where a request's scope holds its id."""
 MAX_USER = 64
 """Characters of `user` that are logged."""
-QUIET = ("/health", "/metrics")
+QUIET = ("/health", "/info", "/metrics")
 """Endpoints that are polled: logged at debug level."""
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
 """What a page of another origin may read of a reply, besides what it always may."""

@@ -22,7 +22,8 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.e2e.server import ServedProcess
-from tests.model.factories import save_tiny_checkpoint, tiny_gpt
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
+from tests.service.application.test_playground_files import LEAST_CONTRAST, contrast
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +150,28 @@ def finished(page: Page) -> None:
     page.wait_for_function("/seed|stopped/.test(document.getElementById('status').textContent)")
 
 
+def copied(page: Page, button: str) -> str:
+    """The clipboard after a button of Generate."""
+    page.click(f"#{button}")
+    page.wait_for_function(f"document.getElementById('{button}').textContent === 'Copied'")
+    return str(page.evaluate("navigator.clipboard.readText()"))
+
+
+def body_of(command: str) -> dict[str, Any]:
+    """The body of a copied curl command."""
+    return dict(json.loads(re.search(r"-d '(.*)'\n", command, re.DOTALL)[1]))  # type: ignore[index]
+
+
+def branch(page: Page, at: int) -> str:
+    """Continue with another token in the place of the one at `at` of the completion; the text."""
+    page.locator(".tokens .token").nth(page.locator(".tokens .of-prompt").count() + at).click()
+    page.wait_for_selector("#distribution .mark")
+    page.locator("#distribution tbody tr:not(.chosen) button").first.click()
+    page.wait_for_selector("#branches li li")
+    finished(page)
+    return text_of(page)
+
+
 def text_of(page: Page) -> str:
     return str(page.evaluate("document.querySelector('.tokens').textContent"))
 
@@ -234,10 +257,7 @@ def test_another_token_begins_a_branch_and_branches_can_be_walked(page: Page) ->
 
 def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, page: Page) -> None:
     text = generate(page, seed=9, max_tokens=15, temperature=0.9)
-    page.click("#copy-link")
-    page.wait_for_function("document.getElementById('copy-link').textContent === 'Copied'")
-    link = page.evaluate("navigator.clipboard.readText()")
-    other = ready(new_page(link))
+    other = ready(new_page(copied(page, "copy-link")))
     finished(other)
     assert text_of(other) == text
     assert other.input_value("#temperature") == "0.9"
@@ -246,17 +266,207 @@ def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, p
 def test_what_is_copied_runs(server: ServedProcess, page: Page) -> None:
     """The body of curl's command and of the Python program, sent as it stands."""
     text = generate(page, seed=9, max_tokens=15)
-    page.click("#copy-curl")
-    page.wait_for_function("document.getElementById('copy-curl').textContent === 'Copied'")
-    command = page.evaluate("navigator.clipboard.readText()")
-    body = json.loads(re.search(r"-d '(.*)'\n", command, re.DOTALL)[1])  # type: ignore[index]
+    body = body_of(copied(page, "copy-curl"))
     assert PROMPT + asked(server, "/generate", **body)["choices"][0]["text"] == text
-    page.click("#copy-python")
-    page.wait_for_function("document.getElementById('copy-python').textContent === 'Copied'")
-    program = page.evaluate("navigator.clipboard.readText()")
+    assert PROMPT + printed_by(copied(page, "copy-python")) == text
+    page.locator("#temperature").fill("0.3")
+    assert body_of(copied(page, "copy-curl"))["temperature"] == 0.3, "what the form says by now"
+
+
+def printed_by(program: str) -> str:
     printed: list[str] = []
     exec(compile(program, "program.py", "exec"), {"print": printed.append})
-    assert PROMPT + printed[0] == text
+    return printed[0]
+
+
+def test_what_is_copied_of_a_branch_is_that_branch(
+    server: ServedProcess, new_page: NewPage, page: Page
+) -> None:
+    generate(page, max_tokens=14, temperature=1)
+    text = branch(page, 4)
+    body = body_of(copied(page, "copy-curl"))
+    assert asked(server, "/generate", **body)["choices"][0]["text"] == text
+    assert printed_by(copied(page, "copy-python")) == text
+    other = ready(new_page(copied(page, "copy-link")))
+    finished(other)
+    assert text_of(other) == text
+    other.click("#again")
+    finished(other)
+    assert text_of(other) == text
+    page.locator("#temperature").fill("0.5")
+    page.locator("#branches button").first.click()
+    assert page.input_value("#temperature") == "1", "that of the completion that is shown"
+    body = body_of(copied(page, "copy-curl"))
+    assert PROMPT + asked(server, "/generate", **body)["choices"][0]["text"] == text_of(page)
+
+
+@pytest.mark.parametrize("positions", ["prompt", "last", "generated"])
+def test_changes_of_a_branch_stay_at_their_positions(
+    server: ServedProcess, page: Page, positions: str
+) -> None:
+    """The tokens before a branch are sent as its prompt, and are none of the page's prompt."""
+    change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
+    page.click("#tab-inside")
+    page.wait_for_selector("#change form")
+    page.select_option("#change-way", "scale")
+    page.select_option("#change-stage", "blocks.N.mlp.out")
+    page.select_option("#change-layer", "*")
+    page.select_option("#change-positions", positions)
+    page.fill("#change-factor", "0.3")
+    page.click("#change button[type=submit]")
+    page.click("#tab-generate")
+    generate(page, max_tokens=12, temperature=0)
+    page.locator(".tokens .token").nth(page.locator(".tokens .of-prompt").count() + 6).click()
+    page.wait_for_selector("#distribution .mark")
+    shown = share(bars(page)[0][1])
+    ids = asked(server, "/tokenize", prompt=PROMPT)["tokens"]
+    reply = asked(server, "/generate", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=0,
+                  interventions=[{**change, "positions": positions}])  # fmt: skip
+    token = reply["choices"][0]["tokens"][6]
+    assert shown == pytest.approx(100 * math.exp(token["logprob"]), abs=1.5)
+    assert len(ids) == page.locator(".tokens .of-prompt").count()
+
+
+def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
+    server: ServedProcess, page: Page
+) -> None:
+    text = generate(page, seed=5, max_tokens=70, temperature=1)
+    prompt = page.locator(".tokens .of-prompt").count()
+    count = page.locator("#completion .token").count()
+    assert count > 48 + prompt
+    place = prompt + 2
+    page.locator("#completion .token").nth(place).click()
+    assert f"token {place}, " in page.inner_text("#distribution h3")
+    page.click("#tab-tokens")
+    page.wait_for_selector("#pieces li")
+    size = len(text.encode())
+    assert page.inner_text("#pieces p").startswith(f"{count} tokens of {size} bytes")
+    page.click("#tab-attention")
+    page.wait_for_selector("#attention .heat")
+    assert "".join(page.locator("#attention .token").all_text_contents()) == text
+    assert f"Where token {place}, " in page.inner_text("#attention")
+    page.click("#tab-lens")
+    page.wait_for_selector("#lens td[aria-pressed=true]")
+    assert f"at token {place}, " in page.inner_text("#lens h3")
+    chosen = page.locator("#lens td[aria-pressed=true]").bounding_box()
+    table = page.locator("#lens .scroll").bounding_box()
+    assert table["x"] <= chosen["x"] <= table["x"] + table["width"] - chosen["width"]
+    page.locator("#lens .tokens .token").nth(count - 1).click()
+    page.wait_for_function(
+        f"document.querySelector('#lens h3').textContent.includes('{count - 1}')"
+    )
+    page.click("#tab-inside")
+    page.wait_for_selector("#view .heat")
+    ids = [token["id"] for token in asked(server, "/tokenize", prompt=text)["pieces"]]
+    if len(ids) == count:  # what was drawn is not always how a text is split
+        likeliest = asked(server, "/probs", prompt=ids, top_k=1)["prompts"][0]["tokens"][0]
+        assert bars(page, "#effect")[0][0] == shown(likeliest["text"])
+    page.check("#alone")
+    page.click("#tab-tokens")
+    page.wait_for_function(f"document.querySelectorAll('#pieces li').length === {prompt}")
+    page.fill("#prompt", "import re")
+    page.wait_for_selector("#scope", state="hidden")
+
+
+def test_an_open_page_follows_a_run(new_page: NewPage, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def save(step: int) -> None:
+        gpt = tiny_gpt(tiny_config(n_layer=2, n_head=4), seed=step)
+        record = training_record(step=step, val_loss=step / 100)
+        save_tiny_checkpoint(run / f"step-{step:06d}", gpt, training=record)
+        point = {"kind": "train", "smoothed_loss": 2.0, "seconds": 1.0}
+        with (run / "metrics.jsonl").open("a") as log:
+            log.writelines(json.dumps(point | {"step": at}) + "\n" for at in (step - 50, step))
+        (run / "new").symlink_to(f"step-{step:06d}")
+        (run / "new").rename(run / "latest")
+
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    save(100)
+    flags = ("--follow", "latest", "--follow-interval", "0.2", "--threads", "1")
+    with ServedProcess(str(run), *flags) as server:
+        page = ready(new_page(f"{server.url}/#prompt=abc"))
+        before = bars(page)
+        assert "step 100, validation loss 1.000" in page.inner_text("#model-line")
+        save(200)
+        page.wait_for_function(
+            "document.getElementById('model-line').textContent.includes('step 200, ')",
+            timeout=10_000,
+        )
+        page.wait_for_selector("#distribution:not([aria-busy]) .distribution")
+        after = bars(page)
+        assert [row[1] for row in after] != [row[1] for row in before]
+        likeliest = asked(server, "/probs", prompt="abc", top_k=1)["prompts"][0]["tokens"][0]
+        assert share(after[0][1]) == pytest.approx(100 * likeliest["prob"], abs=0.0051)
+        page.click("#tab-model")
+        page.wait_for_selector("#training .chart")
+        save(300)
+        page.wait_for_function(
+            "/step\\s+300/.test(document.getElementById('facts').innerText) && "
+            "document.querySelectorAll('#training circle').length === 6"
+        )
+        page.close()
+
+
+def test_a_refused_request_leaves_no_branch_and_is_reported_once(
+    server: ServedProcess, new_page: NewPage
+) -> None:
+    page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
+    text = generate(page, max_tokens=5)
+    page.fill("#max_tokens", "600")
+    page.click("#go")
+    page.wait_for_selector("#status .problem")
+    assert "Lower max_tokens to 511" in page.inner_text("#status")
+    page.fill("#max_tokens", "5")
+    page.fill("#prompt", "import os\n" * 300)
+    page.click("#go")
+    page.wait_for_selector("#prompt-problem .problem")
+    page.wait_for_timeout(1000)  # what follows the writing of a prompt has been refused by then
+    assert re.search("Shorten (it|the prompt) by ", page.inner_text(".problem"))
+    for tab in ("generate", "inside"):
+        page.click(f"#tab-{tab}")
+        page.wait_for_selector("#prompt-problem .problem")
+        assert page.locator(".problem").count() == 1
+    page.click("#tab-generate")
+    assert text_of(page) == text
+    assert page.locator("#branches").is_hidden()
+
+
+def test_a_first_token_can_be_chosen(page: Page) -> None:
+    token = bars(page)[3][0].replace("·", " ").replace("⏎", "\n")
+    page.locator("#distribution tbody button").nth(3).click()
+    finished(page)
+    assert text_of(page).startswith(PROMPT + token)
+
+
+def test_seeds_are_numbers_that_javascript_holds(page: Page) -> None:
+    generate(page, max_tokens=3)
+    assert 0 <= body_of(copied(page, "copy-curl"))["seed"] < 2**53
+    page.fill("#seed", str(2**53 - 1))
+    assert body_of(copied(page, "copy-curl"))["seed"] == 2**53 - 1
+    page.fill("#seed", str(2**53 + 1))
+    page.click("#copy-curl")
+    page.wait_for_selector("#status .problem")
+    assert f"{2**53 - 1}" in page.inner_text("#status")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_labels_and_hidden_tabs_can_be_seen_on_a_telephone(
+    server: ServedProcess, new_page: NewPage, scheme: str
+) -> None:
+    viewport = {"width": 400, "height": 800}
+    page = ready(new_page(server.url, viewport=viewport, color_scheme=scheme))
+    page.evaluate("document.getElementById('go').disabled = true")
+    style = "getComputedStyle(document.getElementById('go'))"
+    colours = [page.evaluate(f"{style}.{name}") for name in ("color", "backgroundColor")]
+    of = [f"#{bytes(map(int, re.findall(r'[0-9]+', colour))).hex()}" for colour in colours]
+    assert contrast(*of) >= LEAST_CONTRAST
+    tabs = "document.querySelector('[role=tablist]')"
+    assert page.evaluate(f"{tabs}.scrollWidth > {tabs}.clientWidth")
+    assert "gradient" in page.evaluate(f"getComputedStyle({tabs}).backgroundImage")
+    page.evaluate("document.getElementById('tab-model').click()")
+    assert page.evaluate(f"{tabs}.scrollLeft") > 0
 
 
 def test_attention_is_the_apis(server: ServedProcess, page: Page) -> None:

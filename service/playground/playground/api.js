@@ -2,10 +2,12 @@
 
 const KEY = "logitd-api-key";
 
+// A request that failed, in a sentence. `param`: the field of its body that is to blame, if one is.
 export class Problem extends Error {
-  constructor(status, message) {
+  constructor(status, message, param = null) {
     super(message);
     this.status = status;
+    this.param = param;
   }
 }
 
@@ -33,16 +35,18 @@ const sentences = {
 async function problem(response) {
   const text = await response.text();
   let message = text.slice(0, 300) || response.statusText;
+  let param = null;
   try {
     const reply = JSON.parse(text);
     message = reply.error?.message ?? reply.reason ?? reply.status ?? message;
+    param = reply.error?.param;
   } catch {
     // What stands between the page and the server may answer with HTML.
   }
   if (response.status === 401) document.dispatchEvent(new CustomEvent("key-needed"));
   const sentence = sentences[response.status];
   const said = sentence ? sentence(message, response.headers.get("retry-after")) : message;
-  return new Problem(response.status, said);
+  return new Problem(response.status, said, param);
 }
 
 const named = (path, name) => (name === null ? path : `${path}?model=${encodeURIComponent(name)}`);
@@ -80,7 +84,7 @@ export async function* events(path, body, signal) {
         if (part === "data: [DONE]") return;
         if (!part.startsWith("data: ")) continue; // a comment that keeps the connection awake
         const event = JSON.parse(part.slice(6));
-        if (event.error) throw new Problem(200, event.error.message);
+        if (event.error) throw new Problem(200, event.error.message, event.error.param);
         yield event;
       }
     }

@@ -4,11 +4,11 @@
 import { chosenModel, events, get, post, postArray } from "./api.js";
 import { bars, Vocabulary } from "./distribution.js";
 import { choice, element, fill, find, labelled, showProblem } from "./dom.js";
-import { entropyBits, ranked, softmax } from "./sampling.js";
+import { ofPrompt } from "./interventions.js";
+import { drawSeed, entropyBits, ranked, softmax } from "./sampling.js";
 import { choose, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
 const SHOWN = 10;
-const SEEDS = 2 ** 32;
 
 // One of the two: its model, and the tokens that came.
 class Side {
@@ -25,8 +25,7 @@ class Side {
   async setModel(name, signal) {
     this.model = name;
     const info = await get("/info", signal, name);
-    this.idsAlone = info.vocabulary === "none";
-    this.vocabulary = new Vocabulary(this.idsAlone, name);
+    this.vocabulary = new Vocabulary(info.vocabulary === "none", name);
     this.title.textContent = `${this.letter}: ${name}`;
     this.clear();
   }
@@ -58,24 +57,24 @@ class Side {
   }
 
   draw() {
-    drawTokens(this.text, this.prompt, this.tokens, { idsAlone: this.idsAlone, onclick: (index, span) => this.onlook(this, index, span) });
+    drawTokens(this.text, this.prompt, this.tokens, { vocabulary: this.vocabulary, onclick: (index, span) => this.onlook(this, index, span) });
   }
 
   // What stands before a token: as its model was given it, and as anybody can read it.
   before(index) {
     const all = [...this.prompt, ...this.tokens].slice(0, index);
     const ids = all.map((token) => token.id);
-    return { ids, text: this.idsAlone ? ids : texts(all, false).join("") };
+    return { ids, text: this.vocabulary.idsAlone ? ids : texts(all, this.vocabulary).join("") };
   }
 
   // Each token of the completion with where it ends, in characters, or in ids where there are none.
   ends() {
     let end = 0;
-    const written = this.idsAlone ? this.tokens.map(() => "x") : texts(this.tokens, false);
+    const written = this.vocabulary.idsAlone ? this.tokens.map(() => "x") : texts(this.tokens, this.vocabulary);
     return written.map((text) => (end += text.length));
   }
 
-  written = () => (this.idsAlone ? this.tokens.map((token) => token.id) : [...texts(this.tokens, false).join("")]);
+  written = () => (this.vocabulary.idsAlone ? this.tokens.map((token) => token.id) : [...texts(this.tokens, this.vocabulary).join("")]);
 
   // The token of the completion in which a character or id is; the next one, for what comes last.
   tokenAt(place) {
@@ -113,9 +112,9 @@ export class Compare {
     this.#running?.abort();
   }
 
-  // The prompt has changed.
-  update() {
-    if (this.#running === null) this.#afterPrompt();
+  // The prompt or the changes inside are others. Texts that are there outlive a swap of the weights.
+  update(swapped) {
+    if (this.#running === null && !swapped) this.#afterPrompt();
   }
 
   #build() {
@@ -151,6 +150,7 @@ export class Compare {
       form,
       element("p", { class: "hint", id: "compare-settings" }),
       element("div", { class: "two" }, ...this.#sides.map((side) => side.place)),
+      element("p", { class: "hint" }, "Choose a token to see what both say in its place."),
       surpriseLegend(),
       element("p", { id: "parting", role: "status" }),
       element("div", { id: "both", "aria-live": "polite" }),
@@ -165,7 +165,7 @@ export class Compare {
   }
 
   #say() {
-    const { temperature, top_k, top_p, min_p, max_tokens, seed } = this.#app.settings.sampling();
+    const { temperature, top_k, top_p, min_p, max_tokens, seed } = this.#app.sampling();
     const filters = [`temperature ${temperature}`];
     if (top_k) filters.push(`top-k ${top_k}`);
     if (top_p < 1) filters.push(`top-p ${top_p}`);
@@ -181,10 +181,7 @@ export class Compare {
     find("parting").textContent = "";
     try {
       await this.#ready;
-      const body = { prompt: this.#app.prompt(), ...this.#app.settings.request() };
-      body.seed ??= Math.floor(Math.random() * SEEDS);
-      const { list } = this.#app.interventions;
-      if (list.length) body.interventions = list;
+      const body = { seed: drawSeed(), ...this.#app.request() };
       for (const side of this.#sides) side.clear();
       await Promise.all(this.#sides.map((side) => side.stream(body, running.signal)));
       if (this.#running === running) await this.#part(body.seed);
@@ -207,7 +204,7 @@ export class Compare {
   async #part(seed) {
     const [a, b] = this.#sides.map((side) => side.written());
     if (!a.length || !b.length) return;
-    const unit = this.#sides[0].idsAlone ? "token" : "character";
+    const unit = this.#sides[0].vocabulary.idsAlone ? "token" : "character";
     let same = 0;
     while (same < Math.min(a.length, b.length) && a[same] === b[same]) same++;
     if (same === a.length && same === b.length) {
@@ -246,10 +243,10 @@ export class Compare {
   // Both distributions after a text; `own` is whose tokens `ids` are.
   #show(title, { ids, text }, own) {
     return fill(find("both"), async (signal) => {
-      if (this.#sides[0].idsAlone !== this.#sides[1].idsAlone) {
+      if (this.#sides[0].vocabulary.idsAlone !== this.#sides[1].vocabulary.idsAlone) {
         return element("p", { class: "problem" }, "One of these models has a vocabulary and the other has none: there is no prompt for both.");
       }
-      const interventions = this.#app.interventions.list;
+      const interventions = ofPrompt(this.#app.interventions.list);
       const probs = await Promise.all(
         this.#sides.map(async (side) => {
           const body = { model: side.model, prompt: side === own ? ids : text, interventions };
@@ -285,7 +282,7 @@ export class Compare {
     const entries = [...found.values()];
     for (const [index, side] of this.#sides.entries()) {
       const missing = entries.filter(({ whole, ids }) => whole && ids[index] === null);
-      if (side.idsAlone) for (const { ids } of missing) ids[index] = ids[1 - index];
+      if (side.vocabulary.idsAlone) for (const { ids } of missing) ids[index] = ids[1 - index];
       else if (missing.length) await identify(side, index, missing, signal);
     }
     const prob = (id, index) => (id === null ? 0 : (probs[index][id] ?? 0));
@@ -298,7 +295,7 @@ export class Compare {
 
 // Characters as JavaScript counts them, of so many as people do.
 function units(side, count) {
-  return side.idsAlone ? count : side.written().slice(0, count).join("").length;
+  return side.vocabulary.idsAlone ? count : side.written().slice(0, count).join("").length;
 }
 
 // The first token that is not in both texts.

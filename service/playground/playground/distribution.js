@@ -27,6 +27,16 @@ export class Vocabulary {
     for (const [index, { prompt }] of reply.prompts.entries()) this.#texts.set(missing[index], prompt);
   }
 
+  // The tokens of a prompt, each with its text.
+  async tokens(prompt, signal) {
+    if (Array.isArray(prompt)) return prompt.map((id) => ({ id, text: this.text(id) }));
+    return (await post("/tokenize", { ...this.#of, prompt, special_tokens: "text", pieces: true }, signal)).pieces;
+  }
+
+  forget = () => this.#texts.clear();
+
+  // A token as it is shown.
+  named = ({ id, text }) => (this.idsAlone ? `${id}` : visible(text));
   text = (id) => (this.idsAlone ? `id ${id}` : (this.#texts.get(id) ?? `id ${id}`));
   shown = (text) => (this.idsAlone ? text : visible(text));
   visible = (id) => this.shown(this.text(id));

@@ -21,25 +21,35 @@ export const labelled = (text, input) => element("label", {}, element("span", {}
 export const choice = (options, attributes = {}) =>
   element("select", attributes, ...options.map(([value, text]) => element("option", { value }, text)));
 
-// What failed, in a sentence, in the place where it was asked for; `retry` does it again.
+// Show why something failed where it was asked for; `retry` does it again. A prompt that is refused
+// is reported once, below the prompt, whichever parts of the page sent it.
 export function showProblem(place, error, retry) {
   const again = element("button", { type: "button", onclick: retry }, "Try again");
-  place.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message, " ", retry ? again : ""));
+  const ofPrompt = error.param === "prompt";
+  if (ofPrompt) place.replaceChildren();
+  const said = element("p", { class: "problem", role: "alert" }, error.message, " ", retry && !ofPrompt ? again : "");
+  (ofPrompt ? find("prompt-problem") : place).replaceChildren(said);
 }
 
-// Do something in a place that says that it is busy, and then shows the result or what went wrong.
-// A later call in the same place takes the place of an earlier one.
+// Fill a place with the result of `make`, or with why it failed; meanwhile the place is marked busy.
+// A later call replaces an earlier one. A place that shows the result for `key` already stays as it is.
 const turns = new WeakMap();
-export async function fill(place, make) {
+const filled = new WeakMap();
+export async function fill(place, make, key = null) {
   turns.get(place)?.abort();
+  place.removeAttribute("aria-busy");
+  if (key !== null && filled.get(place) === key) return;
+  filled.delete(place);
   const turn = new AbortController();
   turns.set(place, turn);
   place.setAttribute("aria-busy", "true");
   try {
     const made = await make(turn.signal);
-    if (!turn.signal.aborted) place.replaceChildren(...[made].flat());
+    if (turn.signal.aborted) return;
+    place.replaceChildren(...[made].flat());
+    filled.set(place, key);
   } catch (error) {
-    if (!turn.signal.aborted) showProblem(place, error, () => fill(place, make));
+    if (!turn.signal.aborted) showProblem(place, error, () => fill(place, make, key));
   } finally {
     if (turns.get(place) === turn) place.removeAttribute("aria-busy");
   }

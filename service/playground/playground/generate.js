@@ -1,167 +1,123 @@
-// Generate: a streamed completion, every token of which can be looked into and changed.
+// Generate: a streamed completion. Each of its tokens can be looked into and changed.
 
 import { apiKey, events, withModel } from "./api.js";
 import { curl, python } from "./code.js";
 import { Distribution } from "./distribution.js";
 import { copy, element, find, showProblem } from "./dom.js";
+import { ofPrompt, within } from "./interventions.js";
+import { drawSeed } from "./sampling.js";
 import { Tree } from "./tree.js";
 import { choose, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
-// One completion: what was asked for, and the tokens that came.
+// One completion: the form as it was, the request's body, and the tokens that came.
 class Run {
-  constructor(promptIds, body, branch = []) {
-    this.promptIds = promptIds; // null until the server has said what the prompt's tokens are
-    this.body = body;
+  // `begin`: ids of the first tokens of the completion, chosen instead of drawn: a branch.
+  // `promptIds`: the ids of the prompt, known if there is a `begin`.
+  constructor(form, body, begin, promptIds) {
+    Object.assign(this, { form, body, begin, promptIds });
     this.prompt = []; // tokens, as /generate writes them
-    this.tokens = branch; // of the completion; a branch begins with tokens of the other one
-    this.seed = body.seed ?? null;
+    this.tokens = [];
     this.status = "";
   }
 
-  excerpt = () => this.tokens.slice(-200).map((token) => token.text).join("").slice(0, 80);
-  ids = () => [...this.prompt, ...this.tokens].map((token) => token.id);
+  // The request that gives this completion, and no other.
+  request() {
+    const { begin, body, promptIds } = this;
+    if (begin.length === 0) return body;
+    const made = { ...body, prompt: [...promptIds, ...begin] };
+    if (body.max_tokens) made.max_tokens = Math.max(1, body.max_tokens - begin.length);
+    if (body.interventions) made.interventions = within(body.interventions, promptIds.length, made.prompt.length, true);
+    return made;
+  }
+
+  add(event) {
+    const size = this.promptIds?.length ?? Infinity;
+    for (const { tokens } of event.prompts ?? []) for (const token of tokens) (this.prompt.length < size ? this.prompt : this.tokens).push(token);
+    for (const { tokens } of event.choices) this.tokens.push(...(tokens ?? []));
+    if (!event.usage) return;
+    const { tokens_per_second: rate, ttft_ms: first } = event.timings;
+    const count = event.usage.completion_tokens;
+    this.status = `${count} token${count === 1 ? "" : "s"}, ${rate.toFixed(0)} tokens/s, the first after ${first.toFixed(1)} ms, seed ${this.body.seed}, step ${event.checkpoint.step}`;
+  }
+
+  all = () => [...this.prompt, ...this.tokens];
+  ids = () => this.all().map((token) => token.id);
 }
 
 export class Generate {
   #app;
   #running = null; // AbortController of the stream in progress
+  #ahead = true; // whether the distribution is that after the prompt
   #distribution;
   #tree;
   #text = tokenText("Prompt and completion, token by token");
 
   constructor(app) {
     this.#app = app;
-    this.#distribution = new Distribution(find("distribution"), app.vocabulary, () => app.settings.sampling());
-    this.#tree = new Tree(find("branches"), (node) => this.#show(node.run));
-    find("completion").replaceChildren(this.#text, surpriseLegend());
+    this.#distribution = new Distribution(find("distribution"), app.vocabulary, app.sampling);
+    this.#tree = new Tree(find("branches"), (run) => {
+      app.restore(run.form); // the distribution of a token is that of its own settings
+      this.#show(run);
+    });
+    const hint = "Choose a token to see what it was drawn from, and to continue with another one in its place.";
+    find("completion").replaceChildren(this.#text, element("p", { class: "hint" }, hint), surpriseLegend());
     find("generate-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.start();
     });
     find("stop").addEventListener("click", () => this.#running?.abort());
-    find("again").addEventListener("click", () => {
-      find("seed").value = this.#tree.current.run.seed;
-      this.start();
-    });
+    find("again").addEventListener("click", () => this.#again());
     find("extend").addEventListener("click", () => this.#extend());
     find("copy-curl").addEventListener("click", (event) => this.#copy(curl, event.target));
     find("copy-python").addEventListener("click", (event) => this.#copy(python, event.target));
-    find("copy-link").addEventListener("click", (event) => copy(app.link({ run: true, seed: this.#tree.current?.run.seed }), event.target));
+    find("copy-link").addEventListener("click", (event) => copy(this.#link(), event.target));
   }
 
   open() {
-    if (this.#tree.current === null) this.#lookAhead();
+    if (this.#ahead) this.#lookAhead();
   }
 
-  // The prompt has changed.
-  update() {
-    if (this.#running === null) this.#lookAhead();
+  // The prompt or the changes inside are others, or (`swapped`) the weights are.
+  update(swapped) {
+    if (this.#running === null && (this.#ahead || !swapped)) this.#lookAhead();
   }
 
   // The sliders have moved.
   reshape = () => this.#distribution.update();
 
-  start() {
-    return this.#stream(new Run(null, this.#body()));
+  // The completion that is shown; null if there is none, or none of the prompt as it is now.
+  shown() {
+    const run = this.#tree.current;
+    return run && run.form.prompt === find("prompt").value ? run : null;
   }
 
-  #body() {
-    const { settings, interventions } = this.#app;
-    const body = { prompt: this.#app.prompt(), ...settings.request() };
-    if (interventions.list.length) body.interventions = interventions.list;
-    return body;
-  }
-
-  #copy(write, button) {
-    try {
-      const seed = this.#tree.current?.run.seed;
-      const body = this.#body();
-      if (body.seed === undefined && seed !== null && seed !== undefined) body.seed = seed;
-      copy(write(location.origin, "/generate", withModel(body), apiKey() !== ""), button);
-    } catch (error) {
-      showProblem(find("status"), error);
-    }
-  }
-
-  async #lookAhead() {
-    try {
-      const prompt = this.#app.prompt();
-      if (prompt.length === 0) return this.#distribution.clear();
-      await this.#distribution.show({
-        title: "Next token after the prompt",
-        ids: prompt,
-        interventions: this.#app.interventions.list,
-        onpick: (id) => this.#beginWith(id),
-      });
-    } catch (error) {
-      showProblem(find("distribution"), error, () => this.#lookAhead());
-    }
-  }
-
-  // A completion whose first token is chosen, not drawn.
-  async #beginWith(id) {
-    const body = this.#body();
-    await this.#stream(new Run(null, { ...body, max_tokens: 1, allowed_token_ids: [id], temperature: 1 }));
-    const { run } = this.#tree.current;
-    if (run.tokens.length) await this.#continue(run, body);
-  }
-
-  // Another token in the place of the one at `at`: a branch of the completion.
-  async #branch(node, at, id) {
-    const { run } = node;
-    const kept = run.tokens.slice(0, at);
-    const ids = [...run.prompt, ...kept].map((token) => token.id);
-    const chosen = { ...run.body, prompt: ids, max_tokens: 1, allowed_token_ids: [id], temperature: 1 };
-    const branch = new Run(run.prompt, chosen, [...kept]);
-    branch.prompt = run.prompt;
-    await this.#stream(branch, node, at);
-    if (branch.tokens.length > at) await this.#continue(branch, { ...run.body, ...this.#app.settings.request() });
-  }
-
-  // Go on from the tokens that are there, as far as max_tokens says.
-  async #continue(run, body) {
-    const left = (body.max_tokens ?? 80) - run.tokens.length;
-    run.body = body;
-    if (left > 0) await this.#take(run, { ...body, prompt: run.ids(), max_tokens: left, prompt_logprobs: undefined });
-  }
-
-  // The completion becomes a part of the prompt, for every tab to look into.
-  #extend() {
-    const run = this.#tree.current?.run;
-    if (!run) return;
-    const ids = run.ids();
-    this.#app.setPrompt(this.#app.vocabulary.idsAlone ? ids.join(" ") : texts([...run.prompt, ...run.tokens], false).join(""));
-  }
-
-  async #stream(run, parent = null, at = null) {
-    this.#tree.add(run, parent, at);
-    this.#distribution.clear();
-    this.#show(run);
-    const wanted = run.prompt.length ? {} : { prompt_logprobs: 0 };
-    await this.#take(run, { ...run.body, ...wanted });
-  }
-
-  async #take(run, body) {
+  // Draw a completion. A branch has a `begin` and the run that it is a branch of.
+  async start({ form = this.#app.form(), begin = [], seed = drawSeed(), parent = null } = {}) {
     this.#running?.abort();
     const running = (this.#running = new AbortController());
+    let run = null;
     this.#busy(true);
+    this.#ahead = false;
+    this.#distribution.clear();
+    find("prompt-problem").replaceChildren();
     find("status").textContent = "…";
-    const before = run.tokens.length;
     try {
-      for await (const event of events("/generate", { ...body, logprobs: 0 }, running.signal)) {
-        for (const { tokens } of event.prompts ?? []) this.#append(run, run.prompt, tokens);
-        for (const { tokens } of event.choices) this.#append(run, run.tokens, tokens ?? []);
-        if (event.usage) {
-          run.seed ??= event.seed;
-          const { tokens_per_second: rate, ttft_ms: first } = event.timings;
-          const count = `${event.usage.completion_tokens} token${event.usage.completion_tokens === 1 ? "" : "s"}`;
-          run.status = `${count}, ${rate.toFixed(0)} tokens/s, the first after ${first.toFixed(1)} ms, seed ${run.seed}`;
-        }
+      const body = { seed, ...this.#app.request(form) };
+      const tokens = begin.length ? await this.#app.vocabulary.tokens(body.prompt, running.signal) : null;
+      const made = new Run(form, body, begin, tokens?.map((token) => token.id));
+      for await (const event of events("/generate", { ...made.request(), logprobs: 0, prompt_logprobs: 0 }, running.signal)) {
+        made.add(event);
+        if (run === null) {
+          run = made; // what was refused leaves no branch
+          this.#tree.add(run, parent);
+          this.#show(run);
+        } else if (this.#tree.current === run) this.#draw(run);
       }
       find("status").textContent = run.status;
     } catch (error) {
-      if (error.name === "AbortError") find("status").textContent = `stopped after ${run.tokens.length - before} tokens`;
-      else showProblem(find("status"), error, () => this.#stream(new Run(null, run.body)));
+      if (this.#running !== running) return; // another one has begun
+      if (error.name === "AbortError") find("status").textContent = `stopped after ${(run?.tokens.length ?? begin.length) - begin.length} tokens`;
+      else showProblem(find("status"), error, () => this.start({ form, begin, seed, parent }));
     } finally {
       if (this.#running === running) {
         this.#running = null;
@@ -171,42 +127,97 @@ export class Generate {
     }
   }
 
+  // The same seed, with what the form says otherwise.
+  #again() {
+    const run = this.#tree.current;
+    find("seed").value = run.body.seed;
+    this.start(this.shown() ? { begin: run.begin } : {});
+  }
+
+  // Another token in the place of the one at `at` of a completion.
+  #branch(run, at, id) {
+    const begin = [...run.tokens.slice(0, at).map((token) => token.id), id];
+    this.#app.restore({ ...this.#app.form(), prompt: run.form.prompt });
+    return this.start({ begin, seed: run.body.seed, parent: run });
+  }
+
+  // The completion that is shown, if the form still says what it was drawn with.
+  #unchanged() {
+    const run = this.#tree.current;
+    return run && JSON.stringify(run.form) === JSON.stringify(this.#app.form()) ? run : null;
+  }
+
+  #copy(write, button) {
+    try {
+      const run = this.#unchanged();
+      // A branch's own prompt ends in the middle of the completion: its whole text is asked for.
+      const body = run === null ? this.#app.request() : { ...run.request(), ...(run.begin.length ? { echo: true } : {}) };
+      copy(write(location.origin, "/generate", withModel(body), apiKey() !== ""), button);
+    } catch (error) {
+      showProblem(find("status"), error);
+    }
+  }
+
+  #link() {
+    const run = this.#unchanged();
+    return this.#app.link({ run: true, ...(run && { seed: run.body.seed, begin: run.begin.join("-") || null }) });
+  }
+
+  async #lookAhead() {
+    this.#ahead = true;
+    try {
+      const prompt = this.#app.prompt();
+      if (prompt.length === 0) return this.#distribution.clear();
+      await this.#distribution.show({
+        title: "Next token after the prompt",
+        ids: prompt,
+        interventions: ofPrompt(this.#app.interventions.list),
+        onpick: (id) => this.start({ begin: [id] }),
+      });
+    } catch (error) {
+      showProblem(find("distribution"), error, () => this.#lookAhead());
+    }
+  }
+
+  // The completion becomes a part of the prompt.
+  #extend() {
+    const run = this.#tree.current;
+    const { vocabulary } = this.#app;
+    this.#app.setPrompt(vocabulary.idsAlone ? run.ids().join(" ") : texts(run.all(), vocabulary).join(""));
+  }
+
   #busy(busy) {
     find("go").disabled = busy;
     find("stop").disabled = !busy;
     for (const id of ["again", "extend"]) find(id).disabled = busy || this.#tree.current === null;
   }
 
-  #append(run, list, tokens) {
-    list.push(...tokens);
-    if (this.#tree.current?.run === run) this.#draw(run);
-  }
-
   #show(run) {
+    this.#ahead = false;
+    this.#distribution.clear();
     this.#text.replaceChildren();
     find("status").textContent = run.status;
     this.#draw(run);
   }
 
-  // Whatever has come and is not there yet.
   #draw(run) {
-    const { idsAlone } = this.#app.vocabulary;
-    drawTokens(this.#text, run.prompt, run.tokens, { idsAlone, onclick: (index, span) => this.#look(run, index, span) });
+    drawTokens(this.#text, run.prompt, run.tokens, { vocabulary: this.#app.vocabulary, onclick: (index, span) => this.#look(run, index, span) });
   }
 
   // The distribution that a token was drawn from.
   #look(run, index, span) {
     if (index === 0) return; // nothing predicts it
     choose(this.#text, span);
-    const node = this.#tree.current;
+    this.#ahead = false;
+    this.#app.place = index;
     const at = index - run.prompt.length;
     const ids = run.ids();
     this.#distribution.show({
-      title: `In the place of token ${index + 1}, "${this.#app.vocabulary.idsAlone ? ids[index] : span.textContent}"`,
+      title: `In the place of token ${index}, "${this.#app.vocabulary.named(run.all()[index])}"`,
       ids: ids.slice(0, index),
       chosen: ids[index],
-      interventions: run.body.interventions ?? [],
-      onpick: at >= 0 ? (id) => this.#branch(node, at, id) : null,
+      interventions: within(run.body.interventions ?? [], run.prompt.length, index),
+      onpick: at >= 0 ? (id) => this.#branch(run, at, id) : null,
     });
   }
 }

@@ -5,7 +5,6 @@ import { bars } from "./distribution.js";
 import { choice, element, fill, find, labelled, showProblem } from "./dom.js";
 import { heatMap } from "./heatmap.js";
 import { divergenceBits, ranked, softmax } from "./sampling.js";
-import { visible } from "./tokens.js";
 
 const SHOWN = 12;
 const MOST_COLUMNS = 512;
@@ -16,34 +15,6 @@ const WAYS = [
   ["steer", "add a direction"],
   ["patch", "patch from another prompt"],
 ];
-
-// Of the changes that stand, for every tab.
-export class Interventions {
-  #onchange;
-
-  constructor(list, onchange) {
-    this.list = list;
-    this.#onchange = onchange;
-  }
-
-  add(change) {
-    this.list.push(change);
-    this.#onchange();
-  }
-
-  remove(index) {
-    this.list.splice(index, 1);
-    this.#onchange();
-  }
-}
-
-export function inWords({ stage, operation, heads, positions, factor, from, minus }) {
-  const where = [heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
-  if (operation === "zero") return `switch off ${where}`;
-  if (operation === "scale") return `scale ${where} by ${factor}`;
-  if (operation === "set") return `patch ${where} from "${from.prompt}"`;
-  return `add ${factor ?? 1} × ("${from.prompt}"${minus ? ` − "${minus.prompt}"` : ""}) to ${where}`;
-}
 
 export class Inside {
   #app;
@@ -144,17 +115,16 @@ export class Inside {
   // The next token without the changes and with them.
   #effect() {
     const { list } = this.#app.interventions;
-    return fill(find("effect"), async (signal) => {
-      const prompt = this.#app.prompt();
+    return this.#app.look(find("effect"), async ({ prompt, interventions }, signal) => {
       const plain = await postArray("/logits", { prompt }, signal);
-      const changed = list.length ? await postArray("/logits", { prompt, interventions: list }, signal) : plain;
+      const changed = interventions.length ? await postArray("/logits", { prompt, interventions }, signal) : plain;
       const [before, after] = [softmax(plain.values), softmax(changed.values)];
       const ids = [...new Set([...ranked(before).slice(0, SHOWN), ...ranked(after).slice(0, list.length ? SHOWN / 2 : 0)])];
       await this.#app.vocabulary.name(ids, signal);
       const rows = ids.map((id) => ({ id, before: before[id], after: after[id] }));
       const moved = divergenceBits(before, after);
       return [
-        element("h3", {}, "Next token after the prompt"),
+        element("h3", {}, "Next token"),
         bars(rows, this.#app.vocabulary, { heads: ["as it is", "changed"] }),
         element(
           "p",
@@ -182,15 +152,13 @@ export class Inside {
     const headAxis = stage.axes.find((axis) => axis === "n_head" || axis === "n_kv_head");
     find("view-layer").parentElement.hidden = !stage.name.includes("N");
     find("view-head").parentElement.hidden = headAxis === undefined;
-    return fill(find("view"), async (signal) => {
-      const prompt = this.#app.prompt();
-      const body = { prompt, positions: "all", stages: [stage.name.replace("N", find("view-layer").value)], interventions: this.#app.interventions.list };
-      if (headAxis) body.heads = [Math.min(Number(find("view-head").value), stage.shape[1] - 1)];
-      const tokens = await this.#app.tokensOf(prompt, signal);
-      const { shape, values } = await postArray("/activations", body, signal);
+    const stages = [stage.name.replace("N", find("view-layer").value)];
+    const heads = headAxis && [Math.min(Number(find("view-head").value), stage.shape[1] - 1)];
+    const draw = async ({ prompt, tokens, interventions }, signal) => {
+      const { shape, values } = await postArray("/activations", { prompt, positions: "all", stages, heads, interventions }, signal);
       const width = shape.at(-1);
       const columns = Math.min(width, MOST_COLUMNS);
-      const names = tokens.map((token) => (this.#app.vocabulary.idsAlone ? `${token.id}` : visible(token.text)));
+      const names = tokens.map(this.#app.vocabulary.named);
       const of = stage.axes.at(-1) === "T" ? names : Array.from({ length: columns }, (_, index) => `${index}`);
       const at = (row, column) => values[row * width + column];
       const sizes = values.filter(Number.isFinite).map(Math.abs).sort();
@@ -198,27 +166,15 @@ export class Inside {
       return [
         element("p", { class: "hint" }, `${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, where 99 % lie below.`),
         heatMap({
-          label: body.stages[0],
+          label: stages[0],
           rows: names,
           columns: of.slice(0, columns),
           at,
           largest,
-          say: (row, column) => `${names[row]} (${row + 1}), ${stage.axes.at(-1)} ${of[column]}: ${at(row, column).toPrecision(4)}`,
+          say: (row, column) => `${names[row]} (${row}), ${stage.axes.at(-1)} ${of[column]}: ${at(row, column).toPrecision(4)}`,
         }),
       ];
-    });
+    };
+    return this.#app.look(find("view"), draw, stages, heads);
   }
-}
-
-// What is changed, in words, with a button to take each back.
-export function listChanges(place, interventions) {
-  place.hidden = interventions.list.length === 0;
-  const chip = (change, index) =>
-    element(
-      "li",
-      { class: "chip" },
-      inWords(change),
-      element("button", { type: "button", "aria-label": `take back: ${inWords(change)}`, onclick: () => interventions.remove(index) }, "×"),
-    );
-  place.replaceChildren(element("span", {}, "Changed inside:"), element("ul", {}, ...interventions.list.map(chip)));
 }

@@ -1,45 +1,39 @@
 // Lens: what the model would say if it stopped after each layer.
 
 import { post } from "./api.js";
-import { element, fill, find, roving } from "./dom.js";
-import { percent, visible } from "./tokens.js";
+import { element, find, roving } from "./dom.js";
+import { choose, percent, texts, tokenSpan, tokenText } from "./tokens.js";
 
 const MOST_POSITIONS = 48;
 
 export class Lens {
   #app;
-  #shown = null;
+  #first = 0; // of the positions that are shown
 
   constructor(app) {
     this.#app = app;
   }
 
-  open() {
-    this.update();
+  // The columns around the chosen token.
+  async update() {
+    await this.#app.look(find("lens"), async ({ prompt, tokens, interventions }, signal) => {
+      const from = this.#app.placeIn(tokens) - MOST_POSITIONS / 2;
+      this.#first = Math.max(0, Math.min(from, tokens.length - MOST_POSITIONS));
+      const positions = [...tokens.keys()].slice(this.#first, this.#first + MOST_POSITIONS);
+      const reply = await post("/lens", { prompt, positions, top_k: 6, interventions }, signal);
+      return this.#render(reply.prompts[0].positions, tokens);
+    }, this.#app.place);
+    const cell = find("lens").querySelector("td[aria-pressed=true]");
+    if (cell) cell.closest(".scroll").scrollLeft = cell.offsetLeft - cell.closest(".scroll").clientWidth / 2;
   }
 
-  update() {
-    const asked = JSON.stringify([this.#app.prompt(), this.#app.interventions.list]);
-    if (asked === this.#shown) return null;
-    return fill(find("lens"), async (signal) => {
-      const prompt = this.#app.prompt();
-      const tokens = await this.#app.tokensOf(prompt, signal);
-      const first = Math.max(0, tokens.length - MOST_POSITIONS);
-      const positions = tokens.map((_, index) => index).slice(first);
-      const body = { prompt, positions, top_k: 6, interventions: this.#app.interventions.list };
-      const reply = await post("/lens", body, signal);
-      this.#shown = asked;
-      return this.#render(reply.prompts[0].positions, tokens, first);
-    });
-  }
-
-  #render(positions, tokens, first) {
-    const { idsAlone } = this.#app.vocabulary;
-    const named = (token) => (idsAlone ? `${token.id}` : visible(token.text));
+  #render(positions, tokens) {
+    const { vocabulary } = this.#app;
+    const { named } = vocabulary;
     const detail = element("div", { "aria-live": "polite" });
     const cell = ({ position, layers }, layer) => {
       const [best] = layers[layer].top;
-      const title = `after layer ${layer}, at ${named(tokens[position])}: ${named(best)}, ${percent(best.prob)}`;
+      const title = `after layer ${layer}, at ${named(tokens[position])} (${position}): ${named(best)}, ${percent(best.prob)}`;
       return element(
         "td",
         { class: "token", role: "button", tabindex: -1, title, "aria-label": title, style: { "--share": best.prob.toFixed(3) }, onclick: () => show(position, layer) },
@@ -47,10 +41,12 @@ export class Lens {
       );
     };
     const show = (position, layer) => {
-      const said = positions.find((other) => other.position === position).layers[layer];
+      this.#app.place = position;
+      choose(table, table.querySelectorAll("tbody tr")[depth - 1 - layer].querySelectorAll("td")[position - this.#first]);
+      const said = positions[position - this.#first].layers[layer];
       const rows = said.top.map((token) => element("tr", {}, element("th", { scope: "row" }, named(token)), element("td", {}, percent(token.prob))));
       detail.replaceChildren(
-        element("h3", {}, `After ${layer === 0 ? "the embeddings" : `block ${layer - 1}`}, at token ${position + 1}, "${named(tokens[position])}"`),
+        element("h3", {}, `After ${layer === 0 ? "the embeddings" : `block ${layer - 1}`}, at token ${position}, "${named(tokens[position])}"`),
         element("table", { class: "plain" }, element("tbody", {}, ...rows)),
         element("p", { class: "hint" }, `Entropy ${(said.entropy / Math.LN2).toFixed(2)} bits; ${(said.divergence / Math.LN2).toFixed(2)} bits away from what the model says in the end.`),
       );
@@ -69,17 +65,27 @@ export class Lens {
     const table = element("table", { class: "lens" }, element("thead", {}, head), element("tbody", {}, ...lines));
     roving(table, "td", () => positions.length);
     table.querySelector("td").tabIndex = 0;
-    const last = positions.at(-1).position;
-    show(last, depth - 1);
-    return [
-      element(
-        "p",
-        { class: "hint" },
-        "The likeliest next token after each layer, the final norm and the head applied there; the stronger the colour, the surer. " +
-          (first ? `The last ${MOST_POSITIONS} tokens of ${tokens.length}. ` : ""),
-      ),
-      element("div", { class: "scroll" }, table),
-      detail,
-    ];
+    show(this.#app.placeIn(tokens), depth - 1);
+    const hint = "The likeliest next token after each layer, the final norm and the head applied there; the stronger the colour, the surer. Choose a cell to see more of it.";
+    return [element("p", { class: "hint" }, hint), ...this.#whole(tokens), element("div", { class: "scroll" }, table), detail];
+  }
+
+  // A text of more tokens than there are columns, to choose those that are shown.
+  #whole(tokens) {
+    if (tokens.length <= MOST_POSITIONS) return [];
+    const { vocabulary } = this.#app;
+    const text = tokenText("The text: choose a token to see the columns around it");
+    const written = texts(tokens, vocabulary);
+    const spans = tokens.map((token, index) => {
+      const share = index >= this.#first && index < this.#first + MOST_POSITIONS ? 0.5 : 0;
+      const onclick = () => {
+        this.#app.place = index;
+        this.update();
+      };
+      return tokenSpan(token, written[index], { vocabulary, share, note: `${index}: ${vocabulary.named(token)}`, onclick });
+    });
+    text.append(...spans);
+    spans[this.#first].tabIndex = 0;
+    return [text, element("p", { class: "hint" }, `Coloured: the ${MOST_POSITIONS} of ${tokens.length} tokens that are below. Choose another token to see those around it.`)];
   }
 }

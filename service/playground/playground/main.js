@@ -2,37 +2,35 @@
 // this server's own endpoints: no library, no build step, no request to any other host.
 
 import { apiKey, chooseModel, chosenModel, get, Problem, post, setApiKey } from "./api.js";
-import { Attention, describeTokens } from "./attention.js";
+import { Attention } from "./attention.js";
 import { Compare } from "./compare.js";
 import { Vocabulary } from "./distribution.js";
-import { debounced, element, find, showProblem } from "./dom.js";
+import { debounced, element, fill, find, showProblem } from "./dom.js";
 import { Generate } from "./generate.js";
-import { Inside, Interventions, listChanges } from "./inside.js";
+import { Inside } from "./inside.js";
+import { Interventions, ofPrompt, within } from "./interventions.js";
 import { Lens } from "./lens.js";
 import { ModelTab } from "./model.js";
 import { Tokens } from "./tokenize.js";
 
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"];
 const RETRY_MS = 500;
-const CHOOSING = "logitd-choosing"; // the page was loaded again by whoever is at the list of models
+const SWAP_MS = 2000; // between two looks at which weights are served
+const CHOOSING = "logitd-choosing"; // the page was loaded again from the list of models
+const LOOKING = ["attention", "lens", "inside", "tokens"]; // tabs that look at a text
 
-// What the fields of the form say.
-const settings = {
-  request() {
-    const body = {};
-    for (const name of NUMBERS) if (find(name).value !== "") body[name] = Number(find(name).value);
-    return body;
-  },
-  sampling: () => ({ temperature: 1, top_k: 0, top_p: 1, min_p: 0, ...settings.request() }),
-};
+// The numbers of a form that are written.
+const numbers = (form) => Object.fromEntries(NUMBERS.filter((name) => form[name]).map((name) => [name, Number(form[name])]));
 
 class App {
+  place = null; // index of the token that was chosen last, in the text that is looked at
+
   constructor(info, restored) {
     this.info = info;
     this.restored = restored;
-    this.settings = settings;
     this.vocabulary = new Vocabulary(info.vocabulary === "none");
-    this.interventions = new Interventions(restored.interventions ?? [], () => this.#changed());
+    this.interventions = new Interventions(find("changes"), () => this.#changed());
+    this.restore(restored);
     this.remember = debounced(200, () => history.replaceState(null, "", this.link()));
     const models = info.models.filter(({ status }) => status !== "failed").map(({ model }) => model);
     this.tabs = {
@@ -48,14 +46,41 @@ class App {
     this.tab = null;
   }
 
-  // The prompt as the server takes it: a text, or token ids where the model knows no text.
+  // The form as it is written, with the changes inside: what a link keeps, and a completion.
+  form() {
+    const { list } = this.interventions;
+    const fields = ["prompt", ...NUMBERS].map((name) => [name, find(name).value]);
+    return { ...Object.fromEntries(fields), ...(list.length && { interventions: JSON.stringify(list) }) };
+  }
+
+  // Write a form. What it does not name stays, but for the changes.
+  restore(form) {
+    for (const name of ["prompt", ...NUMBERS]) {
+      find(name).value = form[name] ?? find(name).value;
+      const shown = find(`${name}-value`);
+      if (shown) shown.textContent = find(name).value;
+    }
+    this.interventions.restore(form.interventions);
+  }
+
+  // The body that a form asks for.
+  request(form = this.form()) {
+    const wrong = find("generate-form").querySelector("input:invalid");
+    if (wrong) throw new Problem(0, `${wrong.id}: ${wrong.validationMessage}`);
+    const interventions = form.interventions && { interventions: JSON.parse(form.interventions) };
+    return { prompt: this.promptOf(form.prompt), ...numbers(form), ...interventions };
+  }
+
+  sampling = () => ({ temperature: 1, top_k: 0, top_p: 1, min_p: 0, ...numbers(this.form()) });
+
+  // The prompt as the server takes it: a text, or token ids if the model knows no text.
   prompt = () => this.promptOf(find("prompt").value);
 
   promptOf(written) {
     if (!this.vocabulary.idsAlone) return written;
     const words = written.split(/[\s,]+/).filter((word) => word !== "");
     if (!words.every((word) => /^[0-9]+$/.test(word))) {
-      throw new Problem(0, "This model has no vocabulary: write token ids with spaces between them, for example 0 1 2.");
+      throw new Problem(0, "This model has no vocabulary: write token ids with spaces between them, for example 0 1 2.", "prompt");
     }
     return words.map(Number);
   }
@@ -65,14 +90,26 @@ class App {
     this.#changed();
   }
 
-  tokensOf = (prompt, signal) => describeTokens(prompt, this.vocabulary, signal);
+  // Fill a place with what `make` draws of the text that is looked at: the completion that is shown
+  // with its prompt, or the prompt alone. `more` is what the drawing depends on besides.
+  look(place, make, ...more) {
+    const run = find("alone").checked ? null : this.tabs.generate.shown();
+    find("scope").hidden = !LOOKING.includes(this.tab) || this.tabs.generate.shown() === null;
+    const { list } = this.interventions;
+    const prompt = run ? run.ids() : this.prompt();
+    const interventions = run ? within(list, run.prompt.length, prompt.length) : ofPrompt(list);
+    const draw = async (signal) => make({ prompt, interventions, tokens: run ? run.all() : await this.vocabulary.tokens(prompt, signal) }, signal);
+    return fill(place, draw, JSON.stringify([prompt, list, this.info.checkpoint, more]));
+  }
 
-  // An address that opens the page as it stands.
+  // The chosen token, or the last one.
+  placeIn = (tokens) => Math.min(this.place ?? Infinity, tokens.length - 1);
+
+  // An address that opens the page as it is.
   link(more = {}) {
-    const state = { tab: this.tab, prompt: find("prompt").value, ...settings.request(), ...this.tabs.attention.state(), ...this.tabs.compare.state(), ...more };
-    if (chosenModel() !== null) state.model ??= chosenModel();
-    if (this.interventions.list.length) state.interventions = JSON.stringify(this.interventions.list);
-    const given = Object.entries(state).filter(([, value]) => value !== undefined && value !== null);
+    const state = { model: chosenModel(), tab: this.tab, ...this.form(), ...this.tabs.attention.state(), ...this.tabs.compare.state(), ...more };
+    if (find("alone").checked) state.alone = true;
+    const given = Object.entries(state).filter(([name, value]) => value !== null && (name !== "seed" || value !== ""));
     return `${location.origin}${location.pathname}#${new URLSearchParams(given)}`;
   }
 
@@ -83,19 +120,21 @@ class App {
       const chosen = button.id === `tab-${name}`;
       button.setAttribute("aria-selected", chosen);
       button.tabIndex = chosen ? 0 : -1;
+      if (chosen) button.scrollIntoView({ block: "nearest", inline: "nearest" });
       find(button.getAttribute("aria-controls")).hidden = !chosen;
     }
+    find("scope").hidden = true;
     this.remember();
-    this.#run(() => this.tabs[name].open());
+    this.#run(() => (this.tabs[name].open ? this.tabs[name].open() : this.tabs[name].update()));
   }
 
   #changed() {
-    listChanges(find("changes"), this.interventions);
+    this.place = null;
     this.remember();
     this.#run(() => this.tabs[this.tab].update());
   }
 
-  // A prompt that cannot be read is said beside it.
+  // A prompt that cannot be read is reported below it.
   #run(act) {
     find("prompt-problem").replaceChildren();
     try {
@@ -106,12 +145,35 @@ class App {
     }
   }
 
+  // Other weights may take the place of those that are served, at any time.
+  async follow() {
+    if (!document.hidden) {
+      let info = this.info;
+      try {
+        info = await get("/info");
+      } catch (error) {
+        if (error.status === 401) return; // what the page asks for next says so too
+      }
+      const shape = ({ vocabulary, config }) => JSON.stringify([vocabulary, config]);
+      if (shape(info) !== shape(this.info)) return location.reload(); // another model: no part of the page fits it
+      if (info.checkpoint.weights_sha256 !== this.info.checkpoint.weights_sha256) {
+        this.info = info;
+        describe(info);
+        this.vocabulary.forget();
+        this.#run(() => this.tabs[this.tab].update(true));
+      }
+    }
+    setTimeout(() => this.follow(), SWAP_MS);
+  }
+
   listen() {
     find("prompt").addEventListener("input", debounced(400, () => this.#changed()));
+    find("alone").addEventListener("change", () => this.#changed());
     for (const name of NUMBERS) {
       find(name).addEventListener("input", () => {
         const shown = find(`${name}-value`);
         if (shown) shown.textContent = find(name).value;
+        find("prompt-problem").replaceChildren();
         this.remember();
         this.tabs.generate.reshape();
       });
@@ -134,21 +196,7 @@ class App {
       if (this.tab !== "generate") this.open("generate");
       find("generate-form").requestSubmit();
     });
-    listChanges(find("changes"), this.interventions);
   }
-}
-
-// What the address says: the state of a link, or of the page before it was loaded again.
-function restore() {
-  const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  for (const name of [...NUMBERS, "prompt"]) if (state[name] !== undefined) find(name).value = state[name];
-  for (const name of NUMBERS) if (find(`${name}-value`)) find(`${name}-value`).textContent = find(name).value;
-  try {
-    state.interventions = JSON.parse(state.interventions ?? "[]");
-  } catch {
-    state.interventions = []; // a link that was cut short
-  }
-  return state;
 }
 
 // A beginning that the model itself would write: the first words of a text it makes up.
@@ -219,7 +267,8 @@ async function start() {
   }
   find("key-row").hidden = !info.api_keys;
   describe(info);
-  const restored = restore();
+  const restored = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  find("alone").checked = restored.alone === "true";
   const app = new App(info, restored);
   try {
     if (restored.prompt === undefined) find("prompt").value = await firstPrompt(info);
@@ -233,7 +282,8 @@ async function start() {
   sessionStorage.removeItem(CHOOSING);
   const tab = restored.tab in app.tabs && !find(`tab-${restored.tab}`).hidden ? restored.tab : "generate";
   app.open(tab);
-  if (restored.run === "true") app.tabs.generate.start();
+  if (restored.run === "true") app.tabs.generate.start({ begin: (restored.begin ?? "").split("-").filter(Boolean).map(Number) });
+  app.follow();
 }
 
 document.addEventListener("key-needed", askForKey);

@@ -31,8 +31,7 @@ export class ModelTab {
   }
 
   open() {
-    fill(find("facts"), () => this.#facts());
-    fill(find("training"), (signal) => this.#training(signal));
+    this.update();
     this.#before = null;
     this.#watch();
   }
@@ -41,7 +40,11 @@ export class ModelTab {
     clearTimeout(this.#timer);
   }
 
-  update() {}
+  update() {
+    const key = JSON.stringify(this.#app.info);
+    fill(find("facts"), () => this.#facts(), key);
+    fill(find("training"), (signal) => this.#training(signal), key);
+  }
 
   #facts() {
     const { info } = this.#app;
@@ -75,8 +78,9 @@ export class ModelTab {
       made.push(element("h3", {}, "Training"));
       made.push(lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
     }
-    if (card !== null) made.push(element("details", {}, element("summary", {}, "Model card"), element("pre", { class: "card" }, card)));
-    if (!made.length) made.push(element("p", { class: "hint" }, "Nothing stands beside this checkpoint: neither a card nor the log of its run."));
+    const open = find("training").querySelector("details")?.open ?? false; // the curve may be another one
+    if (card !== null) made.push(element("details", { open }, element("summary", {}, "Model card"), element("pre", { class: "card" }, card)));
+    if (!made.length) made.push(element("p", { class: "hint" }, "This checkpoint has neither a card nor the log of its run."));
     return made;
   }
 

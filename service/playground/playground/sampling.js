@@ -39,6 +39,9 @@ export function processed(logits, { temperature, top_k, top_p, min_p }) {
   return probs;
 }
 
+// A seed that JavaScript's numbers hold exactly.
+export const drawSeed = () => Math.floor(Math.random() * 2 ** 32);
+
 // In bits: how unexpected a token of this probability is.
 export const surprise = (logprob) => -logprob / Math.LN2;
 

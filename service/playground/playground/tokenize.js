@@ -1,7 +1,6 @@
 // Tokens: how a text splits.
 
-import { element, fill, find } from "./dom.js";
-import { visible } from "./tokens.js";
+import { element, find } from "./dom.js";
 
 export class Tokens {
   #app;
@@ -10,29 +9,22 @@ export class Tokens {
     this.#app = app;
   }
 
-  open() {
-    this.update();
-  }
-
   update() {
-    return fill(find("pieces"), async (signal) => {
-      const prompt = this.#app.prompt();
-      const pieces = await this.#app.tokensOf(prompt, signal);
-      const bytes = ({ bytes: values }) => (values ? values.map((byte) => byte.toString(16).padStart(2, "0")).join(" ") : "");
-      const box = (piece, index) =>
+    return this.#app.look(find("pieces"), ({ tokens }) => {
+      const { info, vocabulary } = this.#app;
+      const box = (token, index) =>
         element(
           "li",
           { class: index % 2 ? "piece odd" : "piece" },
-          element("code", { class: "written" }, this.#app.vocabulary.idsAlone ? `${piece.id}` : visible(piece.text)),
-          element("span", {}, `id ${piece.id}`),
-          element("code", {}, bytes(piece)),
+          element("code", { class: "written" }, vocabulary.named(token)),
+          element("span", {}, `${index}: id ${token.id}`),
+          element("code", {}, (token.bytes ?? []).map((byte) => byte.toString(16).padStart(2, "0")).join(" ")),
         );
-      const size = typeof prompt === "string" ? new TextEncoder().encode(prompt).length : null;
-      const per = size && pieces.length ? `, ${(size / pieces.length).toFixed(2)} bytes a token` : "";
-      const context = this.#app.info.limits.context_length;
+      const size = tokens.reduce((sum, { bytes }) => sum + (bytes?.length ?? 0), 0);
+      const per = size ? ` of ${size} bytes, ${(size / tokens.length).toFixed(2)} bytes a token` : "";
       return [
-        element("p", {}, `${pieces.length} tokens${size === null ? "" : ` of ${size} bytes`}${per}; the context has room for ${context}.`),
-        element("ol", { class: "pieces" }, ...pieces.map(box)),
+        element("p", {}, `${tokens.length} tokens${per}; the context has room for ${info.limits.context_length}.`),
+        element("ol", { class: "pieces" }, ...tokens.map(box)),
       ];
     });
   }

@@ -16,7 +16,7 @@ export const percent = (prob) => {
 };
 
 // The texts of tokens in a row: half characters are shown with the token that completes them.
-export function texts(tokens, idsAlone) {
+export function texts(tokens, { idsAlone }) {
   if (idsAlone) return tokens.map((token) => `${token.id} `);
   const decoder = new TextDecoder();
   return tokens.map((token) => decoder.decode(new Uint8Array(token.bytes), { stream: true }));
@@ -25,17 +25,17 @@ export function texts(tokens, idsAlone) {
 // How strongly the colour of surprise is laid on, 0 to 1.
 export const strength = (bits) => Math.min(1, bits / MOST_BITS);
 
-export function describe(token, idsAlone) {
-  const name = idsAlone ? `id ${token.id}` : `"${visible(token.text)}", id ${token.id}`;
+function describe(token, { idsAlone, named }) {
+  const name = idsAlone ? `id ${token.id}` : `"${named(token)}", id ${token.id}`;
   if (token.logprob === null || token.logprob === undefined) return `${name}: nothing before it predicts it`;
   const bits = surprise(token.logprob).toFixed(1);
   return `${name}: ${percent(Math.exp(token.logprob))}, ${bits} bits, rank ${token.rank}`;
 }
 
 // One token of a text. `share` is how strongly it is coloured; absent: by its surprise.
-export function tokenSpan(token, text, { idsAlone, onclick, share, note }) {
+export function tokenSpan(token, text, { vocabulary, onclick, share, note }) {
   const bits = token.logprob === null || token.logprob === undefined ? 0 : surprise(token.logprob);
-  const title = note ?? describe(token, idsAlone);
+  const title = note ?? describe(token, vocabulary);
   return element(
     "span",
     {
@@ -53,14 +53,14 @@ export function tokenSpan(token, text, { idsAlone, onclick, share, note }) {
 
 // The tokens of a prompt and of what follows it, in a text of them. What is there already stays, but
 // for the end: half a character may have been completed.
-export function drawTokens(text, prompt, tokens, { idsAlone, onclick }) {
+export function drawTokens(text, prompt, tokens, { vocabulary, onclick }) {
   const all = [...prompt, ...tokens];
   const from = Math.max(0, text.childElementCount - 4);
   while (text.childElementCount > from) text.lastElementChild.remove();
-  const written = texts(all, idsAlone);
+  const written = texts(all, vocabulary);
   const focused = document.activeElement?.closest(".tokens") === text;
   for (let index = from; index < all.length; index++) {
-    const span = tokenSpan(all[index], written[index], { idsAlone, onclick: () => onclick(index, span) });
+    const span = tokenSpan(all[index], written[index], { vocabulary, onclick: () => onclick(index, span) });
     if (index < prompt.length) span.classList.add("of-prompt");
     text.append(span);
   }

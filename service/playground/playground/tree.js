@@ -6,32 +6,20 @@ import { visible } from "./tokens.js";
 export class Tree {
   #place;
   #onchoose;
-  #nodes = [];
-  #current = null;
+  #nodes = []; // { run, children }
+  current = null; // the run that is shown
 
   constructor(place, onchoose) {
     this.#place = place;
     this.#onchoose = onchoose;
   }
 
-  // A completion; `parent` is the one that was changed, `at` the index of its token that was.
-  add(run, parent = null, at = null) {
-    const node = { run, parent, at, children: [] };
-    if (parent) parent.children.push(node);
-    else this.#nodes.push(node);
-    this.#current = node;
+  // A completion; `parent` is the one that was changed.
+  add(run, parent = null) {
+    const siblings = parent === null ? this.#nodes : this.#find(parent).children;
+    siblings.push({ run, children: [] });
+    this.current = run;
     this.render();
-    return node;
-  }
-
-  get current() {
-    return this.#current;
-  }
-
-  choose(node) {
-    this.#current = node;
-    this.render();
-    this.#onchoose(node);
   }
 
   // Names change while a completion grows.
@@ -41,18 +29,31 @@ export class Tree {
     if (several) this.#place.replaceChildren(element("h3", {}, "Branches"), this.#list(this.#nodes));
   }
 
-  #list(nodes) {
-    return element("ul", { class: "tree" }, ...nodes.map((node) => this.#item(node)));
+  #find(run, nodes = this.#nodes) {
+    for (const node of nodes) {
+      const found = node.run === run ? node : this.#find(run, node.children);
+      if (found) return found;
+    }
+    return null;
   }
 
-  #item(node) {
-    const start = visible(node.run.excerpt()).slice(0, 48);
-    const said = node.parent ? `at token ${node.at + 1}: ${start}` : `seed ${node.run.seed ?? "…"}: ${start}`;
+  #list(nodes) {
+    return element("ul", { class: "tree" }, ...nodes.map(({ run, children }) => this.#item(run, children)));
+  }
+
+  #item(run, children) {
+    const own = Math.max(0, run.begin.length - 1); // what a branch has in common with its parent is left out
+    const excerpt = visible(run.tokens.slice(own, own + 48).map((token) => token.text).join("")).slice(0, 48);
+    const choose = () => {
+      this.current = run;
+      this.render();
+      this.#onchoose(run);
+    };
     const button = element(
       "button",
-      { type: "button", class: "link", "aria-current": node === this.#current ? "true" : null, onclick: () => this.choose(node) },
-      said,
+      { type: "button", class: "link", "aria-current": run === this.current ? "true" : null, onclick: choose },
+      run.begin.length ? `at token ${run.prompt.length + own}: ${excerpt}` : `seed ${run.body.seed}: ${excerpt}`,
     );
-    return element("li", {}, button, node.children.length ? this.#list(node.children) : null);
+    return element("li", {}, button, children.length ? this.#list(children) : null);
   }
 }

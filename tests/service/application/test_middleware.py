@@ -250,7 +250,7 @@ def test_the_user_of_an_openai_request_is_in_its_line(
 
 def test_what_is_polled_is_not_logged(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "logitd.http")
-    for path in ("/health", "/health/live", "/metrics"):
+    for path in ("/health", "/health/live", "/info", "/metrics"):
         assert server.client.get(path).status_code == 200
     assert caplog.records == []
 

@@ -1,0 +1,76 @@
+// The changes inside that every tab takes into account, and the list of them below the prompt.
+
+import { element } from "./dom.js";
+
+export class Interventions {
+  #place;
+  #onchange;
+  list = [];
+
+  constructor(place, onchange) {
+    this.#place = place;
+    this.#onchange = onchange;
+  }
+
+  add = (change) => this.#change([...this.list, change]);
+
+  // The changes of a link, as JSON; one that was cut short has none.
+  restore(written = "[]") {
+    try {
+      this.list = [JSON.parse(written)].flat();
+    } catch {
+      this.list = [];
+    }
+    this.#draw();
+  }
+
+  #change(list) {
+    this.list = list;
+    this.#draw();
+    this.#onchange();
+  }
+
+  // Each in words, with a button that removes it.
+  #draw() {
+    const remove = (change) => this.#change(this.list.filter((other) => other !== change));
+    const chip = (change) =>
+      element(
+        "li",
+        { class: "chip" },
+        inWords(change),
+        element("button", { type: "button", "aria-label": `take back: ${inWords(change)}`, onclick: () => remove(change) }, "×"),
+      );
+    this.#place.hidden = this.list.length === 0;
+    this.#place.replaceChildren(element("span", {}, "Changed inside:"), element("ul", {}, ...this.list.map(chip)));
+  }
+}
+
+function inWords({ stage, operation, heads, positions, factor, from, minus }) {
+  const where = [heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
+  if (operation === "zero") return `switch off ${where}`;
+  if (operation === "scale") return `scale ${where} by ${factor}`;
+  if (operation === "set") return `patch ${where} from "${from.prompt}"`;
+  return `add ${factor ?? 1} × ("${from.prompt}"${minus ? ` − "${minus.prompt}"` : ""}) to ${where}`;
+}
+
+// The changes for a request that generates nothing after the prompt.
+export const ofPrompt = (list) => list.filter(({ positions }) => positions !== "generated");
+
+// The changes for a request whose prompt is the first `length` tokens of a text, of which `prompt` are
+// the prompt on the page and the rest is its completion. `generates`: the request goes on from there.
+export function within(list, prompt, length, generates = false) {
+  const spans = { prompt: [0, prompt], last: [prompt - 1, prompt], generated: [prompt, length] };
+  return list.flatMap((change) => {
+    if (!(change.positions in spans)) return [change];
+    const [from, to] = spans[change.positions];
+    const placed = from < Math.min(to, length) ? [placedAt(change, { from, to: Math.min(to, length) })] : [];
+    return change.positions === "generated" && generates ? [...placed, change] : placed;
+  });
+}
+
+// Another prompt is read where it was before.
+function placedAt(change, positions) {
+  const source = ({ positions: own = change.positions === "last" ? "last" : "all", ...rest }) => ({ ...rest, positions: own });
+  const { from, minus } = change;
+  return { ...change, positions, ...(from && { from: source(from) }), ...(minus && { minus: source(minus) }) };
+}
