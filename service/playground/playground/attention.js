@@ -1,7 +1,7 @@
 // Attention: where each head looks. A grid of all heads, one of them in large, its rows in the text.
 
 import { postArray } from "./api.js";
-import { element, find } from "./dom.js";
+import { button, element, find, heading, hint } from "./dom.js";
 import { heatMap, paint } from "./heatmap.js";
 import { choose, percent, texts, tokenSpan, tokenText } from "./tokens.js";
 
@@ -36,21 +36,16 @@ export class Attention {
     const detail = element("div", {});
     const show = (layer, head) => {
       this.#chosen = { layer: Math.min(layer, layers.length - 1), head: Math.min(head, heads - 1) };
-      for (const button of grid.querySelectorAll("button")) {
-        button.setAttribute("aria-pressed", button.dataset.head === `${this.#chosen.layer}.${this.#chosen.head}`);
-      }
+      for (const other of grid.children) other.setAttribute("aria-pressed", other.dataset.head === `${this.#chosen.layer}.${this.#chosen.head}`);
       detail.replaceChildren(...this.#detail(at(this.#chosen.layer, this.#chosen.head), tokens));
       this.#app.remember();
     };
     const small = (layer, head) => {
       const canvas = element("canvas", { "aria-hidden": "true" });
       paint(canvas, count, count, at(layer, head), 1);
-      return element(
-        "button",
-        { type: "button", class: "head", "data-head": `${layer}.${head}`, "aria-label": `layer ${layer}, head ${head}`, onclick: () => show(layer, head) },
-        canvas,
-        element("span", {}, `${layer}.${head}`),
-      );
+      const made = button(canvas, () => show(layer, head), { class: "head", "data-head": `${layer}.${head}`, "aria-label": `layer ${layer}, head ${head}` });
+      made.append(element("span", {}, `${layer}.${head}`));
+      return made;
     };
     const grid = element("div", { class: "heads", style: { "--heads": heads } });
     for (let layer = 0; layer < layers.length; layer++) {
@@ -58,7 +53,7 @@ export class Attention {
     }
     show(this.#chosen.layer, this.#chosen.head);
     return [
-      element("p", { class: "hint" }, "Every head, layer.head. A row is a token that looks, a column a token that it looks at; each row sums to 1."),
+      hint("Every head, layer.head. A row is a token that looks, a column a token that it looks at; each row sums to 1."),
       element("div", { class: "beside" }, grid, detail),
     ];
   }
@@ -70,7 +65,7 @@ export class Attention {
     const names = tokens.map(vocabulary.named);
     const written = texts(tokens, vocabulary);
     const text = tokenText("The text, coloured by where the chosen token looks");
-    const title = element("p", { class: "hint" });
+    const title = hint("");
     const draw = (row) => {
       this.#app.place = row;
       const spans = tokens.map((token, column) => {
@@ -96,6 +91,6 @@ export class Attention {
       onrow: draw,
       selected: chosen,
     });
-    return [element("h3", {}, `Layer ${layer}, head ${head}`), map, title, text];
+    return [heading(`Layer ${layer}, head ${head}`), map, title, text];
   }
 }

@@ -3,10 +3,10 @@
 
 import { chosenModel, events, get, post, postArray } from "./api.js";
 import { bars, Vocabulary } from "./distribution.js";
-import { choice, element, fill, find, labelled, showProblem } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labelled, showProblem } from "./dom.js";
 import { ofPrompt } from "./interventions.js";
 import { drawSeed, entropyBits, ranked, softmax } from "./sampling.js";
-import { choose, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
+import { choose, collect, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
 const SHOWN = 10;
 
@@ -15,7 +15,7 @@ class Side {
   constructor(letter, onlook) {
     this.letter = letter;
     this.onlook = onlook;
-    this.title = element("h3", {});
+    this.title = heading("");
     this.status = element("p", { class: "hint", role: "status" });
     this.text = tokenText(`Model ${letter}: prompt and completion, token by token`);
     this.place = element("div", {}, this.title, this.status, this.text);
@@ -41,14 +41,13 @@ class Side {
     this.status.textContent = "…";
     try {
       for await (const event of events("/generate", { ...body, model: this.model, logprobs: 0, prompt_logprobs: 0 }, signal)) {
-        for (const { tokens } of event.prompts ?? []) this.prompt.push(...tokens);
-        for (const { tokens } of event.choices) this.tokens.push(...(tokens ?? []));
+        collect(event, this);
         if (event.usage) {
           const bits = this.tokens.reduce((sum, { logprob }) => sum - logprob / Math.LN2, 0);
           const per = this.tokens.length ? `, ${(bits / this.tokens.length).toFixed(2)} bits a token` : "";
           this.status.textContent = `${this.tokens.length} tokens${per}, ${event.timings.tokens_per_second.toFixed(0)} tokens/s`;
         }
-        this.draw();
+        drawTokens(this.text, this.prompt, this.tokens, { vocabulary: this.vocabulary, onclick: (index, span) => this.onlook(this, index, span) });
       }
     } catch (error) {
       if (error.name === "AbortError") this.status.textContent = `stopped after ${this.tokens.length} tokens`;
@@ -56,30 +55,25 @@ class Side {
     }
   }
 
-  draw() {
-    drawTokens(this.text, this.prompt, this.tokens, { vocabulary: this.vocabulary, onclick: (index, span) => this.onlook(this, index, span) });
-  }
-
-  // What stands before a token: as its model was given it, and as anybody can read it.
+  // The text before a token: as its model was given it, and as the other one can read it.
   before(index) {
     const all = [...this.prompt, ...this.tokens].slice(0, index);
     const ids = all.map((token) => token.id);
     return { ids, text: this.vocabulary.idsAlone ? ids : texts(all, this.vocabulary).join("") };
   }
 
-  // Each token of the completion with where it ends, in characters, or in ids where there are none.
-  ends() {
+  // Mark the first token of the completion that is not in both texts, of which `same` characters are
+  // in both. Returns its index.
+  mark(same) {
     let end = 0;
-    const written = this.vocabulary.idsAlone ? this.tokens.map(() => "x") : texts(this.tokens, this.vocabulary);
-    return written.map((text) => (end += text.length));
-  }
-
-  written = () => (this.vocabulary.idsAlone ? this.tokens.map((token) => token.id) : [...texts(this.tokens, this.vocabulary).join("")]);
-
-  // The token of the completion in which a character or id is; the next one, for what comes last.
-  tokenAt(place) {
-    const at = this.ends().findIndex((end) => end > place);
-    return at < 0 ? this.tokens.length : at;
+    const found = texts(this.tokens, this.vocabulary).findIndex((text) => (end += text.length) > same);
+    const at = found < 0 ? this.tokens.length : found;
+    const span = this.text.children[this.prompt.length + at];
+    if (!span) return at;
+    span.classList.add("parting");
+    span.title = `here they part: ${span.title}`;
+    span.setAttribute("aria-label", span.title);
+    return at;
   }
 }
 
@@ -120,37 +114,34 @@ export class Compare {
   #build() {
     const { restored } = this.#app;
     const options = this.#names.map((name) => [name, name]);
-    const left = choice(options, { id: "left" });
-    const right = choice(options, { id: "right" });
+    const onchange = () => {
+      this.#running?.abort();
+      this.#app.remember();
+      this.#ready = this.#choose();
+      this.#say();
+      this.#afterPrompt();
+    };
+    const onsubmit = (event) => {
+      event.preventDefault();
+      this.start();
+    };
+    const left = choice(options, { id: "left", onchange });
+    const right = choice(options, { id: "right", onchange });
     const known = (name, other) => (this.#names.includes(name) ? name : other);
     left.value = known(restored.left, chosenModel() ?? this.#names[0]);
     right.value = known(restored.right, this.#names.find((name) => name !== left.value) ?? left.value);
-    const form = element(
-      "form",
-      { class: "row", id: "compare-form" },
-      labelled("Model A", left),
-      labelled("Model B", right),
-      element("button", { type: "submit", class: "main", id: "compare-go", title: "Ctrl+Enter" }, "Generate both"),
-      element("button", { type: "button", id: "compare-stop", disabled: true, onclick: () => this.#running?.abort() }, "Stop"),
-    );
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.start();
-    });
-    for (const select of [left, right]) {
-      select.addEventListener("change", () => {
-        this.#running?.abort();
-        this.#app.remember();
-        this.#ready = this.#choose();
-        this.#say();
-        this.#afterPrompt();
-      });
-    }
     find("compare").replaceChildren(
-      form,
+      element(
+        "form",
+        { class: "row", id: "compare-form", onsubmit },
+        labelled("Model A", left),
+        labelled("Model B", right),
+        button("Generate both", null, { type: "submit", class: "main", id: "compare-go", title: "Ctrl+Enter" }),
+        button("Stop", () => this.#running?.abort(), { id: "compare-stop", disabled: true }),
+      ),
       element("p", { class: "hint", id: "compare-settings" }),
       element("div", { class: "two" }, ...this.#sides.map((side) => side.place)),
-      element("p", { class: "hint" }, "Choose a token to see what both say in its place."),
+      hint("Choose a token to see what both say in its place."),
       surpriseLegend(),
       element("p", { id: "parting", role: "status" }),
       element("div", { id: "both", "aria-live": "polite" }),
@@ -202,21 +193,18 @@ export class Compare {
 
   // Where the two texts part, and what both say there.
   async #part(seed) {
-    const [a, b] = this.#sides.map((side) => side.written());
+    const [first] = this.#sides;
+    const [a, b] = this.#sides.map(({ tokens, vocabulary }) => texts(tokens, vocabulary).join(""));
     if (!a.length || !b.length) return;
-    const unit = this.#sides[0].vocabulary.idsAlone ? "token" : "character";
     let same = 0;
     while (same < Math.min(a.length, b.length) && a[same] === b[same]) same++;
-    if (same === a.length && same === b.length) {
-      find("parting").textContent = `With seed ${seed} both say the same.`;
-      return;
-    }
-    const count = `${same} ${unit}${same === 1 ? "" : "s"}`;
-    find("parting").textContent = same === 0 ? `With seed ${seed} they part at once.` : `With seed ${seed} they part after ${count}.`;
-    const places = this.#sides.map((side) => side.tokenAt(units(side, same)));
-    for (const [index, side] of this.#sides.entries()) mark(side, places[index]);
-    const [first] = this.#sides;
-    await this.#show("Where they part", first.before(first.prompt.length + places[0]), first);
+    if (/[\uD800-\uDBFF]$/.test(a.slice(0, same))) same--; // half a character
+    if (a === b) return void (find("parting").textContent = `With seed ${seed} both say the same.`);
+    const [at] = this.#sides.map((side) => side.mark(same));
+    const [count, unit] = first.vocabulary.idsAlone ? [at, "token"] : [[...a.slice(0, same)].length, "character"];
+    const after = count === 0 ? "at once" : `after ${count} ${unit}${count === 1 ? "" : "s"}`;
+    find("parting").textContent = `With seed ${seed} they part ${after}.`;
+    await this.#show("Where they part", first.before(first.prompt.length + at), first);
   }
 
   // After the prompt, before anything was generated.
@@ -257,9 +245,9 @@ export class Compare {
       const names = this.#sides.map((side) => `${side.letter}: ${side.model}`);
       const [first, second] = probs.map((row) => entropyBits(row).toFixed(2));
       return [
-        element("h3", {}, title),
+        heading(title),
         bars(rows, { visible: (name) => name }, { heads: names, none: "no token" }),
-        element("p", { class: "hint" }, `Entropy ${first} bits of A, ${second} of B. Tokens are compared by their text; no token: the model's vocabulary has none of this text.`),
+        hint(`Entropy ${first} bits of A, ${second} of B. Tokens are compared by their text; no token: the model's vocabulary has none of this text.`),
       ];
     });
   }
@@ -291,21 +279,6 @@ export class Compare {
     const shown = (text) => this.#sides[0].vocabulary.shown(text);
     return rows.slice(0, SHOWN + 4).map(({ text, before, after }) => ({ id: shown(text), before, after }));
   }
-}
-
-// Characters as JavaScript counts them, of so many as people do.
-function units(side, count) {
-  return side.vocabulary.idsAlone ? count : side.written().slice(0, count).join("").length;
-}
-
-// The first token that is not in both texts.
-function mark(side, at) {
-  const span = side.text.children[side.prompt.length + at];
-  if (!span) return;
-  span.classList.add("parting");
-  const said = `here they part: ${span.getAttribute("aria-label")}`;
-  span.setAttribute("aria-label", said);
-  span.title = said;
 }
 
 // The ids of texts in the vocabulary of a side, where each is one token of it.

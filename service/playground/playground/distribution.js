@@ -2,7 +2,7 @@
 // could have stood there. The whole row of logits is fetched once; the sliders reshape it here.
 
 import { post, postArray } from "./api.js";
-import { element, fill } from "./dom.js";
+import { button, element, fill, heading, hint } from "./dom.js";
 import { entropyBits, processed, ranked, softmax } from "./sampling.js";
 import { percent, visible } from "./tokens.js";
 
@@ -48,7 +48,7 @@ export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chos
   const line = ({ id, before, after }) => {
     const name = vocabulary.visible(id);
     const label = onpick
-      ? element("button", { type: "button", class: "link", title: `Continue with "${name}" instead`, onclick: () => onpick(id) }, name)
+      ? button(name, () => onpick(id), { class: "link", title: `Continue with "${name}" instead` })
       : element("span", {}, name);
     const bar = (share, kind) => element("div", { class: `bar ${kind}`, style: { width: `${(100 * share) / widest}%` } });
     return element(
@@ -114,14 +114,9 @@ export class Distribution {
     const rows = ids.map((id) => ({ id, before: before[id], after: after[id] }));
     const of = `${kept.toLocaleString("en")} of ${logits.length.toLocaleString("en")} tokens`;
     return [
-      element("h3", {}, title),
+      heading(title),
       bars(rows, this.#vocabulary, { chosen, onpick }),
-      element(
-        "p",
-        { class: "hint" },
-        `Entropy ${entropyBits(before).toFixed(2)} bits; with these settings ${entropyBits(after).toFixed(2)}, and ${of} can be drawn. `,
-        onpick ? "Choose another token to continue from there." : "",
-      ),
+      hint(`Entropy ${entropyBits(before).toFixed(2)} bits; with these settings ${entropyBits(after).toFixed(2)}, and ${of} can be drawn. ${onpick ? "Choose another token to continue from there." : ""}`),
     ];
   }
 }

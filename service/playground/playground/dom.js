@@ -4,7 +4,7 @@
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    if (name.startsWith("on")) value && made.addEventListener(name.slice(2), value);
     else if (name === "style") for (const [key, what] of Object.entries(value)) made.style.setProperty(key, what);
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
@@ -15,6 +15,14 @@ export function element(tag, attributes = {}, ...children) {
 
 export const find = (id) => document.getElementById(id);
 
+export const heading = (text) => element("h3", {}, text);
+export const hint = (text) => element("p", { class: "hint" }, text);
+export const button = (text, onclick, attributes = {}) => element("button", { type: "button", onclick, ...attributes }, text);
+
+// Rows of a name and a value.
+export const plainTable = (rows) =>
+  element("table", { class: "plain" }, element("tbody", {}, ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
+
 // A field with its name before it. `input` is what is filled in.
 export const labelled = (text, input) => element("label", {}, element("span", {}, text), input);
 
@@ -24,10 +32,9 @@ export const choice = (options, attributes = {}) =>
 // Show why something failed where it was asked for; `retry` does it again. A prompt that is refused
 // is reported once, below the prompt, whichever parts of the page sent it.
 export function showProblem(place, error, retry) {
-  const again = element("button", { type: "button", onclick: retry }, "Try again");
   const ofPrompt = error.param === "prompt";
   if (ofPrompt) place.replaceChildren();
-  const said = element("p", { class: "problem", role: "alert" }, error.message, " ", retry && !ofPrompt ? again : "");
+  const said = element("p", { class: "problem", role: "alert" }, error.message, " ", retry && !ofPrompt ? button("Try again", retry) : "");
   (ofPrompt ? find("prompt-problem") : place).replaceChildren(said);
 }
 

@@ -3,11 +3,11 @@
 import { apiKey, events, withModel } from "./api.js";
 import { curl, python } from "./code.js";
 import { Distribution } from "./distribution.js";
-import { copy, element, find, showProblem } from "./dom.js";
+import { copy, find, hint, showProblem } from "./dom.js";
 import { ofPrompt, within } from "./interventions.js";
 import { drawSeed } from "./sampling.js";
 import { Tree } from "./tree.js";
-import { choose, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
+import { choose, collect, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
 // One completion: the form as it was, the request's body, and the tokens that came.
 class Run {
@@ -31,9 +31,7 @@ class Run {
   }
 
   add(event) {
-    const size = this.promptIds?.length ?? Infinity;
-    for (const { tokens } of event.prompts ?? []) for (const token of tokens) (this.prompt.length < size ? this.prompt : this.tokens).push(token);
-    for (const { tokens } of event.choices) this.tokens.push(...(tokens ?? []));
+    collect(event, this);
     if (!event.usage) return;
     const { tokens_per_second: rate, ttft_ms: first } = event.timings;
     const count = event.usage.completion_tokens;
@@ -59,8 +57,8 @@ export class Generate {
       app.restore(run.form); // the distribution of a token is that of its own settings
       this.#show(run);
     });
-    const hint = "Choose a token to see what it was drawn from, and to continue with another one in its place.";
-    find("completion").replaceChildren(this.#text, element("p", { class: "hint" }, hint), surpriseLegend());
+    const how = hint("Choose a token to see what it was drawn from, and to continue with another one in its place.");
+    find("completion").replaceChildren(this.#text, how, surpriseLegend());
     find("generate-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.start();
@@ -124,6 +122,7 @@ export class Generate {
         this.#busy(false);
       }
       this.#tree.render();
+      if (this.#app.tab !== "generate") this.#app.refresh(true); // it looks at the whole text
     }
   }
 
@@ -194,6 +193,7 @@ export class Generate {
 
   #show(run) {
     this.#ahead = false;
+    this.#app.place = null;
     this.#distribution.clear();
     this.#text.replaceChildren();
     find("status").textContent = run.status;

@@ -2,32 +2,20 @@
 
 import { element } from "./dom.js";
 
-// Colours of this page's scheme, as [red, green, blue].
-export function palette() {
-  const style = getComputedStyle(document.documentElement);
-  const read = (name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number);
-  return { none: read("--map-none"), more: read("--map-more"), less: read("--map-less") };
-}
-
-const mixed = (from, to, share) => from.map((part, index) => Math.round(part + (to[index] - part) * share));
-
-// The colour of a value: from nothing to `largest`, or to its negative.
-function colour(value, largest, { none, more, less }) {
-  if (!Number.isFinite(value)) return none;
-  const share = Math.min(1, Math.abs(value) / (largest || 1));
-  return mixed(none, value < 0 ? less : more, share);
-}
-
-// Paint (rows, columns) values into a canvas, a pixel each, and let CSS make it larger.
+// Paint (rows, columns) values into a canvas, a pixel each, and let CSS make it larger. A value of
+// `largest` or its negative has the full colour, smaller ones let the page shine through.
 export function paint(canvas, rows, columns, at, largest) {
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext("2d");
   const image = context.createImageData(columns, rows);
-  const colours = palette();
+  const style = getComputedStyle(document.documentElement);
+  const [more, less] = ["--map-more", "--map-less"].map((name) => style.getPropertyValue(name).trim().split(/\s+/));
   for (let row = 0; row < rows; row++) {
     for (let column = 0; column < columns; column++) {
-      image.data.set([...colour(at(row, column), largest, colours), 255], 4 * (row * columns + column));
+      const value = at(row, column);
+      const share = Number.isFinite(value) ? Math.min(1, Math.abs(value) / (largest || 1)) : 0;
+      image.data.set([...(value < 0 ? less : more), 255 * share], 4 * (row * columns + column));
     }
   }
   context.putImageData(image, 0, 0);
@@ -57,12 +45,14 @@ export function heatMap({ label, rows, columns, at, largest, say, onrow, selecte
     cross.style.height = `${100 / rows.length}%`;
     readout.textContent = say(place.row, place.column);
   };
+  const move = (row, column) => {
+    place.row = Math.max(0, Math.min(rows.length - 1, row));
+    place.column = Math.max(0, Math.min(columns.length - 1, column));
+    show();
+  };
   const point = (event) => {
     const box = canvas.getBoundingClientRect();
-    const inside = (value, size, count) => Math.max(0, Math.min(count - 1, Math.floor((value / size) * count)));
-    place.row = inside(event.clientY - box.top, box.height, rows.length);
-    place.column = inside(event.clientX - box.left, box.width, columns.length);
-    show();
+    move(Math.floor(((event.clientY - box.top) / box.height) * rows.length), Math.floor(((event.clientX - box.left) / box.width) * columns.length));
   };
   map.addEventListener("pointermove", point);
   map.addEventListener("click", (event) => {
@@ -75,9 +65,7 @@ export function heatMap({ label, rows, columns, at, largest, say, onrow, selecte
     if (event.key === "Enter") onrow?.(place.row);
     if (!(event.key in moves)) return;
     event.preventDefault();
-    place.row = Math.max(0, Math.min(rows.length - 1, place.row + moves[event.key][0]));
-    place.column = Math.max(0, Math.min(columns.length - 1, place.column + moves[event.key][1]));
-    show();
+    move(place.row + moves[event.key][0], place.column + moves[event.key][1]);
   });
   const names = (list, kind) =>
     element("div", { class: `names ${kind}`, "aria-hidden": "true" }, ...(list.length > MOST_LABELS ? [] : list.map((name) => element("span", {}, name))));

@@ -2,7 +2,7 @@
 
 import { get, postArray } from "./api.js";
 import { bars } from "./distribution.js";
-import { choice, element, fill, find, labelled, showProblem } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labelled, showProblem } from "./dom.js";
 import { heatMap } from "./heatmap.js";
 import { divergenceBits, ranked, softmax } from "./sampling.js";
 
@@ -16,10 +16,16 @@ const WAYS = [
   ["patch", "patch from another prompt"],
 ];
 
+const PLACES = [
+  ["all", "everywhere"],
+  ["last", "last token"],
+  ["prompt", "prompt"],
+  ["generated", "what is generated"],
+];
+
 export class Inside {
   #app;
   #stages = null;
-  #form;
 
   constructor(app) {
     this.#app = app;
@@ -33,10 +39,11 @@ export class Inside {
         return this.#changeForm();
       });
     }
-    if (this.#stages !== null) this.update();
+    this.update();
   }
 
   update() {
+    if (this.#stages === null) return; // `open` waits for them
     this.#effect();
     this.#view();
   }
@@ -45,70 +52,59 @@ export class Inside {
 
   #changeForm() {
     const changeable = this.#stages.filter((stage) => stage.changeable);
-    const field = {
-      way: choice(WAYS, { id: "change-way" }),
-      stage: choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" }),
-      layer: choice([["*", "every"], ...this.#layers()], { id: "change-layer" }),
-      heads: element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 }),
-      positions: choice([["all", "everywhere"], ["last", "last token"], ["prompt", "prompt"], ["generated", "what is generated"]], { id: "change-positions" }),
-      factor: element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 }),
-      from: element("input", { id: "change-from", placeholder: "another prompt" }),
-      minus: element("input", { id: "change-minus", placeholder: "nothing" }),
-    };
-    const best = changeable.find(({ name }) => name === "blocks.N.attention.heads") ?? changeable[0];
-    field.stage.value = best.name;
-    field.layer.value = "0";
-    field.heads.value = best.axes.some((axis) => axis.endsWith("head")) ? "0" : "";
     const labels = {
-      way: labelled("what", field.way),
-      stage: labelled("stage", field.stage),
-      layer: labelled("layer", field.layer),
-      heads: labelled("heads", field.heads),
-      positions: labelled("where", field.positions),
-      factor: labelled("factor", field.factor),
-      from: labelled("from the prompt", field.from),
-      minus: labelled("less the prompt", field.minus),
+      way: labelled("what", choice(WAYS, { id: "change-way" })),
+      stage: labelled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
+      layer: labelled("layer", choice([["*", "every"], ...this.#layers()], { id: "change-layer" })),
+      heads: labelled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
+      positions: labelled("where", choice(PLACES, { id: "change-positions" })),
+      factor: labelled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
+      from: labelled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
+      minus: labelled("less the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
     };
-    const fit = () => {
-      const way = field.way.value;
-      const stage = changeable.find(({ name }) => name === field.stage.value);
-      labels.layer.hidden = !stage.name.includes("N");
-      labels.heads.hidden = !stage.axes.some((axis) => axis.endsWith("head"));
-      labels.factor.hidden = way !== "scale" && way !== "steer";
-      labels.from.hidden = way !== "steer" && way !== "patch";
-      labels.minus.hidden = way !== "steer";
+    const { way, stage, layer, heads } = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, label.control]));
+    const hasHeads = ({ axes }) => axes.some((axis) => axis.endsWith("head"));
+    const best = changeable.find(({ name }) => name === "blocks.N.attention.heads") ?? changeable[0];
+    stage.value = best.name;
+    layer.value = "0";
+    heads.value = hasHeads(best) ? "0" : "";
+    const onchange = () => {
+      labels.layer.hidden = !stage.value.includes("N");
+      labels.heads.hidden = !hasHeads(changeable.find(({ name }) => name === stage.value));
+      labels.factor.hidden = !["scale", "steer"].includes(way.value);
+      labels.from.hidden = !["steer", "patch"].includes(way.value);
+      labels.minus.hidden = way.value !== "steer";
     };
     const problem = element("div", {});
-    const submit = (event) => {
+    const onsubmit = (event) => {
       event.preventDefault();
       problem.replaceChildren();
       try {
-        this.#app.interventions.add(this.#change(field, labels));
+        this.#app.interventions.add(this.#change(labels));
       } catch (error) {
         showProblem(problem, error);
       }
     };
-    this.#form = element("form", { class: "row", onsubmit: submit, onchange: fit }, ...Object.values(labels), element("button", { type: "submit" }, "Change"));
-    fit();
-    return [this.#form, problem];
+    onchange();
+    return [element("form", { class: "row", onsubmit, onchange }, ...Object.values(labels), button("Change", null, { type: "submit" })), problem];
   }
 
   // The intervention that the form describes.
-  #change(field, labels) {
-    const way = field.way.value;
-    const operation = { zero: "zero", scale: "scale", steer: "add", patch: "set" }[way];
-    const made = { stage: field.stage.value.replace("N", field.layer.value), operation, positions: field.positions.value };
-    const heads = labels.heads.hidden ? "" : field.heads.value.trim();
+  #change(labels) {
+    const given = (name) => (labels[name].hidden ? "" : labels[name].control.value);
+    const operation = { zero: "zero", scale: "scale", steer: "add", patch: "set" }[given("way")];
+    const made = { stage: given("stage").replace("N", given("layer")), operation, positions: given("positions") };
+    const heads = given("heads").trim();
     if (heads !== "" && heads !== "all") {
       made.heads = heads.split(/[\s,]+/).map(Number);
       if (made.heads.some((head) => !Number.isInteger(head) || head < 0)) throw new Error(`heads are "${heads}": write numbers from 0 with commas between them, or nothing for all`);
     }
-    if (!labels.factor.hidden) made.factor = Number(field.factor.value);
+    if (!labels.factor.hidden) made.factor = Number(given("factor"));
     if (!labels.from.hidden) {
-      if (field.from.value === "") throw new Error("name the other prompt: what the model has there is what is added or patched");
-      made.from = { prompt: this.#app.promptOf(field.from.value) };
+      if (given("from") === "") throw new Error("name the other prompt: what the model has there is what is added or patched");
+      made.from = { prompt: this.#app.promptOf(given("from")) };
     }
-    if (!labels.minus.hidden && field.minus.value !== "") made.minus = { prompt: this.#app.promptOf(field.minus.value) };
+    if (given("minus") !== "") made.minus = { prompt: this.#app.promptOf(given("minus")) };
     return made;
   }
 
@@ -124,11 +120,9 @@ export class Inside {
       const rows = ids.map((id) => ({ id, before: before[id], after: after[id] }));
       const moved = divergenceBits(before, after);
       return [
-        element("h3", {}, "Next token"),
+        heading("Next token"),
         bars(rows, this.#app.vocabulary, { heads: ["as it is", "changed"] }),
-        element(
-          "p",
-          { class: "hint" },
+        hint(
           list.length
             ? `The changes move the distribution by ${moved.toFixed(3)} bits. They stand in every other tab too, until they are taken back.`
             : "Nothing is changed yet: switch a head off, and see what moves.",
@@ -164,7 +158,7 @@ export class Inside {
       const sizes = values.filter(Number.isFinite).map(Math.abs).sort();
       const largest = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 1;
       return [
-        element("p", { class: "hint" }, `${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, where 99 % lie below.`),
+        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, where 99 % lie below.`),
         heatMap({
           label: stages[0],
           rows: names,

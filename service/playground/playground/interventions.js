@@ -1,6 +1,6 @@
 // The changes inside that every tab takes into account, and the list of them below the prompt.
 
-import { element } from "./dom.js";
+import { button, element } from "./dom.js";
 
 export class Interventions {
   #place;
@@ -33,13 +33,7 @@ export class Interventions {
   // Each in words, with a button that removes it.
   #draw() {
     const remove = (change) => this.#change(this.list.filter((other) => other !== change));
-    const chip = (change) =>
-      element(
-        "li",
-        { class: "chip" },
-        inWords(change),
-        element("button", { type: "button", "aria-label": `take back: ${inWords(change)}`, onclick: () => remove(change) }, "×"),
-      );
+    const chip = (change) => element("li", { class: "chip" }, inWords(change), button("×", () => remove(change), { "aria-label": `take back: ${inWords(change)}` }));
     this.#place.hidden = this.list.length === 0;
     this.#place.replaceChildren(element("span", {}, "Changed inside:"), element("ul", {}, ...this.list.map(chip)));
   }

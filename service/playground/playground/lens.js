@@ -1,8 +1,8 @@
 // Lens: what the model would say if it stopped after each layer.
 
 import { post } from "./api.js";
-import { element, find, roving } from "./dom.js";
-import { choose, percent, texts, tokenSpan, tokenText } from "./tokens.js";
+import { element, find, heading, hint, plainTable, roving } from "./dom.js";
+import { choose, percent, texts, tokenElement, tokenSpan, tokenText } from "./tokens.js";
 
 const MOST_POSITIONS = 48;
 
@@ -34,31 +34,21 @@ export class Lens {
     const cell = ({ position, layers }, layer) => {
       const [best] = layers[layer].top;
       const title = `after layer ${layer}, at ${named(tokens[position])} (${position}): ${named(best)}, ${percent(best.prob)}`;
-      return element(
-        "td",
-        { class: "token", role: "button", tabindex: -1, title, "aria-label": title, style: { "--share": best.prob.toFixed(3) }, onclick: () => show(position, layer) },
-        named(best),
-      );
+      return tokenElement("td", title, best.prob, () => show(position, layer), named(best));
     };
     const show = (position, layer) => {
       this.#app.place = position;
       choose(table, table.querySelectorAll("tbody tr")[depth - 1 - layer].querySelectorAll("td")[position - this.#first]);
       const said = positions[position - this.#first].layers[layer];
-      const rows = said.top.map((token) => element("tr", {}, element("th", { scope: "row" }, named(token)), element("td", {}, percent(token.prob))));
       detail.replaceChildren(
-        element("h3", {}, `After ${layer === 0 ? "the embeddings" : `block ${layer - 1}`}, at token ${position}, "${named(tokens[position])}"`),
-        element("table", { class: "plain" }, element("tbody", {}, ...rows)),
-        element("p", { class: "hint" }, `Entropy ${(said.entropy / Math.LN2).toFixed(2)} bits; ${(said.divergence / Math.LN2).toFixed(2)} bits away from what the model says in the end.`),
+        heading(`After ${name(layer)}, at token ${position}, "${named(tokens[position])}"`),
+        plainTable(said.top.map((token) => [named(token), percent(token.prob)])),
+        hint(`Entropy ${(said.entropy / Math.LN2).toFixed(2)} bits; ${(said.divergence / Math.LN2).toFixed(2)} bits away from what the model says in the end.`),
       );
     };
     const depth = positions[0].layers.length;
-    const line = (layer) =>
-      element(
-        "tr",
-        {},
-        element("th", { scope: "row" }, layer === 0 ? "embeddings" : `block ${layer - 1}`),
-        ...positions.map((position) => cell(position, layer)),
-      );
+    const name = (layer) => (layer === 0 ? "the embeddings" : `block ${layer - 1}`);
+    const line = (layer) => element("tr", {}, element("th", { scope: "row" }, name(layer)), ...positions.map((position) => cell(position, layer)));
     // The last layer above: what is read from below to the top is what the model does.
     const lines = Array.from({ length: depth }, (_, index) => line(depth - 1 - index));
     const head = element("tr", {}, element("th", {}, ""), ...positions.map(({ position }) => element("th", { scope: "col" }, named(tokens[position]))));
@@ -66,8 +56,8 @@ export class Lens {
     roving(table, "td", () => positions.length);
     table.querySelector("td").tabIndex = 0;
     show(this.#app.placeIn(tokens), depth - 1);
-    const hint = "The likeliest next token after each layer, the final norm and the head applied there; the stronger the colour, the surer. Choose a cell to see more of it.";
-    return [element("p", { class: "hint" }, hint), ...this.#whole(tokens), element("div", { class: "scroll" }, table), detail];
+    const how = "The likeliest next token after each layer, the final norm and the head applied there; the stronger the colour, the surer. Choose a cell to see more of it.";
+    return [hint(how), ...this.#whole(tokens), element("div", { class: "scroll" }, table), detail];
   }
 
   // A text of more tokens than there are columns, to choose those that are shown.
@@ -86,6 +76,6 @@ export class Lens {
     });
     text.append(...spans);
     spans[this.#first].tabIndex = 0;
-    return [text, element("p", { class: "hint" }, `Coloured: the ${MOST_POSITIONS} of ${tokens.length} tokens that are below. Choose another token to see those around it.`)];
+    return [text, hint(`Coloured: the ${MOST_POSITIONS} of ${tokens.length} tokens that are below. Choose another token to see those around it.`)];
   }
 }

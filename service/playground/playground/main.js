@@ -5,7 +5,7 @@ import { apiKey, chooseModel, chosenModel, get, Problem, post, setApiKey } from 
 import { Attention } from "./attention.js";
 import { Compare } from "./compare.js";
 import { Vocabulary } from "./distribution.js";
-import { debounced, element, fill, find, showProblem } from "./dom.js";
+import { debounced, element, fill, find, roving, showProblem } from "./dom.js";
 import { Generate } from "./generate.js";
 import { Inside } from "./inside.js";
 import { Interventions, ofPrompt, within } from "./interventions.js";
@@ -21,6 +21,12 @@ const LOOKING = ["attention", "lens", "inside", "tokens"]; // tabs that look at 
 
 // The numbers of a form that are written.
 const numbers = (form) => Object.fromEntries(NUMBERS.filter((name) => form[name]).map((name) => [name, Number(form[name])]));
+
+// The number of a slider, beside its name.
+function sayNumber(name) {
+  const said = find(`${name}-value`);
+  if (said) said.textContent = find(name).value;
+}
 
 class App {
   place = null; // index of the token that was chosen last, in the text that is looked at
@@ -57,8 +63,7 @@ class App {
   restore(form) {
     for (const name of ["prompt", ...NUMBERS]) {
       find(name).value = form[name] ?? find(name).value;
-      const shown = find(`${name}-value`);
-      if (shown) shown.textContent = find(name).value;
+      sayNumber(name);
     }
     this.interventions.restore(form.interventions);
   }
@@ -119,7 +124,7 @@ class App {
     for (const button of document.querySelectorAll("[role=tab]")) {
       const chosen = button.id === `tab-${name}`;
       button.setAttribute("aria-selected", chosen);
-      button.tabIndex = chosen ? 0 : -1;
+      button.tabIndex = chosen ? 0 : -1; // the others are reached with arrow keys
       if (chosen) button.scrollIntoView({ block: "nearest", inline: "nearest" });
       find(button.getAttribute("aria-controls")).hidden = !chosen;
     }
@@ -131,8 +136,11 @@ class App {
   #changed() {
     this.place = null;
     this.remember();
-    this.#run(() => this.tabs[this.tab].update());
+    this.refresh();
   }
+
+  // What is shown is not what it was drawn from any more. `swapped`: the weights are others.
+  refresh = (swapped = false) => this.#run(() => this.tabs[this.tab].update(swapped));
 
   // A prompt that cannot be read is reported below it.
   #run(act) {
@@ -160,7 +168,7 @@ class App {
         this.info = info;
         describe(info);
         this.vocabulary.forget();
-        this.#run(() => this.tabs[this.tab].update(true));
+        this.refresh(true);
       }
     }
     setTimeout(() => this.follow(), SWAP_MS);
@@ -171,24 +179,16 @@ class App {
     find("alone").addEventListener("change", () => this.#changed());
     for (const name of NUMBERS) {
       find(name).addEventListener("input", () => {
-        const shown = find(`${name}-value`);
-        if (shown) shown.textContent = find(name).value;
+        sayNumber(name);
         find("prompt-problem").replaceChildren();
         this.remember();
         this.tabs.generate.reshape();
       });
     }
-    const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")];
-    for (const [index, button] of tabs.entries()) {
-      button.addEventListener("click", () => this.open(button.id.slice(4)));
-      button.addEventListener("keydown", (event) => {
-        const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-        if (!step) return;
-        const next = tabs[(index + step + tabs.length) % tabs.length];
-        next.focus();
-        next.click();
-      });
-    }
+    const list = document.querySelector("[role=tablist]");
+    const opened = ({ target }) => target.matches("[role=tab]:not([aria-selected=true])") && this.open(target.id.slice(4));
+    for (const kind of ["click", "focusin"]) list.addEventListener(kind, opened);
+    roving(list, "[role=tab]:not([hidden])", () => 1);
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();
@@ -199,7 +199,7 @@ class App {
   }
 }
 
-// A beginning that the model itself would write: the first words of a text it makes up.
+// A prompt that suits the model: the first words of a text that it makes up.
 async function firstPrompt(info) {
   if (info.vocabulary === "none") return "0";
   const { eos_token_id: end } = await get("/tokenizer_info");
@@ -221,14 +221,8 @@ function describe(info) {
   if (info.vocabulary === "none") find("prompt-label").textContent = "Prompt: token ids, because this model has no vocabulary";
 }
 
-function askForKey() {
-  find("key-row").hidden = false;
-  find("key").value = apiKey();
-  find("key").focus();
-}
-
-// The model that the address names, or the first that answers; where there are several, one chooses.
-async function lookedAt() {
+// The facts of the model that the address names, or of the first that answers.
+async function chosenInfo() {
   const info = await get("/info", undefined, null);
   if (info.models.length < 2) return info;
   const wanted = new URLSearchParams(location.hash.slice(1)).get("model");
@@ -243,18 +237,11 @@ async function lookedAt() {
   return name === info.model ? info : get("/info");
 }
 
-// Another model: the page as it stands, loaded again for it.
-function look(app, name) {
-  sessionStorage.setItem(CHOOSING, "yes");
-  history.replaceState(null, "", app.link({ model: name }));
-  location.reload();
-}
-
 async function start() {
   find("page-problem").replaceChildren();
   let info;
   try {
-    info = await lookedAt();
+    info = await chosenInfo();
   } catch (error) {
     if (error.status === 503) {
       find("model-line").textContent = "loading the checkpoint …";
@@ -277,7 +264,11 @@ async function start() {
   }
   find("page").hidden = false;
   app.listen();
-  find("model").addEventListener("change", () => look(app, find("model").value));
+  find("model").addEventListener("change", () => {
+    sessionStorage.setItem(CHOOSING, "yes");
+    history.replaceState(null, "", app.link({ model: find("model").value }));
+    location.reload();
+  });
   if (sessionStorage.getItem(CHOOSING)) find("model").focus();
   sessionStorage.removeItem(CHOOSING);
   const tab = restored.tab in app.tabs && !find(`tab-${restored.tab}`).hidden ? restored.tab : "generate";
@@ -286,7 +277,11 @@ async function start() {
   app.follow();
 }
 
-document.addEventListener("key-needed", askForKey);
+document.addEventListener("key-needed", () => {
+  find("key-row").hidden = false;
+  find("key").value = apiKey();
+  find("key").focus();
+});
 find("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setApiKey(find("key").value.trim());

@@ -2,13 +2,10 @@
 
 import { get, getText } from "./api.js";
 import { lineChart } from "./chart.js";
-import { element, fill, find } from "./dom.js";
+import { element, fill, find, heading, hint, plainTable } from "./dom.js";
 
 const EVERY_MS = 2000;
 const KEPT = 60;
-
-const rows = (pairs) =>
-  element("table", { class: "plain" }, element("tbody", {}, ...pairs.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
 
 // The samples of Prometheus' text format that have the label `model` and no other: those of a model.
 export function readMetrics(text, model) {
@@ -52,8 +49,8 @@ export class ModelTab {
     const heads = config.n_kv_head && config.n_kv_head !== config.n_head ? `${config.n_head} heads, ${config.n_kv_head} for keys and values` : `${config.n_head} heads`;
     const loss = checkpoint.val_loss === null ? "not known" : `${checkpoint.val_loss.toFixed(4)} nats per token`;
     return [
-      element("h3", {}, info.model),
-      rows([
+      heading(info.model),
+      plainTable([
         ["parameters", info.parameters.toLocaleString("en")],
         ["shape", `${config.n_layer} layers, ${heads}, width ${config.d_model}`],
         ["context", `${info.limits.context_length} tokens`],
@@ -74,13 +71,10 @@ export class ModelTab {
       { name: "training (smoothed)", points: points(curve.training) },
       { name: "validation", points: points(curve.validation) },
     ].filter((line) => line.points.length > 1);
-    if (series.length) {
-      made.push(element("h3", {}, "Training"));
-      made.push(lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
-    }
+    if (series.length) made.push(heading("Training"), lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
     const open = find("training").querySelector("details")?.open ?? false; // the curve may be another one
     if (card !== null) made.push(element("details", { open }, element("summary", {}, "Model card"), element("pre", { class: "card" }, card)));
-    if (!made.length) made.push(element("p", { class: "hint" }, "This checkpoint has neither a card nor the log of its run."));
+    if (!made.length) made.push(hint("This checkpoint has neither a card nor the log of its run."));
     return made;
   }
 
@@ -103,8 +97,8 @@ export class ModelTab {
     this.#before = { time: now, tokens, prompt };
     const last = this.#rates.at(-1) ?? { generated: 0, prompt: 0 };
     const made = [
-      element("h3", {}, "Now"),
-      rows([
+      heading("Now"),
+      plainTable([
         ["generated", `${last.generated.toFixed(0)} tokens/s`],
         ["prompts", `${last.prompt.toFixed(0)} tokens/s`],
         ["slots", `${value("logitd_kv_slots_used")} of ${value("logitd_kv_slots")} in use`],

@@ -22,33 +22,27 @@ export function texts(tokens, { idsAlone }) {
   return tokens.map((token) => decoder.decode(new Uint8Array(token.bytes), { stream: true }));
 }
 
-// How strongly the colour of surprise is laid on, 0 to 1.
-export const strength = (bits) => Math.min(1, bits / MOST_BITS);
-
 function describe(token, { idsAlone, named }) {
   const name = idsAlone ? `id ${token.id}` : `"${named(token)}", id ${token.id}`;
-  if (token.logprob === null || token.logprob === undefined) return `${name}: nothing before it predicts it`;
-  const bits = surprise(token.logprob).toFixed(1);
-  return `${name}: ${percent(Math.exp(token.logprob))}, ${bits} bits, rank ${token.rank}`;
+  if (token.logprob === null) return `${name}: nothing before it predicts it`;
+  return `${name}: ${percent(Math.exp(token.logprob))}, ${surprise(token.logprob).toFixed(1)} bits, rank ${token.rank}`;
 }
 
-// One token of a text. `share` is how strongly it is coloured; absent: by its surprise.
-export function tokenSpan(token, text, { vocabulary, onclick, share, note }) {
-  const bits = token.logprob === null || token.logprob === undefined ? 0 : surprise(token.logprob);
-  const title = note ?? describe(token, vocabulary);
-  return element(
-    "span",
-    {
-      class: "token",
-      role: "button",
-      tabindex: -1,
-      title,
-      "aria-label": title,
-      style: { "--share": (share ?? strength(bits)).toFixed(3) },
-      onclick,
-    },
-    ...lines(text),
-  );
+// Something that stands for a token and can be chosen. `share`: how strongly it is coloured, 0 to 1.
+export const tokenElement = (tag, title, share, onclick, ...children) =>
+  element(tag, { class: "token", role: "button", tabindex: -1, title, "aria-label": title, style: { "--share": share.toFixed(3) }, onclick }, ...children);
+
+// One token of a text. Without a `share` it is coloured by its surprise.
+export function tokenSpan(token, text, { vocabulary, onclick, share = Math.min(1, surprise(token.logprob ?? 0) / MOST_BITS), note = describe(token, vocabulary) }) {
+  return tokenElement("span", note, share, onclick, ...lines(text));
+}
+
+// Add the tokens of an event of /generate to a completion: { prompt, tokens }, and promptIds if the
+// prompt that was sent ends in the middle of it.
+export function collect(event, { prompt, tokens, promptIds }) {
+  const size = promptIds?.length ?? Infinity;
+  for (const token of (event.prompts ?? []).flatMap((other) => other.tokens)) (prompt.length < size ? prompt : tokens).push(token);
+  for (const choice of event.choices) tokens.push(...(choice.tokens ?? []));
 }
 
 // The tokens of a prompt and of what follows it, in a text of them. What is there already stays, but

@@ -1,6 +1,6 @@
 // Branches: completions that began where another one was changed, as a tree one can walk.
 
-import { element } from "./dom.js";
+import { button, element, heading } from "./dom.js";
 import { visible } from "./tokens.js";
 
 export class Tree {
@@ -26,7 +26,7 @@ export class Tree {
   render() {
     const several = this.#nodes.length > 1 || this.#nodes.some((node) => node.children.length > 0);
     this.#place.hidden = !several;
-    if (several) this.#place.replaceChildren(element("h3", {}, "Branches"), this.#list(this.#nodes));
+    if (several) this.#place.replaceChildren(heading("Branches"), this.#list(this.#nodes));
   }
 
   #find(run, nodes = this.#nodes) {
@@ -49,11 +49,8 @@ export class Tree {
       this.render();
       this.#onchoose(run);
     };
-    const button = element(
-      "button",
-      { type: "button", class: "link", "aria-current": run === this.current ? "true" : null, onclick: choose },
-      run.begin.length ? `at token ${run.prompt.length + own}: ${excerpt}` : `seed ${run.body.seed}: ${excerpt}`,
-    );
-    return element("li", {}, button, children.length ? this.#list(children) : null);
+    const where = run.begin.length ? `at token ${run.prompt.length + own}` : `seed ${run.body.seed}`;
+    const link = button(`${where}: ${excerpt}`, choose, { class: "link", "aria-current": run === this.current ? "true" : null });
+    return element("li", {}, link, children.length ? this.#list(children) : null);
   }
 }
