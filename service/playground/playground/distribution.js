@@ -33,8 +33,6 @@ export class Vocabulary {
     return (await post("/tokenize", { ...this.#of, prompt, special_tokens: "text", pieces: true }, signal)).pieces;
   }
 
-  forget = () => this.#texts.clear();
-
   // A token as it is shown.
   named = ({ id, text }) => (this.idsAlone ? `${id}` : visible(text));
   text = (id) => (this.idsAlone ? `id ${id}` : (this.#texts.get(id) ?? `id ${id}`));

@@ -9,19 +9,9 @@ import { divergenceBits, ranked, softmax } from "./sampling.js";
 const SHOWN = 12;
 const MOST_COLUMNS = 512;
 
-const WAYS = [
-  ["zero", "switch off"],
-  ["scale", "scale"],
-  ["steer", "add a direction"],
-  ["patch", "patch from another prompt"],
-];
+const WAYS = [["zero", "switch off"], ["scale", "scale"], ["steer", "add a direction"], ["patch", "patch from another prompt"]];
 
-const PLACES = [
-  ["all", "everywhere"],
-  ["last", "last token"],
-  ["prompt", "prompt"],
-  ["generated", "what is generated"],
-];
+const PLACES = [["all", "everywhere"], ["last", "last token"], ["prompt", "prompt"], ["generated", "what is generated"]];
 
 export class Inside {
   #app;

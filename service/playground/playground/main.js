@@ -162,12 +162,11 @@ class App {
       } catch (error) {
         if (error.status === 401) return; // what the page asks for next says so too
       }
-      const shape = ({ vocabulary, config }) => JSON.stringify([vocabulary, config]);
-      if (shape(info) !== shape(this.info)) return location.reload(); // another model: no part of the page fits it
+      const kept = ({ model, vocabulary, config, training }) => JSON.stringify([model, vocabulary, config, training.data]);
+      if (kept(info) !== kept(this.info)) return location.reload(); // another model: no part of the page fits it
       if (info.checkpoint.weights_sha256 !== this.info.checkpoint.weights_sha256) {
         this.info = info;
         describe(info);
-        this.vocabulary.forget();
         this.refresh(true);
       }
     }
@@ -203,13 +202,8 @@ class App {
 async function firstPrompt(info) {
   if (info.vocabulary === "none") return "0";
   const { eos_token_id: end } = await get("/tokenizer_info");
-  const body = { prompt: end === null ? "\n" : [end], max_tokens: 40, seed: 7, temperature: 0.7, ignore_eos: true };
-  let text;
-  try {
-    text = (await post("/generate", body)).choices[0].text;
-  } catch {
-    text = (await post("/generate", { ...body, prompt: [0] })).choices[0].text; // no line break in it
-  }
+  const body = { prompt: [end ?? 0], max_tokens: 40, seed: 7, temperature: 0.7, ignore_eos: true };
+  const { text } = (await post("/generate", body)).choices[0];
   const lines = text.replaceAll("�", "").trimStart().slice(0, 90);
   return lines.includes(" ") ? lines.slice(0, lines.lastIndexOf(" ")) : lines;
 }

@@ -6,7 +6,7 @@ import { visible } from "./tokens.js";
 export class Tree {
   #place;
   #onchoose;
-  #nodes = []; // { run, children }
+  #nodes = []; // { run, parent: the run that was changed, or null }
   current = null; // the run that is shown
 
   constructor(place, onchoose) {
@@ -14,34 +14,25 @@ export class Tree {
     this.#onchoose = onchoose;
   }
 
-  // A completion; `parent` is the one that was changed.
-  add(run, parent = null) {
-    const siblings = parent === null ? this.#nodes : this.#find(parent).children;
-    siblings.push({ run, children: [] });
+  add(run, parent) {
+    this.#nodes.push({ run, parent });
     this.current = run;
     this.render();
   }
 
   // Names change while a completion grows.
   render() {
-    const several = this.#nodes.length > 1 || this.#nodes.some((node) => node.children.length > 0);
-    this.#place.hidden = !several;
-    if (several) this.#place.replaceChildren(heading("Branches"), this.#list(this.#nodes));
+    this.#place.hidden = this.#nodes.length < 2;
+    this.#place.replaceChildren(heading("Branches"), this.#list(null) ?? "");
   }
 
-  #find(run, nodes = this.#nodes) {
-    for (const node of nodes) {
-      const found = node.run === run ? node : this.#find(run, node.children);
-      if (found) return found;
-    }
-    return null;
+  // The branches of a run, each with its own below it.
+  #list(parent) {
+    const runs = this.#nodes.filter((node) => node.parent === parent).map(({ run }) => run);
+    return runs.length ? element("ul", { class: "tree" }, ...runs.map((run) => element("li", {}, this.#link(run), this.#list(run)))) : null;
   }
 
-  #list(nodes) {
-    return element("ul", { class: "tree" }, ...nodes.map(({ run, children }) => this.#item(run, children)));
-  }
-
-  #item(run, children) {
+  #link(run) {
     const own = Math.max(0, run.begin.length - 1); // what a branch has in common with its parent is left out
     const excerpt = visible(run.tokens.slice(own, own + 48).map((token) => token.text).join("")).slice(0, 48);
     const choose = () => {
@@ -50,7 +41,6 @@ export class Tree {
       this.#onchoose(run);
     };
     const where = run.begin.length ? `at token ${run.prompt.length + own}` : `seed ${run.body.seed}`;
-    const link = button(`${where}: ${excerpt}`, choose, { class: "link", "aria-current": run === this.current ? "true" : null });
-    return element("li", {}, link, children.length ? this.#list(children) : null);
+    return button(`${where}: ${excerpt}`, choose, { class: "link", "aria-current": run === this.current ? "true" : null });
   }
 }
