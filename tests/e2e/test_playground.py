@@ -302,7 +302,7 @@ def test_what_is_copied_of_a_branch_is_that_branch(
 
 @pytest.mark.parametrize("positions", ["prompt", "last", "generated"])
 def test_changes_of_a_branch_stay_at_their_positions(
-    server: ServedProcess, page: Page, positions: str
+    server: ServedProcess, new_page: NewPage, page: Page, positions: str
 ) -> None:
     """The tokens before a branch are sent as its prompt, and are none of the page's prompt."""
     change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
@@ -315,16 +315,23 @@ def test_changes_of_a_branch_stay_at_their_positions(
     page.fill("#change-factor", "0.3")
     page.click("#change button[type=submit]")
     page.click("#tab-generate")
-    generate(page, max_tokens=12, temperature=0)
+    text = generate(page, max_tokens=12, temperature=0)
     page.locator(".tokens .token").nth(page.locator(".tokens .of-prompt").count() + 6).click()
     page.wait_for_selector("#distribution .mark")
     shown = share(bars(page)[0][1])
-    ids = asked(server, "/tokenize", prompt=PROMPT)["tokens"]
-    reply = asked(server, "/generate", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=0,
-                  interventions=[{**change, "positions": positions}])  # fmt: skip
-    token = reply["choices"][0]["tokens"][6]
-    assert shown == pytest.approx(100 * math.exp(token["logprob"]), abs=1.5)
-    assert len(ids) == page.locator(".tokens .of-prompt").count()
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    change |= {"positions": positions}
+    tokens = asked(server, "/generate", **body, interventions=[change])["choices"][0]["tokens"]
+    assert shown == pytest.approx(100 * math.exp(tokens[6]["logprob"]), abs=1.5)
+    begin = "-".join(str(token["id"]) for token in tokens[:6])
+    other = ready(new_page(f"{copied(page, 'copy-link')}&begin={begin}"))
+    finished(other)
+    assert text_of(other) == text, "a branch that begins as its parent went on"
+    surprise = (
+        "[...document.querySelectorAll('#completion .token')].slice(-6)"
+        ".map((span) => Number(/([0-9.]+) bits/.exec(span.title)[1]))"
+    )
+    assert other.evaluate(surprise) == pytest.approx(page.evaluate(surprise), abs=0.25)
 
 
 def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
