@@ -38,7 +38,7 @@ REQUEST_ID_SCOPE = "logitd.request_id"
 MAX_USER = 64
 """Characters of `user` that are logged."""
 QUIET = ("/health", "/info", "/metrics")
-"""Endpoints that are polled: logged at debug level."""
+"""Endpoints that are polled: logged at debug level, unless the key is wrong."""
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
 """What a page of another origin may read of a reply, besides what it always may."""
 
@@ -98,7 +98,8 @@ class RequestLog:
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
         limit: Limit | None = scope["state"].get(LIMIT)
         self._metrics.observe_request(endpoint, status or 500, seconds, caller, limit)
-        level = logging.DEBUG if endpoint in QUIET else logging.INFO
+        quiet = endpoint in QUIET and status != 401
+        level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
             return
         fields: dict[str, Any] = {

@@ -201,7 +201,7 @@ def test_callers_are_known_by_name(checkpoint_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.INFO, "logitd.http")
     with serving(checkpoint_path, api_keys=KEYS) as server:
         assert calls(server) == {"alice": 0, "ci": 0, "none": 0}
-        server.client.get("/info", headers=bearer(ALICE) | {"X-Request-ID": "a"})
+        server.client.get("/stages", headers=bearer(ALICE) | {"X-Request-ID": "a"})
         server.client.get("/version", headers=bearer(CI) | {"X-Request-ID": "b"})
         server.client.get("/version", headers=bearer("wrong-key") | {"X-Request-ID": "c"})
         server.client.get("/info", headers={"X-Request-ID": "d"})
