@@ -276,7 +276,9 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     if not subject.tokenizer.has_text:
         _refuse_texts(body, source)
     prompts = encode_all(body.prompts, "prompt", subject)
-    constraint: Constraint | None = None if source is None else (yield Compile(source))
+    constraint: Constraint | None = None
+    if source is not None:
+        constraint = yield Compile(source, len(prompts) * body.n)
     changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
     requests = [
         GenerationRequest(

@@ -89,9 +89,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Compile a constraint; the answer is a `Constraint`."""
+    """Compile a constraint for so many sequences; the answer is a `Constraint`."""
 
     source: Source
+    sequences: int
 
 
 # What a plan returns

@@ -109,7 +109,8 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
         with context.model.admission.hold(sequences, param, context.caller):
             step = await _advance(planning, None, in_thread=in_thread)
             while isinstance(step, Compile):
-                compiling = context.model.constraints.compiled(step.source, context.caller)
+                constraints = context.model.constraints
+                compiling = constraints.compiled(step.source, step.sequences, context.caller)
                 constraint = await context.unless_gone(compiling)
                 step = await _advance(planning, constraint, in_thread=in_thread)
         while isinstance(step, Compute):

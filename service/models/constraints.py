@@ -1,4 +1,5 @@
-"""Constraints: compiled off the event loop, within a time limit, once for equal sources.
+"""Constraints: compiled off the event loop, within a limit of processor time, once for equal
+sources.
 
 Each is tried in a process of its own first (`model/inference/constraints/sandbox.py`), and then
 compiled here. Trials run side by side, so slow ones delay others only for moments. A trial ends
@@ -24,8 +25,9 @@ from logitd.model.inference.constraints.sandbox import (
     ANSWER_BYTES,
     LONG_SECONDS,
     Sandbox,
+    TooSlow,
+    check,
     request_of,
-    size_of,
 )
 from logitd.model.inference.errors import ConstraintError
 from logitd.service.engine.build import Unavailable
@@ -36,12 +38,10 @@ MAX_COMPILING = 8
 """Different constraints that are compiled at once. A caller with less than an equal share of them
 is served beyond that, up to twice as many."""
 MAX_CACHED = 32
-MAX_CACHED_BYTES = 2**27
-"""Approximate memory that compiling the cached constraints has taken."""
-
-
-class _TooSlow(ConstraintError):
-    """Compiling took more than its time."""
+MAX_PREPARED = 64
+"""Sequences of a request for which a constraint that is slow is compiled ahead."""
+PATIENCE = 20
+"""How many times its processor time a trial may last, on a machine that does other things."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,18 +74,27 @@ class Constraints:
         self._compiling: dict[Source, _Compiling] = {}
         self._trials: set[socket.socket] = set()
 
-    async def compiled(self, source: Source, caller: str = "") -> Constraint:
-        """Take it from the cache, compile it, or wait until another request has compiled it.
-        ApiError if it cannot be compiled, or not in time."""
-        if (constraint := self.cached(source)) is not None:
+    async def compiled(self, source: Source, sequences: int = 1, caller: str = "") -> Constraint:
+        """The constraint for a request of so many sequences. ApiError if it cannot be compiled."""
+        constraint = self.cached(source) or await self._compiled_now(source, caller)
+        if constraint.is_quick:
             return constraint
+        constraint = constraint.without_starts()
+        for _ in range(min(sequences, MAX_PREPARED)):
+            async with self._slow:
+                await asyncio.to_thread(constraint.prepare)
+        return constraint
+
+    async def _compiled_now(self, source: Source, caller: str) -> Constraint:
+        """Compile it, or wait until another request has compiled it."""
         compiling = self._compiling.get(source) or self._begin(source, caller)
         assert compiling.task is not None
         compiling.waiters += 1
         try:
             constraint = await asyncio.shield(compiling.task)
-        except _TooSlow as error:
-            raise self._rejected(source, str(error), "timed_out") from error
+        except TooSlow as error:
+            reason = f"it took more than {self._timeout:g} s to compile; make it simpler, or raise "
+            raise self._rejected(source, f"{reason}--constraint-timeout", "timed_out") from error
         except (ConstraintError, ConstraintsUnavailable) as error:
             raise self._rejected(source, str(error)) from error
         finally:
@@ -103,28 +112,19 @@ class Constraints:
         self._sandbox.close()
 
     def cached(self, source: Source) -> Constraint | None:
-        """The constraint, if it is cached and its lexer can still learn."""
+        """The constraint, if it is cached."""
         constraint = self._cache.get(source)
-        if constraint is not None and constraint.lexer_exhausted:
-            del self._cache[source]
-            constraint = None
         if constraint is not None:
             self._cache.move_to_end(source)
             self._metrics.constraints["kept"].inc()
-        self._metrics.constraints_kept.set(len(self._cache))
         return constraint
 
     def _keep(self, constraint: Constraint) -> None:
-        """Cache a constraint, and drop the least recently used ones above the limits."""
+        """Cache a constraint, and drop the least recently used one above the limit."""
         self._cache[constraint.source] = constraint
-        while len(self._cache) > MAX_CACHED or self.cached_bytes > MAX_CACHED_BYTES:
+        if len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
         self._metrics.constraints_kept.set(len(self._cache))
-
-    @property
-    def cached_bytes(self) -> int:
-        """Approximate memory of the cached constraints."""
-        return sum(constraint.size for constraint in self._cache.values())
 
     def _begin(self, source: Source, caller: str) -> _Compiling:
         if isinstance(self._compiler, Unavailable):
@@ -149,21 +149,20 @@ class Constraints:
         """Try a source, and compile it here; the slow ones one after the other."""
         source, began = compiling.source, time.monotonic()
         try:
-            size = await self._try(source)
+            await self._try(source)
             slow = time.monotonic() - began > LONG_SECONDS
             async with self._slow if slow else nullcontext():
                 constraint = await asyncio.to_thread(compiler.compile, source)
         finally:
             self._forget(compiling)
         self._metrics.constraint_compile.observe(time.monotonic() - began)
-        constraint.size = max(size, len(source.text))
         self._keep(constraint)
         return constraint
 
-    async def _try(self, source: Source) -> int:
-        """Try a source in the sandbox; the bytes of memory that it took. Raises ConstraintError if
-        it is refused, and ConstraintsUnavailable. The trial has ended when this returns, also if it
-        is cancelled."""
+    async def _try(self, source: Source) -> None:
+        """Try a source in the sandbox. Raises ConstraintError if it is refused,
+        ConstraintsUnavailable, and ApiError if the machine has no time for it. The trial has ended
+        when this returns, also if it is cancelled."""
         loop = asyncio.get_running_loop()
         async with self._starting:
             await asyncio.to_thread(self._sandbox.start)
@@ -173,19 +172,16 @@ class Constraints:
                 trial.setblocking(False)
                 self._trials.add(trial)
                 try:
-                    async with asyncio.timeout(self._timeout):
-                        await loop.sock_sendall(trial, request_of(source))
+                    async with asyncio.timeout(PATIENCE * self._timeout):
+                        await loop.sock_sendall(trial, request_of(source, self._timeout))
                         answer = await loop.sock_recv(trial, ANSWER_BYTES)
                 finally:
                     self._trials.remove(trial)
         except TimeoutError as error:
-            raise _TooSlow(
-                f"it took more than {self._timeout:g} s to compile; make it simpler, or raise "
-                "--constraint-timeout"
-            ) from error
+            raise self._busy() from error
         except OSError:
             pass  # the trial has ended without an answer
-        return size_of(answer)
+        check(answer)
 
     def _rejected(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
         self._metrics.constraints[outcome].inc()

@@ -2,10 +2,12 @@
 
 A regular expression, a JSON Schema, a list of choices or a grammar becomes a `Constraint`, and each
 sequence has a `Matcher` of it: a mask over the vocabulary before sampling, one step on after it.
-The work is llguidance's, an optional dependency that is imported here alone, on the checkpoint's
-own vocabulary and split pattern. Does not apply masks (`model/inference/sampling/sampler.py`), nor
-protect a process from what compiling may take (`model/inference/constraints/sandbox.py`), nor cache
-what was compiled (`service/models/constraints.py`).
+A matcher shares nothing that changes with another: the tokens of a sequence alone decide how far it
+comes. The work is llguidance's, an optional dependency that is imported here alone, on the
+checkpoint's own vocabulary and split pattern. Does not apply masks
+(`model/inference/sampling/sampler.py`), nor protect a process from what compiling may take
+(`model/inference/constraints/sandbox.py`), nor cache what was compiled
+(`service/models/constraints.py`).
 
 What the four kinds mean here:
 
@@ -30,11 +32,13 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from logitd.model.inference.constraints.heap import Heap
 from logitd.model.inference.constraints.json_bounds import bounded
 from logitd.model.inference.constraints.json_schema import enforceable
 from logitd.model.inference.errors import ConstraintError
@@ -44,15 +48,15 @@ Kind = Literal["regex", "json_schema", "choice", "grammar"]
 
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 5_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
 """What llguidance may spend: on the lexer at first, on the lexer and the parser for one mask
-(about 15 ms), and on states that it keeps."""
+(about 8 ms), and on the states that the lexer of one sequence keeps (about 1 KiB each)."""
 
 JSON_LAYOUT: Mapping[str, str | bool] = {
     "item_separator": ", ",
@@ -71,8 +75,8 @@ WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
 LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Line and column, as the compiler begins a message with them."""
 
-QUICK_SECONDS = 0.1
-"""Up to here a constraint may be compiled again while texts are written."""
+QUICK_SECONDS = 0.002
+"""Up to here a constraint is compiled for a sequence while others generate."""
 
 MASK_CACHE_SIZE = 256
 """Masks that come again need not be unpacked again: within a string, most are the same."""
@@ -113,6 +117,7 @@ class Compiler:
                 "constraints (regex, json_schema, choice, grammar) need llguidance, which is not "
                 "installed here: pip install llguidance, or the extra `constrain`, adds it"
             ) from error
+        self.heap = Heap()
         self._llguidance = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
         # To look ahead llguidance encodes text itself, which takes all of the bytes.
@@ -138,21 +143,20 @@ class Compiler:
 
     def compile(self, source: Source) -> "Constraint":
         """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""
-        began = time.perf_counter()
-        matcher = self.matcher(source)
-        seconds = time.perf_counter() - began
-        allowed, complete = self.look(matcher.deep_copy())
+        grammar = _grammar(source, looks_ahead=self._looks_ahead)
+        began = time.thread_time()
+        matcher = self.matcher(source, grammar)
+        seconds = time.thread_time() - began
+        allowed, complete = self.look(matcher)
         if complete:
             raise ConstraintError("only the empty text matches; there is nothing to generate")
-        return Constraint(source, self, matcher, allowed, seconds)
+        return Constraint(source, self, grammar, allowed, seconds)
 
-    def matcher(self, source: Source) -> Any:
-        """llguidance's matcher before the first token, which shares nothing with any other."""
+    def matcher(self, source: Source, grammar: str) -> Any:
+        """llguidance's matcher before the first token, which shares nothing with any other: a copy
+        would share its lexer, whose states and costs depend on all that use it."""
         matcher = self._llguidance.LLMatcher(
-            self._vocabulary,
-            _grammar(source, looks_ahead=self._looks_ahead),
-            log_level=0,
-            limits=self._limits,
+            self._vocabulary, grammar, log_level=0, limits=self._limits
         )
         if matcher.is_error():
             words = _readable(matcher.get_error())
@@ -194,21 +198,17 @@ class Compiler:
 
 
 class Constraint:
-    """A compiled constraint (`TokenConstraint` of the engine), shared by sequences. Its matchers
-    belong to one thread: they share a lexer, which learns as they go."""
+    """A compiled constraint (`TokenConstraint` of the engine), shared by sequences."""
 
     def __init__(
-        self, source: Source, compiler: Compiler, start: Any, allowed: np.ndarray, seconds: float
+        self, source: Source, compiler: Compiler, grammar: str, allowed: np.ndarray, seconds: float
     ) -> None:
         self.source = source
         self.compiler = compiler
-        self.start = start  # llguidance's, before the first token; copied, never advanced
         self.allowed = allowed  # what may come first
-        self.seconds = seconds  # that compiling took
-        self.size = len(source.text)
-        """Bytes of memory that compiling took, about; set by the caller that measured it."""
-        self.lexer_exhausted = False
-        """Whether its lexer has come to the limit of what it may learn."""
+        self.is_quick = seconds <= QUICK_SECONDS  # to compile
+        self._grammar = grammar
+        self._starts: list[Any] = []  # compiled ahead
 
     @property
     def kind(self) -> Kind:
@@ -221,6 +221,22 @@ class Constraint:
     def matcher(self) -> "Matcher":
         return Matcher(self)
 
+    def without_starts(self) -> "Constraint":
+        """The same, for a request that compiles ahead for its own sequences (`prepare`)."""
+        one = copy(self)
+        one._starts = []
+        return one
+
+    def prepare(self) -> None:
+        """Compile for one more sequence ahead, in another thread than the one that generates."""
+        self._starts.append(self.compiler.matcher(self.source, self._grammar))
+
+    def start(self) -> Any:
+        """llguidance's matcher for one sequence, before the first token."""
+        if self._starts:
+            return self._starts.pop()
+        return self.compiler.matcher(self.source, self._grammar)
+
 
 class Matcher:
     """How far one sequence has come (`TokenMatcher` of the engine)."""
@@ -228,24 +244,17 @@ class Matcher:
     def __init__(self, constraint: Constraint) -> None:
         self.complete = False
         """Whether nothing may follow: the text is whole."""
-        self._constraint = constraint
-        self._compiler = constraint.compiler
+        self._constraint, self._heap = constraint, constraint.compiler.heap
         self._look, self._end_of_text = constraint.compiler.look, constraint.compiler.end_of_text
         self._state: Any = None  # llguidance's; none before the first token
-        self._alone = False  # shares no lexer
         self._allowed: np.ndarray | None = constraint.allowed  # None: not looked for yet
-        self._token_ids: list[int] = []
 
     def allowed(self) -> np.ndarray:
         """Which ids may come next: booleans (V,). Computed when it is first asked for after a
         token. None is true if the text turns out to be whole; then the matcher is `complete`.
         Raises ConstraintError when nothing can follow, though it is not."""
         if self._allowed is None:
-            try:
-                self._allowed, self.complete = self._look(self._state)
-            except ConstraintError as error:
-                self._start_again(error)
-                self._allowed, self.complete = self._look(self._state)
+            self._allowed, self.complete = self._look(self._state)
         return self._allowed
 
     def advance(self, token_id: int) -> None:
@@ -254,31 +263,18 @@ class Matcher:
             self.complete = True
             return
         if self._state is None:
-            self._state = self._constraint.start.deep_copy()
-        self._token_ids.append(token_id)
+            self._heap.begin()
+            self._state = self._constraint.start()
         self._allowed = None
-        try:
-            self._consume(token_id)
-        except ConstraintError as error:
-            self._start_again(error)
+        if not self._state.consume_token(token_id):
+            raise ConstraintError(_readable(self._state.get_error()))
         if self._state.is_stopped():  # nothing goes on here: whole, or a dead end
             self.allowed()
 
-    def _consume(self, token_id: int) -> None:
-        if not self._state.consume_token(token_id):
-            raise ConstraintError(_readable(self._state.get_error()))
-
-    def _start_again(self, error: ConstraintError) -> None:
-        """Come to the same state with a lexer of its own. What others have made a shared one learn
-        counts against its limits, and must not end a sequence that alone would have gone on. Raises
-        the error where that would not help, or take long."""
-        self._constraint.lexer_exhausted = True
-        if self._alone or self._constraint.seconds > QUICK_SECONDS:
-            raise error
-        self._alone = True
-        self._state = self._compiler.matcher(self._constraint.source)
-        for token_id in self._token_ids:
-            self._consume(token_id)
+    def __del__(self) -> None:
+        if self._state is not None:
+            self._state = None
+            self._heap.end()
 
 
 def _grammar(source: Source, *, looks_ahead: bool) -> str:

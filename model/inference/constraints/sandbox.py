@@ -6,9 +6,10 @@ many of `.?` take a gigabyte. A thread can be neither stopped nor survived. So a
 on trial in a process, before it is compiled where its masks are needed: a matcher cannot be sent.
 
 `Sandbox` has a process that reads the vocabulary once and forks for each trial. A trial has limits
-of memory and stack, answers on a socket of its own, and ends when that is closed, by whatever end.
-Trials run side by side, and the system divides the processors among them: one that has run for
-LONG_SECONDS gets the lowest priority when another begins.
+of memory, stack and processor time, answers on a socket of its own, and ends when whoever asked has
+gone. Trials run side by side, and the system divides the processors among them: one that has run
+for LONG_SECONDS gets the lowest priority when another begins. Its limit is of its own processor
+time, so no company decides whether a source is accepted.
 """
 
 import base64
@@ -18,18 +19,17 @@ import gc
 import json
 import os
 import random
-import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from logitd.model.inference.constraints.compiler import (
     Compiler,
-    Constraint,
     ConstraintsUnavailable,
     Source,
 )
@@ -40,14 +40,21 @@ ROOT = Path(__file__).parents[4]
 MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
 """Stack of a trial, less than a thread of a server has."""
-MEMORY_BYTES = 2**26
-"""Address space of a trial beyond that of its process at first; ordinary ones take a tenth. It
-bounds the time of most sources too: what is slow grows."""
+MEMORY_BYTES = 2**24
+"""Address space of a trial beyond that of its process at first: ordinary sources take a tenth, and
+a server as much for each sequence. It bounds the time of most sources too: what is slow grows."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
 """Random texts begun with each constraint, and their tokens: it is refused if they fail."""
 ANSWER_BYTES = 2**16
+SLOW = bytes([signal.SIGPROF])
+"""The first byte of an answer when the time is over: the system writes it, because Python does not
+run before the compiler returns."""
+
+
+class TooSlow(ConstraintError):
+    """A trial took more than its processor time."""
 
 
 class Sandbox:
@@ -96,21 +103,26 @@ class Sandbox:
             self.close()
             raise ConstraintsUnavailable("the process that tries constraints does not start")
 
-    def begin(self) -> socket.socket:
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[socket.socket]:
         """The socket of a new trial, which takes a request (`request_of`) and gives an answer
-        (`size_of`). The trial ends when it is closed. Raises OSError if the process has ended."""
+        (`check`). The trial ends with the context. Raises OSError if the process has ended."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        return ours
+        held, holds = os.pipe()
+        try:
+            with ours:
+                try:
+                    with theirs:
+                        socket.send_fds(self._control, [b"\0"], [theirs.fileno(), held])
+                finally:
+                    os.close(held)
+                yield ours
+        finally:
+            os.close(holds)
 
     def close(self) -> None:
-        """End the process. Trials end when their sockets are closed."""
+        """End the process. Trials end with their contexts."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -119,21 +131,21 @@ class Sandbox:
         self._control = self._process = None
 
 
-def request_of(source: Source) -> bytes:
-    """The request for the trial of a source."""
-    return json.dumps({"kind": source.kind, "text": source.text}).encode() + b"\n"
+def request_of(source: Source, seconds: float) -> bytes:
+    """The request for the trial of a source, with its processor time."""
+    return json.dumps([source.kind, source.text, seconds]).encode() + b"\n"
 
 
-def size_of(answer: bytes) -> int:
-    """The bytes of memory that the constraint of a trial takes. Raises ConstraintError for a source
-    that is refused, or that ended the trial without an answer."""
+def check(answer: bytes) -> None:
+    """Raise ConstraintError for a source that is refused, or that ended the trial without an
+    answer, and TooSlow if its time was over."""
     if not answer:
         raise ConstraintError("it is too large or too deeply nested to be compiled")
-    document: dict[str, Any] = json.loads(answer)
-    if document["error"] is not None:
-        raise ConstraintError(document["error"])
-    size: int = document["bytes"]
-    return size
+    if answer.startswith(SLOW):
+        raise TooSlow("it took more than its time to compile")
+    error: str | None = json.loads(answer)
+    if error is not None:
+        raise ConstraintError(error)
 
 
 def main(control: socket.socket, memory: int) -> None:
@@ -148,16 +160,17 @@ def main(control: socket.socket, memory: int) -> None:
     control.sendall(b"\0")
     began: dict[int, float] = {}
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         if not descriptors:
             return
         _make_way(began)
         if not (trial := os.fork()):
             control.close()
             with contextlib.suppress(OSError):  # nobody waits any more
-                _answer(compiler, socket.socket(fileno=descriptors[0]))
+                _answer(compiler, socket.socket(fileno=descriptors[0]), descriptors[1])
             os._exit(0)
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
         began[trial] = time.monotonic()
 
 
@@ -170,27 +183,32 @@ def _make_way(began: dict[int, float]) -> None:
             os.setpriority(os.PRIO_PROCESS, trial, LOWEST_PRIORITY)
 
 
-def _answer(compiler: Compiler, connection: socket.socket) -> None:
+def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
+    """Try the source that is asked for, as long as the other end of the pipe `held` is open."""
+    # SIGIO, which ends a process, comes when that closes. Nothing is ever written to it.
+    fcntl.fcntl(held, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(held, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(held, 1)
+        return  # it was closed before
     with connection, connection.makefile("rb") as requests:
-        line = requests.readline()
-        # From here on SIGIO, which ends a process, comes when the other side closes.
-        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
-        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        with contextlib.suppress(BlockingIOError):
-            if not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-                return  # it was closed before
-        before, error = _occupied(), None
+        kind, text, seconds = json.loads(requests.readline())
+        connection.setblocking(False)
+        signal.signal(signal.SIGPROF, lambda *_: os._exit(1))
+        signal.set_wakeup_fd(connection.fileno())  # gets the signal's number at once: SLOW
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        error = None
         try:
-            constraint = _try(compiler, Source(**json.loads(line)))  # kept until it is measured
+            _try(compiler, Source(kind, text))
         except ConstraintError as refused:
-            constraint, error = None, str(refused)
-        answer = {"error": error, "bytes": _occupied() - before}
-        del constraint
-        connection.sendall(json.dumps(answer).encode())
+            error = str(refused)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.set_wakeup_fd(-1)
+        connection.setblocking(True)
+        connection.sendall(json.dumps(error).encode())
 
 
-def _try(compiler: Compiler, source: Source) -> Constraint:
+def _try(compiler: Compiler, source: Source) -> None:
     """Compile, and begin a few texts."""
     constraint = compiler.compile(source)
     for seed in range(TRIES):
@@ -200,7 +218,6 @@ def _try(compiler: Compiler, source: Source) -> Constraint:
             if matcher.complete:
                 break
             matcher.advance(rng.choice(allowed.nonzero()[0].tolist()))
-    return constraint
 
 
 def _limit(memory: int) -> None:
@@ -214,13 +231,6 @@ def _limit(memory: int) -> None:
     for name, limit in limits.items():
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(name, (limit, resource.getrlimit(name)[1]))
-
-
-def _occupied() -> int:
-    """The bytes of memory that this process has of its own; 0 if nothing tells."""
-    status = Path("/proc/self/status")
-    match = re.search(r"RssAnon:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return 1024 * int(match[1]) if match else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import jsonschema
 import pytest
 
 from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.sandbox import Sandbox
 from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
+from logitd.service.application import lifespan
 from tests.model.factories import byte_tokenizer
-from tests.model.inference.constraints.test_sandbox import HOSTILE, SLOW
+from tests.model.inference.constraints.test_sandbox import HOSTILE, ROOM, SLOW
 from tests.service.serving import Serving, error_of, events, eventually, request_bytes, serving
 from tests.service.spelling import END_OF_TEXT_ID
 
@@ -210,7 +213,13 @@ def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> Non
 
 
 @pytest.fixture
-def hasty(checkpoint_path: Path) -> Iterator[Serving]:
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services have sandboxes with so much memory that a source can be slow."""
+    monkeypatch.setattr(lifespan, "Sandbox", partial(Sandbox, memory=ROOM))
+
+
+@pytest.fixture
+def hasty(checkpoint_path: Path, roomy: None) -> Iterator[Serving]:
     """A service that gives compiling half a second."""
     with serving(checkpoint_path, slots=2, constraint_timeout=0.5) as running:
         running.generate("x", regex="a", max_tokens=1)  # the process has started
@@ -236,6 +245,7 @@ def test_what_takes_too_long_to_compile_is_refused_while_others_go_on(hasty: Ser
     assert hasty.generate("x", regex="ab", max_tokens=5)["choices"][0]["text"] == "ab"
 
 
+@pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_during_compilation(checkpoint_path: Path, streamed: bool) -> None:
     with serving(checkpoint_path, slots=2, constraint_timeout=3) as server:

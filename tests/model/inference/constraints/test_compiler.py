@@ -243,42 +243,6 @@ def test_text_that_leads_nowhere_is_an_error() -> None:
             matcher.allowed()
 
 
-def test_shared_lexer_at_its_limit_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences share the states of a lexer, which are limited. One that comes to the limit because
-    of others goes on with a lexer of its own."""
-    monkeypatch.setattr(
-        constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 400}
-    )
-    compiler = Compiler(byte_tokenizer())
-    source = Source("regex", "(a|b)*a(a|b){12}")
-
-    def steps(constraint: Constraint, seed: int) -> list[int]:
-        return walk(constraint, seed, tokens=40)
-
-    alone = [steps(compiler.compile(source), seed) for seed in range(30)]
-    shared = compiler.compile(source)
-    assert [steps(shared, seed) for seed in range(30)] == alone
-    assert shared.lexer_exhausted, "the limit was never reached"
-
-
-def test_slow_constraint_is_not_compiled_again_at_its_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 400}
-    )
-    monkeypatch.setattr(constraint_module, "QUICK_SECONDS", 0.0)
-    shared = Compiler(byte_tokenizer()).compile(Source("regex", "(a|b)*a(a|b){12}"))
-
-    def walks() -> None:
-        for seed in range(30):
-            walk(shared, seed, tokens=40)
-
-    with pytest.raises(ConstraintError, match="too many states"):
-        walks()
-    assert shared.lexer_exhausted
-
-
 def test_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 30}

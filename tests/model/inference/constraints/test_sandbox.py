@@ -22,26 +22,28 @@ from logitd.model.inference.constraints.sandbox import (
     LONG_SECONDS,
     LOWEST_PRIORITY,
     Sandbox,
+    TooSlow,
+    check,
     request_of,
-    size_of,
 )
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from tests.model.factories import byte_tokenizer
-from tests.service.serving import eventually
+from tests.service.serving import TEST_TIMEOUT, eventually
 
 GOOD = Source("regex", "[a-z]+ [0-9]{2}")
+ROOM = 2**30
 
 
-def tried(sandbox: Sandbox, source: Source) -> int:
-    """The memory of a trial. Raises ConstraintError."""
+def tried(sandbox: Sandbox, source: Source, seconds: float = TEST_TIMEOUT) -> None:
+    """Try a source. Raises ConstraintError."""
     sandbox.start()
     with sandbox.begin() as trial:
-        trial.sendall(request_of(source))
+        trial.sendall(request_of(source, seconds))
         try:
-            return size_of(trial.recv(ANSWER_BYTES))
+            check(trial.recv(ANSWER_BYTES))
         except ConnectionError:  # the trial ended before it had read all
-            return size_of(b"")
+            check(b"")
 
 
 def trials(sandbox: Sandbox) -> list[Path]:
@@ -69,7 +71,7 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.fixture
 def roomy() -> Iterator[Sandbox]:
     """A sandbox whose trials have so much memory that a source can be slow."""
-    sandbox = Sandbox(byte_tokenizer(), memory=2**30)
+    sandbox = Sandbox(byte_tokenizer(), memory=ROOM)
     yield sandbox
     sandbox.close()
 
@@ -179,7 +181,7 @@ def test_sandbox_survives_a_source_that_ends_its_process(sandbox: Sandbox, name:
 def test_trial_ends_when_its_socket_is_closed(roomy: Sandbox) -> None:
     roomy.start()
     with roomy.begin() as trial:
-        trial.sendall(request_of(SLOW))
+        trial.sendall(request_of(SLOW, TEST_TIMEOUT))
         eventually(lambda: len(trials(roomy)) == 1)
         time.sleep(0.3)  # it compiles
     eventually(lambda: not trials(roomy), timeout=5)  # long before it would end by itself
@@ -191,7 +193,7 @@ def test_trial_ends_when_its_socket_is_closed(roomy: Sandbox) -> None:
 def test_long_trial_makes_way_for_others(roomy: Sandbox) -> None:
     roomy.start()
     with roomy.begin() as trial:
-        trial.sendall(request_of(SLOW))
+        trial.sendall(request_of(SLOW, TEST_TIMEOUT))
         eventually(lambda: len(trials(roomy)) == 1)
         time.sleep(2 * LONG_SECONDS)
         (slow,) = trials(roomy)
@@ -212,9 +214,15 @@ def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbo
         tried(sandbox, source)
 
 
-def test_trial_tells_its_memory(sandbox: Sandbox) -> None:
-    assert tried(sandbox, GOOD) < 2**20
-    assert tried(sandbox, Source("regex", "(a{100}){1000}")) > 2**24
+def test_trial_ends_after_its_own_processor_time(roomy: Sandbox) -> None:
+    """A limit that the trial of GOOD would pass by the clock: it waits for its request."""
+    roomy.start()
+    with roomy.begin() as waits:
+        with pytest.raises(TooSlow):
+            tried(roomy, SLOW, seconds=0.5)
+        waits.sendall(request_of(GOOD, 0.5))
+        check(waits.recv(ANSWER_BYTES))
+    eventually(lambda: not trials(roomy))
 
 
 def test_process_that_died_meanwhile_is_started_again() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from logitd.model.inference.constraints.compiler import Kind, Source
+from logitd.model.inference.constraints import compiler as compiler_module
+from logitd.model.inference.constraints.compiler import Compiler, Constraint, Kind, Source
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.events import FinishReason
+from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.errors import ConstraintError, InvalidRequest
 from logitd.model.inference.sampling.params import SamplingParams
 from tests.model.inference.engine.constrained import (
@@ -24,6 +26,7 @@ from tests.model.inference.engine.constrained import (
     GPT_OF_THE_TESTS,
     PROMPT,
     ROOM,
+    TOKENIZER,
     check,
     written,
     written_bytes,
@@ -135,6 +138,86 @@ def test_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> None:
     unlikely = {"logit_bias": {end: -1000.0}, "temperature": 0.0}
     (outcome,) = written(constraint, seed=0, n=1, **unlikely)
     assert outcome.ended.reason is FinishReason.LENGTH
+
+
+# Where the limits of a lexer end a text
+
+with pytest.MonkeyPatch.context() as patched:
+    tight = {"max_lexer_states": 300, "step_lexer_fuel": 2000}
+    patched.setattr(compiler_module, "LIMITS", {**compiler_module.LIMITS, **tight})
+    TIGHT = Compiler(TOKENIZER)
+
+
+def costly_sources() -> st.SearchStrategy[Source]:
+    """Sources whose lexers grow with each token, of some so much that a text ends."""
+    growing = st.builds(
+        "({}[a-m].{{{}}}[n-z])+".format, st.sampled_from([".*", "[^q]*", "x?"]), st.integers(6, 12)
+    )
+    return st.one_of(
+        growing.map(lambda text: Source("regex", text)),
+        growing.map(lambda text: Source("grammar", f"start: A | B\nA: /{text}/\nB: /[a-z]+/")),
+        growing.map(
+            lambda text: Source("json_schema", json.dumps({"type": "string", "pattern": text}))
+        ),
+        st.lists(st.text("ab", min_size=9, max_size=40), min_size=1, max_size=40, unique=True).map(
+            lambda texts: Source("choice", json.dumps(texts))
+        ),
+    )
+
+
+def fates(*requests: GenerationRequest) -> dict[tuple[str, int], tuple[Any, ...]]:
+    """What became of each sequence: its tokens, and why it ended."""
+    outcomes = run(GPT_OF_THE_TESTS, *requests, slots=16)
+    return {
+        key: (outcome.token_ids, outcome.ended.reason, outcome.ended.error)
+        for key, outcome in outcomes.items()
+    }
+
+
+def costly(name: str, constraint: Constraint, seed: int, n: int) -> GenerationRequest:
+    stop = frozenset({TIGHT.end_of_text})
+    fields: dict[str, Any] = {"temperature": 5.0, "max_tokens": 40, "stop_token_ids": stop}
+    return generation(name, PROMPT, n=n, seed=seed, constraint=constraint, **fields)
+
+
+def error_alone(source: Source, token_ids: list[int]) -> tuple[int, str | None]:
+    """How many tokens a matcher takes that nobody shares anything with, and its error."""
+    matcher, taken = TIGHT.compile(source).matcher(), 0
+    try:
+        for token_id in token_ids:
+            matcher.allowed()
+            taken += 1
+            matcher.advance(token_id)
+        if not matcher.complete:
+            matcher.allowed()
+    except ConstraintError as error:
+        return taken, str(error)
+    return taken, None
+
+
+@settings(max_examples=examples(40, fast=3))
+@given(costly_sources(), costly_sources(), st.integers(0, 2**32), st.integers(0, 2**32))
+@example(Source("regex", "(.*[a-m].{12}[n-z])+"), Source("regex", "a"), 1, 2)
+def test_company_changes_no_fate(source: Source, other: Source, seed: int, others: int) -> None:
+    """Alone, as one of eight, beside others and after them."""
+    alone = fates(costly("a", TIGHT.compile(source), seed, 8))
+    for token_ids, _, error in alone.values():
+        assert error_alone(source, token_ids) == (len(token_ids), error)
+    shared = TIGHT.compile(source)
+    for company in (
+        [],
+        [costly("same", shared, others, 8)],
+        [costly("same", shared, seed, 8), costly("other", TIGHT.compile(other), others, 4)],
+    ):
+        for n in (8, 1):
+            found = fates(*company, costly("a", shared, seed, n))
+            assert all(found["a", index] == alone["a", index] for index in range(n))
+
+
+def test_texts_of_one_constraint_end_at_their_own_limits() -> None:
+    found = fates(costly("a", TIGHT.compile(Source("regex", "(.*[a-m].{8}[n-z])+")), 1, 16))
+    reasons = {reason for _, reason, _ in found.values()}
+    assert reasons == {FinishReason.ERROR, FinishReason.LENGTH}
 
 
 # What fails, and what is refused
