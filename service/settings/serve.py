@@ -285,7 +285,10 @@ class ServeSettings(CommandSettings):
         "the one that is served, whose name its reply says; without this it is a 404",
     )
     constraint_timeout: float = Field(
-        5, gt=0, le=3600, description="seconds that compiling a regex, schema or grammar may take"
+        5,
+        gt=0,
+        le=3600,
+        description="seconds of processor time that compiling a regex, schema or grammar may take",
     )
     max_connections: int | None = Field(
         None,

@@ -329,6 +329,11 @@ def _readable(message: str) -> str:
     """The compiler's words in one line, without the excerpts, advice and files that are its own."""
     if message.startswith("NoExtensionBias"):
         return NOTHING_FOLLOWS
+    if message.startswith("lexer error: too many "):
+        return (
+            f"a text needs {message[13:].partition(' constructed')[0]} in the lexer; shorten "
+            "repetitions that overlap, such as (.*a.{9})+"
+        )
     location = LOCATION.match(message)
     if "(in regex): " in message:
         reason = message.rpartition("(in regex): ")[2].rpartition("\nerror: ")[2].partition("\n")[0]

@@ -9,7 +9,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-TRIM_BYTES = 2**26
+TRIM_BYTES = 2**25
 """Growth of the process since no lexer was in use that is worth a trim: some 0.1 s a GiB."""
 ENDS = 64
 """Lexers that end before the size is looked at while others are in use."""

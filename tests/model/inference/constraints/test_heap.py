@@ -1,0 +1,45 @@
+"""Memory of lexers is given back to the system when their sequences have ended."""
+
+import subprocess
+import sys
+
+import pytest
+
+from logitd.model.inference.constraints import heap
+from logitd.model.inference.constraints.heap import TRIM_BYTES, resident
+
+WRITE = r"""
+import random
+from logitd.model.inference.constraints.compiler import Compiler, Source
+from logitd.model.inference.constraints.heap import resident
+from tests.model.factories import merging_tokenizer
+
+constraint = Compiler(merging_tokenizer()).compile(Source("regex", r"[\w.]+@[\w.]+\.\w{2,4}"))
+
+def write(count):
+    matchers = [constraint.matcher() for _ in range(count)]
+    for _ in range(40):
+        for seed, matcher in enumerate(matchers):
+            if not matcher.complete:
+                ids = matcher.allowed().nonzero()[0].tolist()
+                matcher.advance(random.Random(seed).choice(ids))
+    return matchers
+
+write(2)
+before = resident()
+matchers = write(120)
+grown = resident() - before
+del matchers
+print(grown, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
+@pytest.mark.skipif(heap.Heap()._trim is None, reason="the allocator is not glibc's")
+def test_memory_of_ended_sequences_goes_back_to_the_system() -> None:
+    output = subprocess.run(
+        [sys.executable, "-c", WRITE], check=True, capture_output=True, text=True
+    ).stdout
+    grown, left = map(int, output.split())
+    assert grown > 2 * TRIM_BYTES
+    assert left < TRIM_BYTES
