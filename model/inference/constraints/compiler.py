@@ -331,8 +331,8 @@ def _readable(message: str) -> str:
         return NOTHING_FOLLOWS
     if message.startswith("lexer error: too many "):
         return (
-            f"a text needs {message[13:].partition(' constructed')[0]} in the lexer; shorten "
-            "repetitions that overlap, such as (.*a.{9})+"
+            f"a text needs more than {LIMITS['max_lexer_states']} states of the lexer, or "
+            "too many at once; shorten repetitions that overlap, such as (.*a.{9})+"
         )
     location = LOCATION.match(message)
     if "(in regex): " in message:

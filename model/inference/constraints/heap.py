@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TRIM_BYTES = 2**25
-"""Growth of the process since no lexer was in use that is worth a trim: some 0.1 s a GiB."""
+"""Growth of the process that is worth a trim, of some 0.1 s a GiB."""
 ENDS = 64
 """Lexers that end before the size is looked at while others are in use."""
 
@@ -20,12 +20,11 @@ class Heap:
 
     def __init__(self) -> None:
         self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._in_use = self._ended = self._before = 0
+        self._in_use = self._ended = 0
+        self._before = resident()  # or when it was last trimmed with no lexer in use
 
     def begin(self) -> None:
-        """Count a lexer that is made."""
-        if not self._in_use:
-            self._before = resident()
+        """Count a lexer that is used."""
         self._in_use += 1
 
     def end(self) -> None:
@@ -37,6 +36,8 @@ class Heap:
         self._ended = 0
         if self._trim is not None and resident() - self._before > TRIM_BYTES:
             self._trim(0)
+            if not self._in_use:
+                self._before = resident()
 
 
 def resident() -> int:
