@@ -120,10 +120,10 @@ def test_a_request_keeps_its_place_while_its_constraint_is_compiled(
     compiling, go_on = threading.Event(), threading.Event()
     tried = Constraints._try
 
-    async def try_later(constraints: Constraints, source: Source) -> int:
+    async def try_later(constraints: Constraints, source: Source) -> None:
         compiling.set()
         assert await asyncio.to_thread(go_on.wait, TEST_TIMEOUT)
-        return await tried(constraints, source)
+        await tried(constraints, source)
 
     monkeypatch.setattr(Constraints, "_try", try_later)
     with ExitStack() as stack:
