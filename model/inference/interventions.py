@@ -44,18 +44,6 @@ class Intervention:
     values: Any = None
     field: str | None = None
 
-    def covers(self, position: int, prompt_length: int) -> bool:
-        """Whether it changes what is computed at a position."""
-        match self.positions:
-            case "all":
-                return True
-            case "prompt":
-                return position < prompt_length
-            case "generated":
-                return position >= prompt_length
-            case positions:
-                return position in positions
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

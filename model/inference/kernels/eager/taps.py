@@ -8,6 +8,7 @@ are done; `RowTaps` does the same for a decode step, a row of each of several se
 Shapes: T positions of a piece, H heads, S keys.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import match_stages
@@ -30,52 +32,58 @@ class _Change:
     """One intervention, with its values on the model's device and in its dtype."""
 
     def __init__(self, intervention: Intervention, like: Tensor) -> None:
-        self.intervention = intervention
+        self._intervention = intervention
         values = intervention.values
         self._values = None if values is None else torch.from_numpy(values).to(like)
-        self._heads = None if intervention.heads is None else list(intervention.heads)
+        self._heads = None if intervention.heads is None else _index(intervention.heads)
 
-    def apply(self, value: Tensor, positions: range, prompt_length: int) -> Tensor:
-        """The changed value (positions, ...), or `value` itself where none of the positions is
-        meant."""
-        intervention = self.intervention
-        rows = [
-            row
-            for row, position in enumerate(positions)
-            if intervention.covers(position, prompt_length)
-        ]
-        if not rows:
-            return value
-        chosen = value[rows] if self._heads is None else value[rows][:, self._heads]
-        width = chosen.shape[-1]  # of stages over keys, more or fewer than values have
-        changed = chosen.clone()
-        match intervention.operation:
+    def rows(self, positions: range, prompt_length: int) -> Sequence[int]:
+        """The rows of a piece that are changed."""
+        count, generated = len(positions), max(0, prompt_length - positions.start)
+        match self._intervention.positions:
+            case "all":
+                return range(count)
+            case "prompt":
+                return range(min(count, generated))
+            case "generated":
+                return range(generated, count)
+            case listed:
+                first, end = (bisect_left(listed, at) for at in (positions.start, positions.stop))
+                return [position - positions.start for position in listed[first:end]]
+
+    def apply(self, value: Tensor, positions: range, rows: Sequence[int]) -> None:
+        """Change `value` (positions, ...) in place, at some rows."""
+        index: tuple[slice | Tensor, ...] = (_index(rows),)
+        if self._heads is not None:
+            index = (*index, self._heads)
+            if isinstance(index[0], Tensor) and isinstance(self._heads, Tensor):
+                index = (index[0][:, None], self._heads)
+        part = value[index]  # a view, if all are slices
+        width = part.shape[-1]  # of stages over keys, more or fewer than values have
+        factor = self._intervention.factor
+        match self._intervention.operation:
             case "zero":
-                changed.zero_()
+                part.zero_()
             case "scale":
-                changed *= intervention.factor
+                part *= factor
             case "add":
-                values = self._rows(positions, rows)
-                changed[..., : values.shape[-1]] += intervention.factor * values[..., :width]
+                values = self._values_of(positions, rows)
+                part[..., : values.shape[-1]] += factor * values[..., :width]
             case "set":
-                values = self._rows(positions, rows)
-                changed[..., : values.shape[-1]] = values[..., :width]
-        result = value.clone()
-        if self._heads is None:
-            result[rows] = changed
-        else:
-            result[torch.tensor(rows)[:, None], self._heads] = changed
-        return result
+                values = self._values_of(positions, rows)
+                part[..., : values.shape[-1]] = values[..., :width]
+        if any(isinstance(each, Tensor) for each in index):
+            value[index] = part
 
-    def _rows(self, positions: range, rows: list[int]) -> Tensor:
+    def _values_of(self, positions: range, rows: Sequence[int]) -> Tensor:
         """The values for these rows: (1, ...) or (rows, ...)."""
-        values = self._values
+        values, listed = self._values, self._intervention.positions
         assert values is not None
-        if len(values) > 1:
-            meant = self.intervention.positions
-            assert not isinstance(meant, str)
-            values = values[[meant.index(positions[row]) for row in rows]]
-        return values
+        if len(values) == 1:
+            return values
+        assert not isinstance(listed, str)
+        first = bisect_left(listed, positions.start)
+        return values[first : first + len(rows)]
 
 
 class Changes:
@@ -99,10 +107,19 @@ class Changes:
 
     def apply(self, key: Key, value: Tensor, positions: range) -> Tensor:
         """The changed value (positions, ...), or `value` itself where nothing is changed."""
-        changed = value
-        for change in self._changes.get(key, ()):
-            changed = change.apply(changed, positions, self._prompt_length)
-        if changed is not value and key[1] in OVER_KEYS:  # what is not seen stays unseen
+        meant = [
+            (change, rows)
+            for change in self._changes.get(key, ())
+            if (rows := change.rows(positions, self._prompt_length))
+        ]
+        if not meant:
+            return value
+        changed = value.clone()
+        # Elements by themselves: threads change no bit, and would meet after each of many changes.
+        with one_thread():
+            for change, rows in meant:
+                change.apply(changed, positions, rows)
+        if key[1] in OVER_KEYS:  # what is not seen stays unseen
             keys = torch.arange(value.shape[-1], device=value.device)
             seen = keys <= torch.tensor(positions, device=value.device)[:, None]  # (T, S)
             changed = torch.where(seen[:, None], changed, value)
@@ -172,7 +189,9 @@ class RowTaps:
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
         changed = value
-        for row in range(len(self._rows)):
+        for row, (changes, _) in enumerate(self._rows):
+            if (layer, stage) not in changes:
+                continue
             before = value[row : row + 1]
             after = self.row(row)(layer, stage, before)
             if after is not before:
@@ -185,6 +204,13 @@ class RowTaps:
         """The tap of one row, to be shown a value (1, ...)."""
         changes, position = self._rows[index]
         return PieceTap(position, changes)
+
+
+def _index(indices: Sequence[int]) -> slice | Tensor:
+    """Ascending indices: as a slice, which copies nothing, if they are consecutive."""
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return slice(indices[0], indices[-1] + 1)
+    return torch.tensor(indices)
 
 
 def _positions_first(stage: str, value: Tensor) -> Tensor:
