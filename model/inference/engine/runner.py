@@ -202,14 +202,15 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute a plan: the decode may be in flight already, or be launched by this call."""
-        in_flight = self._overlap.begin(plan)
-        rest = plan if in_flight is None else replace(plan, decode=())
+        in_flight, rest = self._overlap.begin(plan), plan
+        if in_flight is not None:  # without tapped rows, which are never launched ahead
+            rest = replace(plan, decode=tuple(s for s in plan.decode if s.tapped))
         output = StepOutput()
         to_sample = self._compute(rest, output)
         if to_sample.sequences:
             self._sample(to_sample, plan.drafts, output)
         if in_flight is not None:
-            output.sampled |= in_flight.collect(plan.decode)
+            output.sampled |= in_flight.collect(s for s in plan.decode if not s.tapped)
         return output
 
     def attribute(self, sequence: Sequence) -> Attribution | None:

@@ -6,6 +6,7 @@ held to the same step of the other: events, counts, times, whether there is more
 """
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,18 @@ from hypothesis import strategies as st
 
 from logitd.model.inference.engine.events import FinishReason, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.reference import generate
 from tests.model.inference.engine.harness import (
     Driven,
+    JumpingClock,
     Steps,
     assert_is_reference,
     generation,
     params,
     random_prompt,
+    run,
 )
 from tests.model.inference.engine.played import (
     OLD,
@@ -126,6 +130,25 @@ def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
     assert not driven.engine.has_work()
     decoder = launching(driven)
     assert (decoder.decoded, decoder.launched, decoder.launched_next) == (0, 1, 8)
+
+
+def test_changed_rows_are_computed_beside_what_is_in_flight() -> None:
+    """After a rest, in which the step of the others was launched ahead without them."""
+    zero = Intervention(stage="blocks.0.attention.v", operation="zero")
+    plain = generation("plain", [1, 2, 3], max_tokens=60)
+    changed = replace(generation("changed", [4, 5], max_tokens=5), interventions=(zero,))
+    driven = Driven(
+        OLD,
+        JumpingClock(random.Random(0)),
+        make_decoder=partial(Launching, batch_invariant=True),
+    )
+    for request in (plain, changed):
+        driven.add(request)
+    together = driven.drain()
+    assert launching(driven).launched_next > 0
+    for request in (plain, changed):
+        alone = run(OLD, request)[request.request_id, 0]
+        assert together[request.request_id, 0].token_ids == alone.token_ids
 
 
 def test_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> None:
