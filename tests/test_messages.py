@@ -138,7 +138,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "intervention, positions": partial(change, positions=(9,)),
     "intervention, values": partial(change, operation="set"),
     "attribution, position": partial(attribute, position=2),
-    "attribution, steps": partial(attribute, steps=513),
+    "attribution, steps": partial(attribute, steps=0),
     "attribution, tokens": partial(attribute, token_id=7, minus_id=7),
     "regex": partial(compiled, "regex", "(?=a)a"),
     "schema": partial(compiled, "json_schema", '{"type": "array", "uniqueItems": true}'),

@@ -19,8 +19,6 @@ from logitd.model.transformer.stages import Stage, match_stages
 
 Axis = Literal["layers", "heads", "positions"]
 
-MAX_CELLS = 2**14
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -39,6 +37,11 @@ class Grid:
     axes: Mapping[Axis, tuple[int, ...]]
     varied: Mapping[int | None, Sequence[Intervention]]
 
+    @property
+    def count(self) -> int:
+        """Number of cells."""
+        return math.prod(map(len, self.axes.values()))
+
     def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
         """The cells, the last axis fastest, each with what is changed there. Made when it is asked
         for: all of them at once take seconds."""
@@ -53,20 +56,12 @@ def make_grid(
 ) -> Grid:
     """The grid over some axes of one intervention, given as one for each layer that it is for. An
     axis that is not swept is changed as a whole in every cell. Raises InvalidRequest for what the
-    model cannot carry out, an axis that the stage does not have, and more than MAX_CELLS cells."""
+    model cannot carry out, and for an axis that the stage does not have."""
     check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
     stages = [_stage(intervention, config) for intervention in varied]
     axes = {axis: _places(axis, varied[0], stages, prompt_length, config) for axis in over}
-    count = math.prod(map(len, axes.values()))
-    if count > MAX_CELLS:
-        spelled = " x ".join(f"{len(places)} {axis}" for axis, places in axes.items())
-        raise InvalidRequest(
-            f"the grid would have {count} cells ({spelled}), each a forward of the prompt; "
-            f"{MAX_CELLS} are allowed. Sweep fewer heads or positions, or fewer axes",
-            "over",
-        )
     by_layer: defaultdict[int | None, list[Intervention]] = defaultdict(list)
     for stage, intervention in zip(stages, varied, strict=True):
         by_layer[stage.layer].append(intervention)

@@ -68,7 +68,7 @@ class AttributionsRequest(PromptBody):
     steps: int | None = Field(
         None,
         ge=1,
-        le=512,
+        lt=2**31,
         description="Of integrated gradients (absent: 32); each is a forward and a backward pass.",
     )
     baseline: Literal["zero"] | TokenId | None = Field(

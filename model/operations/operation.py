@@ -220,6 +220,7 @@ class Series:
     event     name of a part in a stream
     members   from all parts to the rest of the reply
     held      elements of values that the jobs share
+    tokens    that all jobs cost together (`model/inference/engine/cost.py`)
     """
 
     head: Mapping[str, Any]
@@ -228,6 +229,7 @@ class Series:
     event: str
     members: Callable[[list[dict[str, Any]]], dict[str, Any]]
     held: int
+    tokens: int
 
 
 Plan = Record | Outputs | Completions | Series

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
+from logitd.model.inference.engine.cost import prices
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
 from logitd.model.inference.engine.validation import check_token_ids
 from logitd.model.inference.errors import InvalidRequest
@@ -150,6 +151,7 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
         interventions=constant,
     )
     grid = make_grid(varied, body.over, len(prompt), subject.config)
+    subject.check_listed(grid.count, "cells", "over")
     columns = yield from _columns(body, row, subject)
     unchanged = replace(row, output=Logits(columns=columns))
     held = sum(change.values.size for change in varied if change.values is not None)
@@ -174,6 +176,7 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
         event="cell",
         members=lambda parts: {"cells": parts, "grid": _nested(parts, grid)},
         held=held,
+        tokens=grid.count * sum(prices(next(_jobs(grid, unchanged)), subject.config)),
     )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
 from logitd.model.inference.constraints.sandbox import Sandbox
-from logitd.service.engine.admission import AdmissionController, QueueLimits
+from logitd.service.engine.admission import MOST_TOKENS, AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import (
     STARTUP_ERRORS,
@@ -115,11 +115,13 @@ def _served(
 ) -> ServedModel:
     driver = EngineDriver(built.engine, built.load_weights, steps)
     metrics = state.metrics_of(settings.source)
+    longest = settings.max_sequences * built.checkpoint.config.context_length
     limits = QueueLimits(
         sequences=settings.max_queue,
         tokens=settings.max_queue_tokens,
         elements=settings.max_queue_elements,
         per_request=settings.max_sequences,
+        most_tokens=settings.max_request_tokens or max(MOST_TOKENS, longest),
     )
     name = settings.source.name or built.checkpoint.name
     checkpoints = {0: replace(built.checkpoint, name=name)}

@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from logitd.model.inference.engine.cost import output_elements, sequence_prices
+from logitd.model.inference.engine.cost import output_elements, prices
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.transformer.config import GPTConfig
 
+MOST_TOKENS = 2**20
+"""Tokens that one request may cost: with the bundled checkpoint minutes of a processor."""
 FULLEST = 2
 """Largest queue of all callers together, as a multiple of each limit."""
 
@@ -59,18 +61,20 @@ class QueueLimits:
     tokens       of the prompts that wait
     elements     of the outputs of all requests, waiting or running
     per_request  sequences of one request
+    most_tokens  that one request costs (`model/inference/engine/cost.py`)
     """
 
     sequences: int
     tokens: int
     elements: int
     per_request: int
+    most_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The amounts that a request adds to the queue: sequences, tokens of their prompts (or the
-    price of an attribution), elements of outputs."""
+    """The amounts that a request adds to the queue: sequences, the tokens that they cost, elements
+    of outputs."""
 
     sequences: int = 0
     tokens: int = 0
@@ -118,7 +122,7 @@ class AdmissionController:
     ) -> None:
         self._config = config
         self._slots = slots
-        self._limits = limits
+        self.limits = limits
         self._open = _Tally()  # submitted and not ended
         self._reserved = _Tally()  # not submitted yet
         self._begun_tokens = 0  # of open requests that have or had a slot as of the last step
@@ -148,15 +152,15 @@ class AdmissionController:
 
     def load_of(self, request: Request) -> Load:
         """The load of one request."""
-        prices = sequence_prices(request)
-        return Load(len(prices), sum(prices), output_elements(request, self._config))
+        tokens = prices(request, self._config)
+        return Load(len(tokens), sum(tokens), output_elements(request, self._config))
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
         """Raise QueueFull if there is no room for a caller's `load` now, and InvalidRequest if
         there never is; `param` names the field that asks for so many sequences. An empty queue
-        admits a request with any number of tokens: it is computed next."""
-        self._check_possible(load, param)
-        limits, present = self._limits, self._open.total
+        admits any request that is possible: it is computed next."""
+        self.check_possible(load, param)
+        limits, present = self.limits, self._open.total
         own = self._open.of(caller) + self._reserved.of(caller) + load
         callers = len({caller} | self._open.by_caller.keys() | self._reserved.by_caller.keys())
 
@@ -191,10 +195,10 @@ class AdmissionController:
         The requests are submitted right after the block. The event loop runs nothing else in
         between, so nobody takes their room.
         """
-        if sequences > self._limits.per_request:
+        if sequences > self.limits.per_request:
             raise InvalidRequest(
                 f"the request has {sequences} sequences (prompts times n); "
-                f"{self._limits.per_request} are allowed in one. Send fewer, or raise "
+                f"{self.limits.per_request} are allowed in one. Send fewer, or raise "
                 "--max-sequences",
                 param,
             )
@@ -256,9 +260,15 @@ class AdmissionController:
         self._begun_tokens = 0
         self._note_empty()
 
-    def _check_possible(self, load: Load, param: str | None) -> None:
+    def check_possible(self, load: Load, param: str | None = None) -> None:
         """Raise InvalidRequest for a load that an empty queue would reject as well."""
-        limits = self._limits
+        limits = self.limits
+        if load.tokens > limits.most_tokens:
+            raise InvalidRequest(
+                f"the request costs as much as a prompt of {load.tokens} tokens; "
+                f"{limits.most_tokens} are allowed in one. Ask for fewer prompts, tokens, "
+                "interventions, steps or cells, or raise --max-request-tokens"
+            )
         if load.sequences > self._slots + limits.sequences:
             raise InvalidRequest(
                 f"the request has {load.sequences} sequences (prompts times n); {self._slots} "

@@ -13,7 +13,7 @@ import orjson
 from starlette.responses import Response
 
 from logitd.model.operations.operation import Operation, Series
-from logitd.service.engine.admission import QueueFull
+from logitd.service.engine.admission import Load, QueueFull
 from logitd.service.engine.submission import Submission
 from logitd.service.errors import EXPECTED, as_api_error
 from logitd.service.http import sse
@@ -33,7 +33,7 @@ async def respond(
     running = RunningSeries(operation.reply_id, plan, context)
     if not stream:
         reply = await context.unless_gone(running.reply())
-        return Response(orjson.dumps(reply), media_type="application/json")
+        return Response(reply, media_type="application/json")
     return sse.StreamedResponse(
         sse.with_keep_alive(running.events()),
         on_end=running.end,
@@ -52,13 +52,16 @@ class RunningSeries:
         self._context = context
         self._head = {**envelope(reply_id, context.checkpoint), **plan.head}
         self._running: deque[Submission] = deque()
+        context.model.admission.check_possible(Load(tokens=plan.tokens))
         context.model.reply_budget.take(plan.held)
         self._held = plan.held
 
-    async def reply(self) -> dict[str, Any]:
-        """The whole reply."""
+    async def reply(self) -> bytes:
+        """The whole reply as JSON, written in a thread: a grid may have thousands of cells."""
         parts = [part async for part in self.parts()]
-        return {**self._head, **self._plan.members(parts)}
+        return await asyncio.to_thread(
+            lambda: orjson.dumps({**self._head, **self._plan.members(parts)})
+        )
 
     async def events(self) -> AsyncIterator[bytes]:
         """The same as server-sent events: the head, then each part."""

@@ -268,6 +268,13 @@ class ServeSettings(CommandSettings):
         description="output elements (positions times width) of all requests that wait or run; "
         "more are answered 429",
     )
+    max_request_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that one request may cost at most: those of its prompts, more for "
+        "interventions, attributions, the cells of a sweep and processed logits; more are answered "
+        "400. If not given 2^20, or --max-sequences prompts as long as the context if that is more",
+    )
     max_sequences: int = Field(
         64, ge=1, description="sequences (prompts times n) in one request at most"
     )

@@ -79,7 +79,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
     """A server of 12 layers of 12 heads and a context of 1,024 tokens."""
     config = tiny_config(n_layer=12, n_head=12, n_kv_head=12, d_model=96, context_length=1024)
     path = save_tiny_checkpoint(tmp_path_factory.mktemp("deep") / "saved", tiny_gpt(config)).path
-    with ServedProcess("--checkpoint", str(path), "--threads", "1") as running:
+    # What is large by its cost alone would be refused at once.
+    unbounded = ("--max-request-tokens", str(2**40))
+    with ServedProcess("--checkpoint", str(path), "--threads", "1", *unbounded) as running:
         yield running
 
 

@@ -14,7 +14,6 @@ Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 DEFAULT_STEPS = 32
-MAX_STEPS = 512
 """Of integrated gradients; each is a forward and a backward pass over the prompt."""
 
 

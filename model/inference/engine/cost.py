@@ -1,14 +1,24 @@
-"""Cost: how many elements the outputs of a request have, and how many tokens its prompts count as.
+"""Cost: what a request costs in memory, in one step, and in all.
 
-An output is what a client asks for at one position: logits of the whole vocabulary, hidden states
-of some layers, attention weights of some heads, values of named stages; where what is handed out is
-a digest of logits, those logits. The scheduler limits the elements of a step, admission those of
-all requests. A prompt counts as its tokens, an attribution as its tokens times the passes over
-them. Pure functions of a request and the model's shape. Not here: a generation's other cost,
+Memory is counted in elements of outputs. An output is what a client asks for at one position:
+logits of the whole vocabulary, hidden states of some layers, attention weights of some heads,
+values of named stages. A digest of logits counts as those logits. Admission limits the elements of
+all requests.
+
+A step is counted in elements too (`StepCost`): those of outputs and those that interventions
+change. The scheduler limits them, whatever a request asks for.
+
+A whole request is counted in tokens (`prices`): as many as a prompt that takes as long. A plain
+prompt counts as its tokens, an attribution as its tokens times the passes over them. Interventions
+and processing are added at the rates below. Admission limits the tokens of one request and of all
+that wait.
+
+Pure functions of a request and the model's shape. Not here: a plain generation's other cost,
 counted in sequences.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from logitd.model.inference.attribution.task import kept_elements
@@ -23,18 +33,114 @@ from logitd.model.inference.engine.requests import (
     OutputsRequest,
     Request,
     ScoreRequest,
+    is_tapped,
     sequence_lengths,
 )
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sampling.lens import lens_width
-from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.stages import stages_of
+from logitd.model.transformer.config import BLOCK, GPTConfig
+from logitd.model.transformer.size import count_elements
+from logitd.model.transformer.stages import match_stages, stages_of
+
+# Rates, measured on a CPU with the bundled checkpoint. An element takes about 1 ns.
+CHANGE_ELEMENTS = 2**14
+"""Elements that take as long as calling the operations of one change of one stage."""
+PROCESSED_ELEMENTS = 2**6
+"""Elements that take as long as filtering one logit as the sampler does."""
+LISTED_ELEMENTS = 2**7
+"""Elements that take as long as making one listed logprob of a prompt."""
+PRODUCTS_PER_ELEMENT = 2**5
+"""Multiplications of a matrix product that take as long as one element."""
+TAPPED_PASSES = 2
+"""Plain passes that take as long as one whose stages are recorded or changed, without changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Elements that a step computes for a sequence beside the model's own pass.
+
+    output    at each position of a prompt whose outputs are asked for
+    position  at each position of a prompt, for interventions and listed logprobs
+    row       at each generated position, for interventions
+    """
+
+    output: int = 0
+    position: int = 0
+    row: int = 0
+
+
+NO_COST = StepCost()
+
+
+def step_cost(request: Request, config: GPTConfig) -> StepCost:
+    """The cost of each position of a request in a step."""
+    output = 0
+    if isinstance(request, OutputsRequest):
+        each = PROCESSED_ELEMENTS if _is_processed(request) else 1
+        output = position_elements(request, config) * each
+    length = max(sequence_lengths(request)) + _generated(request)
+    position, row = float(LISTED_ELEMENTS * _listed(request)), 0
+    for change in request.interventions:
+        width, changed = _width(change, config, length), change.positions
+        if changed in ("all", "generated"):
+            row += width + CHANGE_ELEMENTS
+        everywhere = width + CHANGE_ELEMENTS / BLOCK
+        if changed in ("all", "prompt"):
+            position += everywhere
+        elif changed != "generated":  # listed ones, on average over the prompt
+            position += min(everywhere, len(changed) * (width + CHANGE_ELEMENTS) / length)
+    return StepCost(output, math.ceil(position), row)
+
+
+def prices(request: Request, config: GPTConfig) -> list[int]:
+    """Tokens of each sequence of a request: a plain prompt that takes as long has as many."""
+    if isinstance(request, AttributionRequest):
+        return [(request.task.position + 1) * request.task.passes]
+    lengths = sequence_lengths(request)
+    if not is_tapped(request) and not _is_processed(request):
+        return lengths
+    cost, passes = step_cost(request, config), TAPPED_PASSES if is_tapped(request) else 1
+    rows = len(request.positions) if isinstance(request, OutputsRequest) else 0
+    token = count_elements(config).block_matrices / PRODUCTS_PER_ELEMENT  # elements of one token
+    outputs = rows * cost.output / token
+    generated = _generated(request) * (passes + cost.row / token)
+    return [
+        math.ceil(length * (passes + cost.position / token) + outputs + generated)
+        for length in lengths
+    ]
+
+
+def _listed(request: Request) -> int:
+    """Likeliest tokens that are listed in the place of each token of a prompt."""
+    match request:
+        case ScoreRequest(top=top) | GenerationRequest(prompt_logprobs=int(top)):
+            return top
+        case _:
+            return 0
+
+
+def _is_processed(request: Request) -> bool:
+    output = request.output if isinstance(request, OutputsRequest) else None
+    return isinstance(output, Logits) and output.processing is not None
+
+
+def _generated(request: Request) -> int:
+    """Tokens that each sequence may generate."""
+    return request.params.max_tokens if isinstance(request, GenerationRequest) else 0
+
+
+def _width(change: Intervention, config: GPTConfig, length: int) -> int:
+    """Elements of one position that a change looks at."""
+    (stage,) = match_stages([change.stage], config)
+    shape = stage.shape(config, length)
+    return math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))
 
 
 def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
     """Elements computed at one position. Chosen columns of logits are cut out of all of them."""
     match request.output:
-        case Logits():
-            return config.vocab_size
+        case Logits(columns=columns):  # which may be named several times
+            return max(config.vocab_size, len(columns or ()))
         case HiddenStates(layers=layers):
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
@@ -72,16 +178,6 @@ def split_activations(
         values[name] = rows[:, start:end].reshape(len(rows), *shape)
         start = end
     return values
-
-
-def sequence_prices(request: Request) -> list[int]:
-    """The tokens that each sequence of a request counts as: those of its prompt, or for an
-    attribution those of its text as often as they go through the model."""
-    match request:
-        case AttributionRequest(task=task):
-            return [(task.position + 1) * task.passes]
-        case _:
-            return sequence_lengths(request)
 
 
 def output_elements(request: Request, config: GPTConfig) -> int:

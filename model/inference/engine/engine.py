@@ -13,11 +13,10 @@ tokens a step gives, and not which.
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.cost import position_elements
+from logitd.model.inference.engine.cost import prices, step_cost
 from logitd.model.inference.engine.events import (
     AttributionEvent,
     EngineStats,
@@ -31,7 +30,7 @@ from logitd.model.inference.engine.events import (
     TokenEvent,
 )
 from logitd.model.inference.engine.ngram import Draft
-from logitd.model.inference.engine.requests import Request, sequence_lengths
+from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.engine.runner import DecoderMaker, Passes, Runner, Scores, StepOutput
 from logitd.model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from logitd.model.inference.engine.sequence import Group, Sequence, State
@@ -74,11 +73,7 @@ class Engine:
                 "take is not known: leave it out, and choose prefill_chunk",
                 "target_gap",
             )
-        self._scheduler = Scheduler(
-            config,
-            partial(position_elements, config=gpt.config),
-            share_decoded=self._runner.prefill_matches_decode,
-        )
+        self._scheduler = Scheduler(config, share_decoded=self._runner.prefill_matches_decode)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._first_deadline = math.inf  # no deadline is earlier
         self.weights = 0
@@ -122,9 +117,11 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         arrived = self.clock() if arrived is None else arrived
-        group = Group(request, weights)
-        count = len(sequence_lengths(request))
-        sequences = [Sequence(group, index, arrived) for index in range(count)]
+        group = Group(request, weights, step_cost(request, self.model_config))
+        sequences = [
+            Sequence(group, index, arrived, price)
+            for index, price in enumerate(prices(request, self.model_config))
+        ]
         self._sequences[request.request_id] = sequences
         if request.deadline is not None:
             self._first_deadline = min(self._first_deadline, request.deadline)

@@ -182,3 +182,9 @@ def sequence_lengths(request: Request) -> list[int]:
             return [length + len(continuation) for continuation in continuations]
         case _:
             return [length]
+
+
+def is_tapped(request: Request) -> bool:
+    """True if stages of its sequences are recorded or changed."""
+    records = isinstance(request, OutputsRequest) and isinstance(request.output, Activations)
+    return records or bool(request.interventions)

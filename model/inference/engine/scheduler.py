@@ -20,12 +20,14 @@ everybody goes on, and without contention nothing changes. Rows that wait for a 
 at most as many sequences as there are slots are PAUSED, and where another had to be, the one that
 has been behind the longest is given up (`StepPlan.given_up`).
 
-Outputs (logits, hidden states, attention weights) cost elements (`cost.py`). A step computes
-OUTPUT_ELEMENTS of them at most. Work is heavy that makes a step many times as long as decoding
-does: LARGE_OUTPUT elements or more, sequences whose stages are recorded or changed (tapped), a
-piece of an attribution. After such a step none of it runs beside decoding for COOLDOWN times as
-long as that step took. So it takes a bounded part of the memory and about doubles the time between
-the tokens of others at most.
+Outputs (logits, hidden states, attention weights) and interventions cost elements (`cost.py`). The
+prompts of a step have STEP_ELEMENTS of them at most, and so have the generated positions of
+sequences whose stages are changed (tapped): those that do not fit decode in a later step, in turn.
+Work is heavy that makes a step many times as long as decoding does: LARGE elements or more, tapped
+sequences, a piece of an attribution. After such a step none of it runs beside decoding for COOLDOWN
+times as long as that step took. So it takes a bounded part of the memory and about doubles the time
+between the tokens of others at most. Every step is short, so the request of a client that has left
+ends soon.
 
 Attributions take no slot and no share of these limits: `attributions.py` says whose piece a step
 computes.
@@ -37,7 +39,7 @@ rows. A sequence with a constraint has none: its mask depends on every token bef
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from logitd.model.inference.engine.attributions import AttributionTurns
@@ -45,15 +47,15 @@ from logitd.model.inference.engine.budget import ChunkLengths, PrefillBudget, po
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.ngram import Draft, Drafter, split_evenly
 from logitd.model.inference.engine.queue import WaitingQueue
-from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Sequence, State
 from logitd.model.inference.engine.slots import SlotPool
 from logitd.model.inference.options import DRAFTED_ROWS
 from logitd.model.transformer.config import BLOCK
 
-OUTPUT_ELEMENTS = 2**21
-"""Elements of outputs in one step; a single block of positions may have more."""
-LARGE_OUTPUT = 2**20
+STEP_ELEMENTS = 2**21
+"""Elements of the prompts of one step; a single block of positions may have more. As many of tapped
+sequences that decode; a single one may have more."""
+LARGE = 2**20
 """Elements of a step after which the sequences that decode have the engine for a while."""
 COOLDOWN = 2
 """That while, in times of the step. By itself it makes the time between two tokens at most
@@ -105,21 +107,13 @@ class StepPlan:
 class Scheduler:
     """Queue, running set and slots; turns them into one `StepPlan` after another.
 
-    `position_elements` says how many elements a request's output at one position has;
-    `share_decoded`, whether what a sequence generated can be shared like its prompt.
+    `share_decoded` says whether what a sequence generated can be shared like its prompt.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        position_elements: Callable[[OutputsRequest], int],
-        *,
-        share_decoded: bool = False,
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, share_decoded: bool = False) -> None:
         self.config = config
         self._share_decoded = share_decoded
-        self.output_elements = OUTPUT_ELEMENTS
-        self._position_elements = position_elements
+        self.step_elements = STEP_ELEMENTS
         self.slots = SlotPool(config.slots)
         self.waiting = WaitingQueue()
         self.attributions = AttributionTurns()
@@ -131,7 +125,7 @@ class Scheduler:
         self._step = 0
         self._began: dict[str, int] = {}  # the step of each caller's last first chunk
         self._planned_at = 0.0
-        self._reserved_elements = 0  # of outputs, in the present step
+        self._reserved_elements = 0  # of prompts, in the present step
         self._cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
@@ -184,8 +178,8 @@ class Scheduler:
         decode = tuple(s for s in self.running if s.state is State.DECODE)
         beside = any(not sequence.tapped for sequence in decode)
         cooldown = beside and now < self._cooldown_until
-        if cooldown:
-            decode = tuple(sequence for sequence in decode if not sequence.tapped)
+        if len(decode) > 1 and any(sequence.tapped for sequence in decode):
+            decode = self._decode_in_turn(decode, cooldown=cooldown)
         return StepPlan(
             prefill=tuple(
                 self._prefill_chunks(cooldown=cooldown, beside=beside, work=self._work(decode))
@@ -209,7 +203,7 @@ class Scheduler:
         were one pass `together` with what was decoded. After heavy work those that decode as usual
         have the engine to themselves for a while."""
         heavy = (
-            self._reserved_elements >= LARGE_OUTPUT
+            self._reserved_elements >= LARGE
             or plan.attribution is not None
             or any(chunk.sequence.tapped for chunk in plan.prefill)
             or any(sequence.tapped for sequence in plan.decode)
@@ -431,7 +425,7 @@ class Scheduler:
         return [prompts[index] for index in order]
 
     def _chunk(self, sequence: Sequence, budget: int, cooldown: bool) -> PrefillChunk | None:
-        """The next positions of a prompt; None where its outputs do not fit into this step. Changes
+        """The next positions of a prompt; None if their elements do not fit into this step. Changes
         nothing: `_reserve` does."""
         # 1) It begins after what is computed, or after a prefix that another slot has.
         copy_from, start = None, sequence.computed
@@ -440,30 +434,35 @@ class Scheduler:
             copy_from = source if start else None
         # 2) It ends with the budget of positions or with the prompt,
         end = min(start + budget, sequence.prompt_length)
-        # 3) or earlier, where its outputs would have too many elements.
-        request = sequence.outputs
-        if request is not None:
-            affordable = affordable_end(
-                request.positions,
-                sequence.handed_out,
-                start,
-                end,
-                elements_each=self._position_elements(request),
-                elements_left=self.output_elements - self._reserved_elements,
-                must_progress=self._reserved_elements == 0,
-            )
-            if affordable is None:
-                return None
-            end = affordable
-            if cooldown and self._elements(sequence, start, end) >= LARGE_OUTPUT:
-                return None
+        # 3) or earlier, after a whole block, if it would have too many elements. The first block of
+        # a step may have too many, or it could never be computed.
+        left = max(0, self.step_elements - self._reserved_elements)
+        first = min(start + BLOCK, end)
+        while (elements := _elements(sequence, start, end)) > left and end > first:
+            end = max(first, (end - 1) // BLOCK * BLOCK)
+        if (elements > left and self._reserved_elements) or (cooldown and elements >= LARGE):
+            return None
         return PrefillChunk(sequence, start, end, copy_from)
 
+    def _decode_in_turn(
+        self, decode: tuple[Sequence, ...], *, cooldown: bool
+    ) -> tuple[Sequence, ...]:
+        """All that are not tapped; and, unless they rest in a cooldown, those tapped ones that have
+        waited the longest, as many as fit into a step and one at least."""
+        elements = 0
+        tapped = [] if cooldown else [sequence for sequence in decode if sequence.tapped]
+        for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
+            elements += sequence.group.cost.row
+            if index and elements > self.step_elements:
+                break
+            sequence.decoded_step = self._step
+        return tuple(s for s in decode if not s.tapped or s.decoded_step == self._step)
+
     def _reserve(self, chunk: PrefillChunk) -> None:
-        """Charge a chunk's outputs to the step; before a prompt's first chunk, declare that its
+        """Charge a chunk's elements to the step; before a prompt's first chunk, declare that its
         slot holds the copied prefix."""
         sequence = chunk.sequence
-        self._reserved_elements += self._elements(sequence, chunk.start, chunk.end)
+        self._reserved_elements += _elements(sequence, chunk.start, chunk.end)
         if sequence.computed == 0:
             assert sequence.slot is not None
             self._note_began(sequence.request.caller)
@@ -479,38 +478,16 @@ class Scheduler:
             callers = {sequence.request.caller for sequence in self.running}
             self._began = {name: step for name, step in self._began.items() if name in callers}
 
-    def _elements(self, sequence: Sequence, start: int, end: int) -> int:
-        """Elements of a sequence's outputs at positions [start, end), as far as they are still to
-        be handed out."""
-        if (request := sequence.outputs) is None:
-            return 0
+
+def _elements(sequence: Sequence, start: int, end: int) -> int:
+    """Elements of a sequence's prompt at positions [start, end): of outputs, as far as they are
+    still to be handed out, and of interventions."""
+    cost = sequence.group.cost
+    elements = cost.position * (end - start)
+    if (request := sequence.outputs) is not None:
         first, last = _between(request.positions, sequence.handed_out, start, end)
-        return (last - first) * self._position_elements(request)
-
-
-def affordable_end(
-    positions: tuple[int, ...],
-    handed_out: int,
-    start: int,
-    end: int,
-    *,
-    elements_each: int,
-    elements_left: int,
-    must_progress: bool,
-) -> int | None:
-    """Where a chunk that could be [start, end) ends so that its outputs, `elements_each` at each of
-    some `positions` but the first `handed_out`, fit into `elements_left`: whole blocks from
-    `start`. None where not even one block fits, unless it must make progress: a step's only outputs
-    may be one block that is too large, or they could never be computed."""
-    affordable = max(0, elements_left) // elements_each
-    first, last = _between(positions, handed_out, start, end)
-    if last - first <= affordable:
-        return end
-    first_too_many = positions[first + affordable]
-    shorter = first_too_many // BLOCK * BLOCK
-    if shorter > start:
-        return shorter
-    return min(start + BLOCK, end) if must_progress else None
+        elements += (last - first) * cost.output
+    return elements
 
 
 def _between(positions: tuple[int, ...], handed_out: int, start: int, end: int) -> tuple[int, int]:

@@ -6,18 +6,19 @@ the engine alone. Decides nothing: see `scheduler.py`.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
-from logitd.model.inference.engine.cost import sequence_prices
+from logitd.model.inference.engine.cost import NO_COST, StepCost
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.inference.engine.ngram import Drafter
 from logitd.model.inference.engine.requests import (
-    Activations,
     AttributionRequest,
     GenerationRequest,
     OutputsRequest,
     Request,
     ScoreRequest,
+    is_tapped,
 )
 
 CHUNKS_IN_FLIGHT = 2
@@ -35,10 +36,12 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """What the sequences of one request share: it, and the version of the weights that answers."""
+    """What the sequences of one request share. `weights` is the version that answers it."""
 
     request: Request
     weights: int = 0
+    cost: StepCost = NO_COST
+    listed: Any = None  # the sampler's `ListedIds`, once a row of a sequence was processed
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -48,18 +51,19 @@ class Sequence:
     group: Group
     index: int
     arrived: float
+    price: int = 0  # tokens that it counts as in the queue
     request: Request = field(init=False)
     request_id: str = field(init=False)
     generation: GenerationRequest | None = field(init=False)  # the request, if it generates
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
     prompt_length: int = field(init=False)
-    price: int = field(init=False)  # tokens that it counts as in the queue
     longest: int = field(init=False)  # of `tokens`: max_tokens after the prompt
     stop_token_ids: frozenset[int] = field(init=False)
     matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
     tapped: bool = field(init=False)
     """Whether its stages are recorded or changed: then it is computed apart from the others, and
     its slot holds nothing that another could copy."""
+    decoded_step: int = 0  # in which it was decoded last
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
@@ -80,15 +84,12 @@ class Sequence:
         if isinstance(request, ScoreRequest) and request.continuations:
             self.tokens += request.continuations[self.index]
         self.prompt_length = self.longest = len(self.tokens)
-        self.price = sequence_prices(request)[self.index]
         self.stop_token_ids = frozenset()
         if self.generation is not None:
             self.longest += self.generation.params.max_tokens
             self.stop_token_ids = self.generation.params.stop_token_ids
         self.matcher = None if self.constraint is None else self.constraint.matcher()
-        self.tapped = bool(request.interventions) or (
-            isinstance(request, OutputsRequest) and isinstance(request.output, Activations)
-        )
+        self.tapped = is_tapped(request)
 
     @property
     def generated(self) -> int:

@@ -8,9 +8,10 @@ patterns mean (`model/inference/selection.py`), bounds of sampling parameters th
 model (`model/inference/sampling/params.py`), and how much may wait (admission).
 """
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection
 
-from logitd.model.inference.attribution.task import MAX_STEPS, METHODS, AttributionTask
+from logitd.model.inference.attribution.task import METHODS, AttributionTask
 from logitd.model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
     Activations,
@@ -92,8 +93,10 @@ def check_prompt_fits(length: int, context_length: int, *, continued: bool = Fal
         )
 
 
-def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Raise InvalidRequest for an id that the vocabulary does not have."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):  # fast: long lists
+        return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
@@ -101,6 +104,18 @@ def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> No
                 f"(0 to {vocab_size - 1})",
                 param,
             )
+
+
+def _check_distinct(param: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raise InvalidRequest for ids that the vocabulary does not have, or that are named twice."""
+    check_token_ids(param, token_ids, vocab_size)
+    if len(set(token_ids)) < len(token_ids):
+        twice = next(i for i, count in Counter(token_ids).items() if count > 1)
+        raise InvalidRequest(
+            f"{param} has {len(token_ids)} ids and names {twice} more than once; name each id once "
+            f"(the vocabulary has {vocab_size})",
+            param,
+        )
 
 
 def check_count(param: str, count: int | None, vocab_size: int) -> None:
@@ -123,7 +138,8 @@ def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
 
 def _check_params(params: SamplingParams, config: GPTConfig) -> None:
     check_token_ids("logit_bias", params.logit_bias, config.vocab_size)
-    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
+    if params.allowed_token_ids is not None:
+        _check_distinct("allowed_token_ids", params.allowed_token_ids, config.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     if params.constraint is not None and params.constraint.vocab_size != config.vocab_size:
         raise InvalidRequest(
@@ -221,8 +237,8 @@ def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) ->
             raise InvalidRequest(
                 f"the method {method!r} does not exist; there are {list(METHODS)}", "methods"
             )
-    if not 1 <= task.steps <= MAX_STEPS:
-        raise InvalidRequest(f"steps is {task.steps}; it must be from 1 to {MAX_STEPS}", "steps")
+    if task.steps < 1:
+        raise InvalidRequest(f"steps is {task.steps}; it must be at least 1", "steps")
 
 
 def _check_activations(

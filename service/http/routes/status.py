@@ -107,6 +107,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
                 "max_queue": settings.max_queue,
                 "max_queue_tokens": settings.max_queue_tokens,
                 "max_queue_elements": settings.max_queue_elements,
+                "max_request_tokens": served.admission.limits.most_tokens,
                 "max_reply_elements": settings.max_reply_elements,
                 "max_body_bytes": settings.max_body_bytes,
             },

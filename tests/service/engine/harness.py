@@ -37,7 +37,7 @@ TINY = tiny_gpt()
 SPELLING = spelling_gpt()
 
 
-LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64)
+LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64, most_tokens=10**6)
 
 
 class GatedEngine(Engine):
@@ -91,7 +91,11 @@ async def running(
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
     limits = QueueLimits(
-        sequences=max_queue, tokens=max_queue_tokens, elements=max_queue_elements, per_request=64
+        sequences=max_queue,
+        tokens=max_queue_tokens,
+        elements=max_queue_elements,
+        per_request=64,
+        most_tokens=10**6,
     )
     owner = AsyncEngine(
         EngineDriver(engine, load),

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitd.model.inference.engine.cost import prices
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.inference.engine.requests import GenerationRequest, OutputsRequest
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.service.engine.admission import AdmissionController, Load, QueueFull, QueueLimits
 from tests.model.factories import tiny_config
@@ -42,8 +44,9 @@ def controller(
     elements: int = 10**9,
     per_request: int = 64,
     clock: Clock | None = None,
+    most_tokens: int = 10**6,
 ) -> AdmissionController:
-    limits = QueueLimits(sequences, tokens, elements, per_request)
+    limits = QueueLimits(sequences, tokens, elements, per_request, most_tokens)
     return AdmissionController(CONFIG, slots, limits, clock or Clock())
 
 
@@ -142,6 +145,22 @@ def test_what_never_fits_is_an_invalid_request(slots: int, queue: int, message: 
     with pytest.raises(InvalidRequest) as caught, admission.hold(sequences, "n"):
         pass
     assert (str(caught.value), caught.value.param) == (message, "n")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(GENERATION, token_ids=(1,) * 40, n=5),
+        replace(GENERATION, interventions=(Intervention(stage="embedding", operation="zero"),) * 3),
+    ],
+)
+def test_admission_refuses_what_costs_too_many_tokens(request_: GenerationRequest) -> None:
+    tokens = sum(prices(request_, CONFIG))
+    admission = controller(1, 10, most_tokens=tokens - 1)
+    with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1} .*--max-request-tokens"):
+        admission.admit([request_])
+    assert admission.is_empty
+    controller(1, 10, most_tokens=tokens).admit([request_])
 
 
 def test_more_elements_than_the_queue_ever_holds() -> None:

@@ -1,5 +1,6 @@
 """POST /attributions: the values of the model, beside others, and an end at any moment."""
 
+import re
 import threading
 import time
 from contextlib import closing
@@ -11,14 +12,12 @@ import pytest
 from logitd.model.inference.attribution.attribute import attribute
 from logitd.model.inference.attribution.task import (
     DEFAULT_STEPS,
-    MAX_STEPS,
     METHODS,
     AttributionTask,
     Method,
 )
 from logitd.model.operations.attributions import (
     AttributionsReply,
-    AttributionsRequest,
     PromptAttributions,
 )
 from logitd.model.transformer.gpt import GPT
@@ -31,7 +30,7 @@ from tests.service.spelling import long_prompt, spelled
 LONG: dict[str, Any] = {
     "prompt": long_prompt(3000),
     "methods": ["integrated_gradients"],
-    "steps": MAX_STEPS,
+    "steps": 512,
 }
 """Minutes of work for the spelling model."""
 
@@ -104,8 +103,6 @@ def test_the_likeliest_token_and_one_method_are_the_default(server: Serving) -> 
 
 def test_the_numbers_of_the_schema_are_those_of_the_engine(server: Serving) -> None:
     assert get_args(Method) == METHODS
-    limits = AttributionsRequest.model_json_schema()["properties"]["steps"]["anyOf"][0]
-    assert limits["maximum"] == MAX_STEPS
     (prompt,) = attributions(server, prompt="x", methods=["integrated_gradients"])
     assert prompt.integrated_gradients is not None
     assert prompt.integrated_gradients.steps == DEFAULT_STEPS
@@ -121,8 +118,16 @@ def test_pieces_and_steps_are_counted(checkpoint_path: Path) -> None:
         assert steps == 2 * 3 + 1
 
 
-def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
+def test_attributions_refuse_what_their_steps_cost(spelling_path: Path) -> None:
     with serving(spelling_path, slots=1) as server:
+        response = server.post("/attributions", LONG)
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert re.search(rf"{3000 * (2 + 3 * 512)} tokens; {2**20} are", message), message
+
+
+def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
+    with serving(spelling_path, slots=1, max_request_tokens=2**30) as server:
         began = time.monotonic()
         response = server.post("/attributions", {**LONG, "timeout": 0.5})
         assert response.status_code == 504
@@ -132,7 +137,7 @@ def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
 
 
 def test_one_whose_client_has_gone_is_ended(spelling_path: Path) -> None:
-    with serving(spelling_path, slots=1) as server:
+    with serving(spelling_path, slots=1, max_request_tokens=2**30) as server:
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/attributions", LONG))
             eventually(lambda: server.sample("logitd_num_sequences_running") == 1)

@@ -255,7 +255,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"methods": ["direct", "direct"]}, None, "names a method twice"),
         ({"steps": 4}, None, "steps is given and methods has no 'integrated_gradients'"),
         ({"baseline": "zero"}, None, "baseline is given"),
-        ({**PATH, "steps": 513}, "steps", "512"),
+        ({**PATH, "steps": 0}, "steps", "1"),
         ({**PATH, "baseline": 257}, "baseline", "token id 257"),
         ({**PATH, "baseline": "mean"}, "baseline", "zero"),
         ({"interventions": []}, "interventions", "unknown field"),

@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from logitd.model.operations.sweep import SweepReply
-from tests.service.serving import Serving
+from tests.service.serving import Serving, serving
 
 PROMPT, OTHER = "the first prompt", "another of these"
 ABLATE: dict[str, Any] = {"stage": "blocks.*.attention.heads", "operation": "zero"}
@@ -104,11 +106,14 @@ def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
     server.wait_idle()
 
 
-def test_too_many_cells_are_refused_with_their_number(server: Serving) -> None:
+@pytest.mark.parametrize("stream", [{}, {"stream": True}])
+def test_sweep_refuses_what_its_cells_cost(checkpoint_path: Path, stream: dict[str, bool]) -> None:
+    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each, twice as slow as plain
+    ones."""
     prompt = list(range(100))
     axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("logitd.model.inference.sweep.MAX_CELLS", 1199)
-        response = server.post("/sweep", {"prompt": prompt, **axes})
+    with serving(checkpoint_path, max_request_tokens=200_000) as small:
+        response = small.post("/sweep", {"prompt": prompt, **axes, **stream})
     assert response.status_code == 400
-    assert "1200 cells (3 layers x 4 heads x 100 positions)" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert re.search(r"(2[4-9]\d{4}|3\d{5}) tokens.*200000.*--max-request-tokens", message)

@@ -17,7 +17,7 @@ from logitd.model.inference.attribution.attribute import Attributing, attribute
 from logitd.model.inference.attribution.task import METHODS, AttributionTask, kept_elements
 from logitd.model.inference.engine import runner
 from logitd.model.inference.engine.attributions import AT_ONCE
-from logitd.model.inference.engine.cost import output_elements, sequence_prices
+from logitd.model.inference.engine.cost import output_elements, prices
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.errors import InvalidRequest
@@ -157,7 +157,7 @@ def test_attributions_take_turns(gpt: GPT) -> None:
     driven.step()
     stats = driven.engine.stats()
     assert (stats.waiting, stats.running) == (3 - AT_ONCE, AT_ONCE)
-    assert stats.begun_tokens == sum(sequence_prices(long) + sequence_prices(ask()))
+    assert stats.begun_tokens == sum(prices(long, gpt.config) + prices(ask(), gpt.config))
     outcomes = driven.drain()
     ends = sorted(outcomes, key=list(outcomes).index)
     assert [name for name, _ in ends] == ["short", "third", "long"]
@@ -275,9 +275,9 @@ def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
         (ask(methods=("integrated_gradients",), steps=10), 1 + 1 + 30),
         (ask(methods=METHODS, steps=10), 3 + 1 + 30),
     ):
-        assert sequence_prices(request) == [passes * text]
+        assert prices(request, gpt.config) == [passes * text]
         assert run(gpt, request)["why", 0].ended.price == passes * text
-    assert sequence_prices(ask(position=9)) == [30]
+    assert prices(ask(position=9), gpt.config) == [30]
     task = ask().task
     assert output_elements(ask(), gpt.config) == kept_elements(task, gpt.config)
     assert kept_elements(task, gpt.config) > text * gpt.config.n_layer * gpt.config.d_model
@@ -295,8 +295,7 @@ def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
         ({"methods": ()}, "direct"),
         ({"methods": ("direct", "direct")}, "once"),
         ({"methods": ("saliency",)}, "saliency"),
-        ({"steps": 0}, "steps.*0.*1.*512"),
-        ({"steps": 513}, "steps.*513"),
+        ({"steps": 0}, r"steps.*0.*1"),
         ({"prompt": [1] * 129}, "129.*128"),
         ({"prompt": [], "position": 0}, "prompt.*empty"),
     ],

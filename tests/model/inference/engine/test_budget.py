@@ -51,7 +51,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         config = EngineConfig(slots=8, prefill_chunk=self.chunk, target_gap=self.target)
-        self.scheduler = Scheduler(config, position_elements=lambda request: 1)
+        self.scheduler = Scheduler(config)
 
     def add(self, name: str, prompt: int, tokens: int = 10_000) -> Sequence:
         request = generation(name, [len(name)] * prompt, max_tokens=tokens, prefix_reuse=False)

@@ -1,12 +1,18 @@
 """Price: what is counted of a request is what the engine computes for it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitd.model.inference.engine.cost import output_elements, position_elements
+from logitd.model.inference.engine.cost import (
+    output_elements,
+    position_elements,
+    prices,
+    step_cost,
+)
 from logitd.model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
@@ -14,12 +20,14 @@ from logitd.model.inference.engine.requests import (
     OutputsRequest,
     Request,
 )
+from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,
     Driven,
     Outcome,
     generation,
+    params,
     run,
     score_request,
     small_gpt,
@@ -98,8 +106,52 @@ def test_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks:
     """A step has room for two blocks; where the budget is one number short, for one."""
     request = rows(wanted, tuple(range(2 * BLOCK)))
     driven = Driven(GPT, prefill_chunk=2 * BLOCK)
-    driven.engine._scheduler.output_elements = (
-        2 * BLOCK * position_elements(request, SHAPE) - missing
-    )
+    driven.engine._scheduler.step_elements = 2 * BLOCK * position_elements(request, SHAPE) - missing
     driven.add(request)
     assert driven.step().prefilled_tokens == blocks * BLOCK
+
+
+ZERO = Intervention(stage="blocks.0.mlp.out", operation="zero")
+PROBS = Intervention(stage="blocks.1.attention.probs", operation="scale", factor=2.0)
+
+
+def test_plain_prompts_cost_their_tokens() -> None:
+    assert prices(generation("a", PROMPT, n=3), SHAPE) == [70] * 3
+    assert prices(score_request("a", PROMPT, [1], [2, 3]), SHAPE) == [71, 72]
+    assert prices(rows(Logits(), (0,)), SHAPE) == [70]
+
+
+@pytest.mark.parametrize("change", [ZERO, PROBS])
+@pytest.mark.parametrize(
+    "request_",
+    [generation("a", PROMPT, n=2, max_tokens=9), score_request("a", PROMPT, [1], [2]),
+     rows(Logits(), (69,))],
+)  # fmt: skip
+def test_interventions_cost_their_number(request_: Any, change: Intervention) -> None:
+    costs = [
+        sum(prices(replace(request_, interventions=(change,) * count), SHAPE))
+        for count in (0, 1, 2, 100)
+    ]
+    plain, first, second, many = costs
+    each = second - first
+    assert first - each >= 2 * plain - 2, "plain code alone takes twice as long"
+    assert each > 0
+    assert many == pytest.approx(first + 99 * each, rel=0.01)
+
+
+def test_listed_positions_cost_less_than_all() -> None:
+    one, some, every = (
+        step_cost(
+            replace(rows(Logits(), (0,)), interventions=(replace(ZERO, positions=positions),)),
+            SHAPE,
+        )
+        for positions in ((3,), tuple(range(20, 60)), "all")
+    )
+    assert 0 < one.position < some.position <= every.position
+    assert one.row == some.row == 0 < every.row
+
+
+def test_processed_logits_cost_their_elements() -> None:
+    processed = Logits(processing=params(max_tokens=1))
+    few, many = (prices(rows(processed, tuple(range(count))), SHAPE)[0] for count in (1, 70))
+    assert 70 < few < many

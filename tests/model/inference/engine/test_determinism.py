@@ -7,6 +7,7 @@ warm prefix cache; and every one of them has to come out as it was alone.
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from logitd.model.inference.constraints.compiler import Constraint
 from logitd.model.inference.engine.events import OutputsChunk
 from logitd.model.inference.engine.requests import (
     AttentionWeights,
+    AttributionRequest,
     GenerationRequest,
     HiddenStates,
     OutputsRequest,
@@ -26,6 +28,8 @@ from logitd.model.inference.engine.requests import (
     ScoreRequest,
 )
 from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.engine.scheduler import STEP_ELEMENTS
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
@@ -67,6 +71,11 @@ NUMBERS: list[HiddenStates | AttentionWeights] = [
     AttentionWeights(layers=(0,), heads=(0, 1)),
 ]
 
+CHANGES = (
+    Intervention(stage="blocks.0.attention.probs", operation="scale", factor=0.5),
+    Intervention(stage="blocks.0.mlp.out", operation="zero", positions="generated"),
+)
+
 AS_THEY_ARE = RowGroups(1, 33)
 POOL, MIXES = 14, 3
 """Requests, and engines that compute some of them together: enough that padded rows are missed."""
@@ -103,6 +112,9 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
             sampling = random_params(rng, rng.randint(0, max_tokens), vocab_size)
             n = rng.choice([1, 1, 1, 3])
             pool.append(generation(str(i), prompt, n=n, sampling=sampling))
+        request = pool[-1]
+        if i % 7 == 2 and not isinstance(request, AttributionRequest):
+            pool[-1] = replace(request, interventions=CHANGES)
     return pool
 
 
@@ -145,6 +157,7 @@ def together(
         speculate=rng.choice(["none", "ngram"]),
         **config,
     )
+    driven.engine._scheduler.step_elements = rng.choice([1, 2**15, STEP_ELEMENTS])
     mix = rng.sample(pool, rng.randint(2, min(32, len(pool))))
     pause = rng.choice([0.0, 0.3, 0.7])
     for request in mix:

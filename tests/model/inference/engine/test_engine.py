@@ -108,7 +108,7 @@ def test_stats(gpt: GPT) -> None:
 
 def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=128)
-    driven.engine._scheduler.output_elements = 1  # pieces of one block
+    driven.engine._scheduler.step_elements = 1  # pieces of one block
     request = outputs_request("rows", random_prompt(random.Random(0), 120))
     driven.add(request)
     driven.add(generation("other", [3], max_tokens=20))

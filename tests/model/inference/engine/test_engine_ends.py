@@ -70,7 +70,7 @@ def test_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
 def test_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     clock = FakeClock()
     driven = Driven(gpt, clock)
-    driven.engine._scheduler.output_elements = 1
+    driven.engine._scheduler.step_elements = 1
     driven.add(generation("a", [1], n=3, max_tokens=100, deadline=101.0))
     driven.add(outputs_request("rows", [2] * 128, deadline=102.0))
     for _ in range(5):

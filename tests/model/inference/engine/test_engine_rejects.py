@@ -37,6 +37,7 @@ PROMPT = list(range(30))
         (generation("a", PROMPT, n=0), "n", "n is 0.*1"),
         (generation("a", PROMPT, logit_bias={40: 1.0}), "logit_bias", "40.*logit_bias.*40 ids"),
         (generation("a", PROMPT, allowed_token_ids=(3, 41)), "allowed_token_ids", "41"),
+        (generation("a", PROMPT, allowed_token_ids=(3, 5) * 30), "allowed_token_ids", "60 .*3.*40"),
         (generation("a", PROMPT, stop_token_ids=frozenset({-2})), "stop_token_ids", "-2"),
         (
             generation("a", PROMPT, stop_token_ids=frozenset(range(40)), min_tokens=1),

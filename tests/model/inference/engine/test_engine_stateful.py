@@ -88,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_reuse=prefix_reuse,
             speculate=speculate,
         )
-        self.driven.engine._scheduler.output_elements = 1
+        self.driven.engine._scheduler.step_elements = 1
         self.count = 0
         self.asked: dict[tuple[str, int], int] = {}  # tokens or rows, by sequence
         self.steps: dict[tuple[str, int], int | None] = {}  # after which nothing may follow

@@ -211,7 +211,7 @@ def test_lens_has_the_same_bits_in_pieces_among_others_and_copied(
     copied = driven.drain()["c", 0]
     assert copied.ended.cached_tokens == 64
     assert same_bits(alone, split(rows_of(copied), EVERYTHING), slice(64, None))
-    monkeypatch.setattr("logitd.model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    monkeypatch.setattr("logitd.model.inference.engine.scheduler.STEP_ELEMENTS", 1)
     pieces = run(gpt, ask())["a", 0]
     assert [len(event.positions) for event in pieces.rows] == [32, 32, 11]
     assert same_bits(alone, split(rows_of(pieces), EVERYTHING))

@@ -111,7 +111,7 @@ def test_loss_of_a_slot_changes_no_bit(gpt: GPT, wanted: Any) -> None:
     """The reader is slow, and after every two pieces another request has waited for the slot."""
     alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
     driven = Driven(gpt, slots=1, prefill_chunk=32)
-    driven.engine._scheduler.output_elements = 1  # pieces of one block
+    driven.engine._scheduler.step_elements = 1  # pieces of one block
     positions = tuple(range(1, LENGTH))
     driven.add(
         OutputsRequest(request_id="a", token_ids=tuple(PROMPT), positions=positions, output=wanted)

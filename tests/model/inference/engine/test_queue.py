@@ -121,7 +121,7 @@ def test_queue_drops_a_request_that_ends_while_waiting(gone: int) -> None:
 def test_prompts_that_are_computed_take_turns_too() -> None:
     """All slots are one caller's long prompts, and each that ends lets one of another in, in turn:
     that one is computed after the prompt that is next, not after all."""
-    scheduler = Scheduler(EngineConfig(slots=8, prefill_chunk=32), lambda request: 1)
+    scheduler = Scheduler(EngineConfig(slots=8, prefill_chunk=32))
     long = [waiting(f"long {i}", "long", length=96) for i in range(12)]
     for sequence in long:
         scheduler.enqueue(sequence)

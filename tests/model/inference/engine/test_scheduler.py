@@ -7,16 +7,19 @@ a prefix that was never there shows at the first step that would compute with it
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.engine.scheduler import (
     COOLDOWN,
-    LARGE_OUTPUT,
+    LARGE,
+    STEP_ELEMENTS,
     PrefillChunk,
     Scheduler,
     StepPlan,
@@ -52,18 +55,17 @@ class Simulation:
     ) -> None:
         self.scheduler = Scheduler(
             EngineConfig(slots=slots, prefill_chunk=prefill_chunk, prefix_reuse=prefix_reuse),
-            position_elements=lambda request: 1,
             share_decoded=share_decoded,
         )
         self.share_decoded = share_decoded
-        self.scheduler.output_elements = OUTPUT_ELEMENTS
+        self.scheduler.step_elements = OUTPUT_ELEMENTS
         self.cells: list[dict[int, Cell]] = [{} for _ in range(slots)]
         self.admitted: list[Sequence] = []
         self.rows: dict[Sequence, list[int]] = {}  # positions handed out
         self.now = 0.0
 
     def add(self, request: Request, n: int = 1) -> list[Sequence]:
-        group = Group(request)
+        group = Group(request, cost=StepCost(output=1))
         sequences = [Sequence(group, index, self.now) for index in range(n)]
         for sequence in sequences:
             self.scheduler.enqueue(sequence)
@@ -301,11 +303,12 @@ def test_slow_reader_pauses_itself_alone() -> None:
     assert states([rows]) == [State.FINISHED]
 
 
-@pytest.mark.parametrize("width", [LARGE_OUTPUT, LARGE_OUTPUT // BLOCK])
+@pytest.mark.parametrize("width", [LARGE, LARGE // BLOCK])
 def test_large_outputs_rest_while_others_decode(width: int) -> None:
-    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK), lambda request: width)
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK))
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
-    rows = Sequence(Group(outputs_request("rows", [2] * 200, range(200))), 0, 0.0)
+    request = outputs_request("rows", [2] * 200, range(200))
+    rows = Sequence(Group(request, cost=StepCost(output=width)), 0, 0.0)
     rows.credit = 100
     for sequence in (decoding, rows):
         scheduler.enqueue(sequence)
@@ -330,7 +333,7 @@ def test_tapped_steps_rest_while_others_decode() -> None:
     """Twenty requests with interventions made the tokens of others take eight times as long: each
     step had all of their prompts and rows in it. Now it has one of their prompts, and then others
     decode for twice as long as that took."""
-    scheduler = Scheduler(EngineConfig(slots=5, prefill_chunk=256), lambda request: 1)
+    scheduler = Scheduler(EngineConfig(slots=5, prefill_chunk=256))
     change = (Intervention(stage="embedding", operation="zero"),)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     request = replace(generation("a", [2] * 5, max_tokens=99), interventions=change)
@@ -363,12 +366,45 @@ def test_tapped_steps_rest_while_others_decode() -> None:
     assert step(7.1, 1.0) == ([], [d, e]), "no reason to rest"
 
 
+def changed(name: str, cost: StepCost, length: int = 100) -> Sequence:
+    """A sequence whose interventions cost so much."""
+    zero = (Intervention(stage="embedding", operation="zero"),)
+    request = replace(generation(name, [2] * length, max_tokens=99), interventions=zero)
+    return Sequence(Group(request, cost=cost), 0, 0.0)
+
+
+def test_step_has_one_block_of_costly_interventions_and_plain_prompts_beside_it() -> None:
+    scheduler = Scheduler(EngineConfig(slots=4, prefill_chunk=256))
+    costly = StepCost(position=STEP_ELEMENTS)
+    plain = Sequence(Group(generation("plain", [1] * 50, max_tokens=99)), 0, 0.0)
+    for sequence in (changed("a", costly), changed("b", costly), plain):
+        scheduler.enqueue(sequence)
+    plan = scheduler.plan(0.0)
+    spans = [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in plan.prefill]
+    assert spans == [("a", 0, 32), ("plain", 0, 50)]
+
+
+@pytest.mark.parametrize(("row", "at_once"), [(2 * STEP_ELEMENTS, 1), (STEP_ELEMENTS // 2, 2)])
+def test_costly_changed_rows_decode_in_turn(row: int, at_once: int) -> None:
+    scheduler = Scheduler(EngineConfig(slots=4, prefill_chunk=256))
+    sequences = [changed(name, StepCost(row=row), length=3) for name in "abcd"]
+    for sequence in sequences:
+        scheduler.enqueue(sequence)
+    for chunk in scheduler.plan(0.0).prefill:
+        scheduler.prefilled(chunk, 0.0)
+    plans = [scheduler.plan(1.0).decode for _ in range(8 // at_once)]
+    assert [len(decode) for decode in plans] == [at_once] * len(plans)
+    turns = Counter(sequence.request_id for decode in plans for sequence in decode)
+    assert turns == dict.fromkeys("abcd", 2)
+
+
 def test_small_outputs_do_not_rest() -> None:
-    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32), lambda request: 1)
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32))
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     scheduler.enqueue(decoding)
     scheduler.prefilled(scheduler.plan(0.0).prefill[0], 1.0)
-    rows = Sequence(Group(outputs_request("rows", [2] * 64, range(64))), 0, 0.0)
+    request = outputs_request("rows", [2] * 64, range(64))
+    rows = Sequence(Group(request, cost=StepCost(output=1)), 0, 0.0)
     scheduler.enqueue(rows)
     plan = scheduler.plan(1.0)
     scheduler.prefilled(plan.prefill[0], 9.0)

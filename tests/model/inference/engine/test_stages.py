@@ -4,11 +4,14 @@
 import copy
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -23,9 +26,11 @@ from logitd.model.inference.engine.requests import (
     OutputsRequest,
     ScoreRequest,
 )
+from logitd.model.inference.engine.scheduler import STEP_ELEMENTS
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention, Operation, Span
 from logitd.model.inference.options import KVCacheDType
+from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import stages_of
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
@@ -38,6 +43,7 @@ from tests.model.inference.engine.harness import (
     run,
 )
 from tests.model.plain_stages import Change, plain_stages
+from tests.profiles import examples
 
 LENGTH = 75
 PROMPT = random_prompt(random.Random(0), LENGTH, 257)
@@ -148,7 +154,7 @@ def test_activations_in_more_steps_have_the_same_bits(
 ) -> None:
     request = ask(Activations(stages=tuple(names(gpt))))
     at_once = recorded(gpt, request)
-    monkeypatch.setattr("logitd.model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    monkeypatch.setattr("logitd.model.inference.engine.scheduler.STEP_ELEMENTS", 1)
     outcome = run(gpt, request)["a", 0]
     assert len(outcome.rows) == 3, "a block of positions in each step"
     pieces = by_stage(gpt, names(gpt), rows_of(outcome), LENGTH)
@@ -338,9 +344,10 @@ def test_patch_of_a_prompt_with_itself_changes_nothing(gpt: GPT, count: int | No
 # Beside others
 
 
-def test_changed_sequences_change_no_bit_of_others_and_have_those_of_being_alone() -> None:
-    """Generations with and without changes, rows and scores, all at once in few slots: each is what
-    it is alone. No prefix of a changed one is shared, though all prompts begin alike."""
+@cache
+def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]:
+    """Generations with and without changes, rows and scores; and what each gives alone, in as large
+    pieces as possible."""
     gpt = tiny_gpt(tiny_config())
     rng = random.Random(3)
     requests: list[Any] = []
@@ -370,16 +377,37 @@ def test_changed_sequences_change_no_bit_of_others_and_have_those_of_being_alone
                     n=1 + index % 2,
                 )
             )
-    together = run(gpt, *requests, slots=3, prefill_chunk=64)
+    alone: dict[tuple[str, int], Outcome] = {}
     for request in requests:
-        alone = run(gpt, request, slots=3, prefill_chunk=32)
-        for key, outcome in alone.items():
-            assert outcome.tokens == together[key].tokens
-            for mine, other in zip(outcome.rows, together[key].rows, strict=False):
-                common = min(len(mine.rows), len(other.rows))
-                assert np.array_equal(mine.rows[:common], other.rows[:common])
-            if request.interventions:
-                assert together[key].ended.cached_tokens == 0
+        alone |= run(gpt, request, slots=3, prefill_chunk=128)
+    return gpt, requests, alone
+
+
+@settings(max_examples=examples(6))
+@given(
+    elements=st.sampled_from([1, 2**14, 2**16, 2**18, STEP_ELEMENTS]),
+    slots=st.integers(1, 20),
+    blocks=st.integers(1, 4),
+)
+def test_changed_sequences_change_no_bit_of_others_and_have_those_of_being_alone(
+    elements: int, slots: int, blocks: int
+) -> None:
+    """All at once, however few elements a step may have. No prefix of a changed one is shared,
+    though all prompts begin alike."""
+    gpt, requests, alone = changed_and_plain()
+    driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
+    driven.engine._scheduler.step_elements = elements
+    for request in requests:
+        driven.add(request)
+    together = driven.drain()
+    assert together.keys() == alone.keys()
+    for key, outcome in alone.items():
+        assert outcome.tokens == together[key].tokens
+        if outcome.rows:
+            assert torch.equal(rows_of(outcome), rows_of(together[key]))
+    for request in requests:
+        if request.interventions:
+            assert together[request.request_id, 0].ended.cached_tokens == 0
 
 
 def random_intervention_of(gpt: GPT, rng: random.Random, length: int) -> Intervention:

@@ -156,7 +156,9 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
         async def swap() -> None:
             await server.served.engine.stop(0)
             driver = EngineDriver(broken, no_weights)
-            limits = QueueLimits(sequences=5, tokens=100, elements=10**6, per_request=64)
+            limits = QueueLimits(
+                sequences=5, tokens=100, elements=10**6, per_request=64, most_tokens=10**6
+            )
             engine = AsyncEngine(
                 driver,
                 AdmissionController(driver.model_config, driver.slots, limits),
@@ -200,6 +202,7 @@ def test_info(server: Serving) -> None:
         "max_queue": 256,
         "max_queue_tokens": 2**18,
         "max_queue_elements": 2**32,
+        "max_request_tokens": 2**20,
         "max_reply_elements": 2**24,
         "max_body_bytes": 2**22,
     }
