@@ -186,7 +186,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         found = [computed.attributions[request.request_id] for request in requests]
         return {"prompts": _prompts_json(requests, found, subject.tokenizer)}
 
-    return Record(requests, reply, slow=True)  # it describes each token of every prompt
+    return Record(requests, reply)
 
 
 def _position(position: int, length: int) -> int:

@@ -153,7 +153,7 @@ class GrowingReply:
             for index in range(plan.n)
         }
         self._prompts = {request.request_id: index for index, request in enumerate(plan.requests)}
-        self._scores: dict[int, list[dict[str, Any]]] = {}  # new ones, by prompt
+        self._scores: dict[int, list[PromptToken]] = {}  # new ones, by prompt
 
     @property
     def seed(self) -> int | None:
@@ -193,7 +193,13 @@ class GrowingReply:
         scores, self._scores = self._scores, {}
         if not scores:
             return {"choices": choices}
-        prompts = [{"index": index, "tokens": scores[index]} for index in sorted(scores)]
+        prompts = [
+            {
+                "index": index,
+                "tokens": [scored_json(self._tokenizer, token) for token in scores[index]],
+            }
+            for index in sorted(scores)
+        ]
         return {"choices": choices, "prompts": prompts}
 
     def usage(self) -> dict[str, int]:
@@ -211,8 +217,7 @@ class GrowingReply:
         plan, prompt_index = self._plan, self._prompts[event.request_id]
         if plan.prompt_logprobs is not None:
             tokens = [first_likeliest(token, plan.prompt_logprobs) for token in event.tokens]
-            new = [scored_json(self._tokenizer, token) for token in tokens]
-            self._scores.setdefault(prompt_index, []).extend(new)
+            self._scores.setdefault(prompt_index, []).extend(tokens)
         if plan.echo and plan.logprobs is not None:
             tokens = [first_likeliest(token, plan.logprobs) for token in event.tokens]
             for index in range(plan.n):

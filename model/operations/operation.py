@@ -102,13 +102,11 @@ class Compile:
 class Record:
     """A JSON object, made of everything that the requests computed.
 
-    reply  members of the reply, after those that all replies begin with
-    slow   whether `reply` takes long enough to be called off the event loop
+    reply  members of the reply, after those that all replies begin with; may take seconds
     """
 
     requests: Sequence[Request]
     reply: Callable[[Computed], dict[str, Any]]
-    slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

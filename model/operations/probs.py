@@ -135,7 +135,7 @@ def plan(body: ProbsRequest, subject: Subject) -> Planning:
             prompt["perplexity"] = perplexity(computed.tokens[score.request_id, 0])
         return {"stage": body.stage, "prompts": listed}
 
-    return Record([*outputs, *scores], reply, slow=True)  # it sorts whole vocabularies
+    return Record([*outputs, *scores], reply)
 
 
 def _prompts_json(

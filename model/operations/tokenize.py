@@ -168,7 +168,7 @@ def plan_tokenize(body: TokenizeRequest, subject: Subject) -> Planning:
             _tokenized(body, subject.tokenizer), many=not isinstance(body.prompt, str)
         )
 
-    return Record((), reply, slow=True)
+    return Record((), reply)
 
 
 def plan_detokenize(body: DetokenizeRequest, subject: Subject) -> Planning:
@@ -178,7 +178,7 @@ def plan_detokenize(body: DetokenizeRequest, subject: Subject) -> Planning:
     def reply(_: Computed) -> dict[str, Any]:
         return _one_or_many(_detokenized(body.lists, subject), many=body.many)
 
-    return Record((), reply, slow=True)
+    return Record((), reply)
 
 
 def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:

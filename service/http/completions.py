@@ -4,6 +4,7 @@ Ends sequences whose text has reached a stop string. An endpoint that writes rep
 shape has a `ResponseFormat`. Not here: how tokens become text (`model/operations/completion.py`).
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ async def respond(generation: "Generation", context: RequestContext, *, stream: 
     if not stream:
         reply = await context.unless_gone(generation.reply())
         return Response(
-            orjson.dumps(reply),
+            reply,
             media_type="application/json",
             headers=server_timing(generation.finishes),
         )
@@ -73,6 +74,7 @@ class Generation:
         self._submission = context.submit(plan.requests)
         self._growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.checkpoint)
+        self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
         self._format = response_format or NativeFormat()
 
     @property
@@ -83,14 +85,19 @@ class Generation:
         """Nobody reads any more."""
         self._submission.abort()
 
-    async def reply(self) -> Any:
-        """The whole answer; whatever ends this call ends the generation."""
+    async def reply(self) -> bytes:
+        """The whole answer as JSON; whatever ends this call ends the generation. Listed tokens may
+        be many: they are written in a thread, so that streams go on."""
         try:
             while not self._submission.finished:
                 await self._advance(timeout=None)
         finally:
             self.abort()
-        return self._format.reply({**self._head, **self._growing.take_json(), **self._tail()})
+        return await asyncio.to_thread(self._write) if self._lists_tokens else self._write()
+
+    def _write(self) -> bytes:
+        reply = {**self._head, **self._growing.take_json(), **self._tail()}
+        return orjson.dumps(self._format.reply(reply))
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as a stream."""

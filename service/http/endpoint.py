@@ -145,10 +145,10 @@ def _is_slow(body: RequestBody) -> bool:
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
-    """A JSON object, once everything is computed."""
+    """A JSON object, once everything is computed. It may list thousands of tokens: it is written in
+    a thread, so that streams go on."""
     computed = await context.compute(plan.requests)
-    write = partial(_write_record, operation, plan, computed, context)
-    content = await asyncio.to_thread(write) if plan.slow else write()
+    content = await asyncio.to_thread(_write_record, operation, plan, computed, context)
     headers = server_timing(computed.finishes)
     return Response(content, media_type="application/json", headers=headers)
 

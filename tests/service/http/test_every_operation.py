@@ -1,9 +1,11 @@
 """What holds for every operation over HTTP, whatever it computes."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import orjson
 import pytest
 from pydantic import TypeAdapter
 
@@ -26,6 +28,8 @@ from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST, npy
 from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
 
 QUEUED = [name for name, operation in BY_NAME.items() if operation.form != "vocabulary"]
+STREAMED = ("outputs", "listing")
+"""Forms that are written in pieces, or in a thread with the event loop in between."""
 WITH_PROMPTS = [
     name for name in BY_NAME if name not in ("sweep", "detokenize") and "prompt" in SMALLEST[name]
 ]
@@ -49,6 +53,25 @@ def test_a_reply_is_what_its_model_says_and_names_the_weights(server: Serving, n
         assert (reply["checkpoint"]["step"], reply["checkpoint"]["val_loss"]) == (7, 2.5)
         sha256 = server.served.checkpoint.weights_sha256
         assert reply["checkpoint"]["weights_sha256"] == sha256
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if BY_NAME[name].form not in STREAMED])
+def test_operation_writes_a_whole_reply_off_the_event_loop(
+    server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    dumps = orjson.dumps
+
+    def watched(value: Any, *args: Any, **options: Any) -> bytes:
+        if isinstance(value, dict) and "checkpoint" in value:
+            threads.append(threading.current_thread().name)
+        return dumps(value, *args, **options)
+
+    monkeypatch.setattr(orjson, "dumps", watched)
+    listed = {"logprobs": 1} if name == "generate" else {}
+    server.json(BY_NAME[name].path, {**SMALLEST[name], **listed})
+    assert threads
+    assert "uvicorn" not in threads
 
 
 @pytest.mark.parametrize("name", BY_NAME)
