@@ -34,7 +34,8 @@ from logitd.model.inference.kernels.eager.tapped import TappedDecoder
 from logitd.model.inference.kernels.eager.taps import Changes, Key, PieceTap
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.lens import LensDigest, lens_width
-from logitd.model.inference.sampling.sampler import RowContext, process
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.sampler import ListedIds, RowContext, process
 from logitd.model.transformer.config import BLOCK, GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import match_stages
@@ -259,9 +260,11 @@ class OutputsComputer:
         """Logits (P, columns) of final hidden states (P, d_model)."""
         logits = self._decoder.head(hidden)
         if asked.processing is not None:
+            listed = listed_ids(sequence.group, asked.processing, logits)
             contexts = [
                 RowContext(
                     asked.processing,
+                    listed,
                     sequence.index,
                     sequence.tokens[: position + 1],
                     _prompt_part(position + 1, asked.completion_start),
@@ -270,6 +273,14 @@ class OutputsComputer:
             ]
             logits = process(logits, contexts)
         return logits if asked.columns is None else logits[:, list(asked.columns)]
+
+
+def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Tensor) -> ListedIds:
+    """The lists of ids of a request, made for the first row of `logits` (R, V) that needs them."""
+    if group.listed is None:
+        group.listed = ListedIds(params, logits.shape[-1], logits.device)
+    listed: ListedIds = group.listed
+    return listed
 
 
 def _following(asked: Lens, chunk: PrefillChunk, positions: Sequence[int]) -> list[int]:

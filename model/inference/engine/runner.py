@@ -28,6 +28,7 @@ from logitd.model.inference.engine.outputs import (
     Outputs,
     OutputsComputer,
     TappedPasses,
+    listed_ids,
     prefill_input,
 )
 from logitd.model.inference.engine.overlap import OverlapScheduler
@@ -307,7 +308,9 @@ class Runner:
             every = [
                 context
                 for sequence in sequences
-                for context in _contexts(sequence, masks.get(sequence), drafts.get(sequence))
+                for context in _contexts(
+                    sequence, masks.get(sequence), drafts.get(sequence), logits[0]
+                )
             ]
             contexts = {row: every[row] for row in processed}
         # 3) Sample all rows together. Torch keeps to one thread beside a decoder that has its own.
@@ -452,7 +455,9 @@ def _masks(
     return masks, without_token
 
 
-def _contexts(sequence: Sequence, mask: Any, draft: Draft | None) -> list[RowContext]:
+def _contexts(
+    sequence: Sequence, mask: Any, draft: Draft | None, logits: Tensor
+) -> list[RowContext]:
     """A sequence's own row, and those after the tokens of its draft as if these were its text."""
     request = sequence.generation
     assert request is not None
@@ -460,7 +465,8 @@ def _contexts(sequence: Sequence, mask: Any, draft: Draft | None) -> list[RowCon
     if draft is not None:
         drafted = draft.token_ids
         texts += [sequence.tokens + drafted[: count + 1] for count in range(len(drafted))]
+    listed = listed_ids(sequence.group, request.params, logits)
     return [
-        RowContext(request.params, sequence.index, text, sequence.prompt_length, mask)
+        RowContext(request.params, listed, sequence.index, text, sequence.prompt_length, mask)
         for text in texts
     ]

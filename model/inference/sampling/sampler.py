@@ -53,11 +53,30 @@ from logitd.model.inference.sampling.sample import (
 from logitd.model.inference.sampling.state import row_of
 
 
+class ListedIds:
+    """The lists of ids of one request, as tensors: made once, because they may be as long as the
+    vocabulary and every row of every step needs them."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
+        def ids(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.long, device=device)
+
+        self.biased = ids(params.logit_bias)
+        biases = list(params.logit_bias.values())
+        self.biases = torch.tensor(biases, dtype=torch.float32, device=device)
+        self.stops = ids(params.stop_token_ids)
+        self.forbidden: Tensor | None = None  # (V,): all but allowed_token_ids
+        if params.allowed_token_ids is not None:
+            self.forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self.forbidden[ids(params.allowed_token_ids)] = False
+
+
 @dataclass(frozen=True, slots=True)
 class RowContext:
     """The sequence behind a row that needs logits processing."""
 
     params: SamplingParams
+    listed: ListedIds
     index: int  # among the n sequences of its prompt
     tokens: list[int]  # prompt and completion so far; not changed
     prompt_length: int
@@ -143,20 +162,14 @@ def _forbidden(contexts: Mapping[int, RowContext], raw: Tensor) -> Tensor:
 
 def _bias_and_penalise(values: Tensor, row: RowContext) -> None:
     """Steps 1, 2 and 4 to 6 on one row (V,), in place."""
-    params, device = row.params, values.device
+    params, listed, device = row.params, row.listed, values.device
     completion = row.tokens[row.prompt_length :]
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=device)
-        values[ids] += torch.tensor(
-            list(params.logit_bias.values()), device=device, dtype=values.dtype
-        )
-    if params.allowed_token_ids is not None:
-        allowed = torch.tensor(params.allowed_token_ids, device=device)
-        kept = values[allowed]
-        values.fill_(-math.inf)
-        values[allowed] = kept
+        values[listed.biased] += listed.biases
+    if listed.forbidden is not None:
+        values.masked_fill_(listed.forbidden, -math.inf)
     if len(completion) < params.min_tokens and params.stop_token_ids:
-        values[torch.tensor(sorted(params.stop_token_ids), device=device)] = -math.inf
+        values[listed.stops] = -math.inf
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(row.tokens)), device=device)
         old = values[seen]

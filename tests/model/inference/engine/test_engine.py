@@ -2,11 +2,14 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, OutputsChunk, TokenEvent
+from logitd.model.inference.engine.requests import Logits, OutputsRequest
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
+from logitd.model.inference.sampling.sampler import ListedIds
 from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     Driven,
@@ -17,6 +20,7 @@ from tests.model.inference.engine.harness import (
     outputs_request,
     params,
     random_prompt,
+    run,
     small_gpt,
 )
 from tests.model.inference.engine.test_against_reference import check_rows, random_request
@@ -132,3 +136,29 @@ def test_engine_refuses_a_model_in_training_mode() -> None:
     """Such a model would apply its dropout."""
     with pytest.raises(ValueError, match="training mode"):
         Driven(small_gpt(dropout=0.1).train())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        generation("a", [1, 2], n=3, max_tokens=5, allowed_token_ids=tuple(range(30)), seed=1),
+        OutputsRequest(
+            request_id="a",
+            token_ids=(3,) * 70,
+            positions=tuple(range(70)),
+            output=Logits(processing=params(max_tokens=1, logit_bias={3: 1.0})),
+        ),
+    ],
+)
+def test_lists_of_ids_become_tensors_once_a_request(
+    gpt: GPT, request_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ListedIds] = []
+
+    def listed(*args: Any) -> ListedIds:
+        made.append(ListedIds(*args))
+        return made[-1]
+
+    monkeypatch.setattr("logitd.model.inference.engine.outputs.ListedIds", listed)
+    run(gpt, request_, prefill_chunk=32)
+    assert len(made) == 1

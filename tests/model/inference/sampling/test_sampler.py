@@ -26,7 +26,7 @@ from logitd.model.inference.sampling.results import (
     TokenWithLogprobs,
 )
 from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
-from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
+from logitd.model.inference.sampling.sampler import ListedIds, RowContext, sample, score, score_rows
 from logitd.model.inference.sampling.state import SamplingState
 from tests.model.inference.engine.harness import params
 from tests.profiles import examples
@@ -60,7 +60,14 @@ def row(
     sampling: SamplingParams, prompt: Sequence[int] = (0,), *more: int, index: int = 0
 ) -> RowContext:
     """A row whose sequence has this prompt and then `more` generated tokens."""
-    return RowContext(sampling, index, [*prompt, *more], len(prompt))
+    ids = ListedIds(sampling, VOCAB, torch.device("cpu"))
+    return RowContext(sampling, ids, index, [*prompt, *more], len(prompt))
+
+
+def listed(one: RowContext, logits: Tensor) -> RowContext:
+    """A row whose lists are for as many ids as the logits have."""
+    ids = ListedIds(one.params, logits.shape[1], logits.device)
+    return dataclasses.replace(one, listed=ids)
 
 
 def mask(allowed: Iterable[int]) -> np.ndarray:
@@ -81,7 +88,7 @@ def sample_all(logits: Tensor, rows: Sequence[RowContext]) -> list[Sampled]:
         state.begin(slot, one.params, one.index)
     sampling, processed = state.rows(slots, [len(one.tokens) for one in rows])
     contexts = {*processed, *(i for i in slots if rows[i].allowed is not None)}
-    results = sample(logits, sampling, {i: rows[i] for i in sorted(contexts)})
+    results = sample(logits, sampling, {i: listed(rows[i], logits) for i in sorted(contexts)})
     return [Sampled.of(result) for result in results]
 
 
