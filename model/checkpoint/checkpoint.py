@@ -47,7 +47,7 @@ from logitd.model.device import one_thread
 from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, forbidden, parse_json, read_regular
 from logitd.model.memory import available, check_weights_fit
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
-from logitd.model.text.tokenizer import END_OF_TEXT, KINDS, Tokenizer, TokenizerError
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError, parse_ranks
 from logitd.model.transformer.arena import allocate_in_arena
 from logitd.model.transformer.config import ConfigError, GPTConfig
 from logitd.model.transformer.gpt import GPT
@@ -476,39 +476,12 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
 
 def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path) -> Tokenizer:
     """The tokenizer of a section `Tokenizer.description` wrote, with the ranks beside it."""
-    kind, vocab_size = section.get("kind", "bpe"), section.get("vocab_size")
-    if kind not in KINDS:
-        raise CheckpointError(
-            f"{path / CONFIG}: the tokenizer's kind is {kind!r}; this logitd knows "
-            f"{', '.join(KINDS)}"
-        )
-    ends = section.get("end_of_text")
-    if type(vocab_size) is not int or not isinstance(ends, str | NoneType):
-        raise CheckpointError(
-            f"{path / CONFIG}: the tokenizer's vocab_size is {vocab_size!r} and its end_of_text "
-            f"{ends!r}; expected an integer and, if it is there, the name of a special token"
-        )
-    if kind == "none":
-        return Tokenizer.without_text(vocab_size)
-    pattern, special_tokens = section.get("pattern"), section.get("special_tokens")
-    if not (
-        isinstance(pattern, str)
-        and isinstance(special_tokens, dict)
-        and all(type(token_id) is int for token_id in special_tokens.values())
-    ):
-        raise CheckpointError(
-            f"{path / CONFIG}: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)"
-        )
-    return Tokenizer.parse_ranks(
-        _verified_bytes(path, RANKS, files),
-        name=RANKS,
-        pattern=pattern,
-        special_tokens=special_tokens,
-        vocab_size=vocab_size,
-        end_of_text_name=END_OF_TEXT if ends is None else ends,
-        kind=kind,
-    )
+    if type(section.get("vocab_size")) is not int:
+        raise TokenizerError("vocab_size is not an integer")
+    ranks = {}
+    if section.get("kind") != "none":
+        ranks = parse_ranks(_verified_bytes(path, RANKS, files), RANKS)
+    return Tokenizer.described(section, ranks)
 
 
 def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from logitd.model.data.vocabulary import (
     tokenizer_sha256,
 )
 from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, parse_ranks
 
 RANKS = "tokenizer.tiktoken"
 """File of the vocabulary."""
@@ -186,15 +186,8 @@ def read_prepared(folder: Path) -> PreparedText:
     """Read what `prepare_text` wrote, so that a run is resumed on the same tokens."""
     try:
         document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
-        tokenizer = Tokenizer.parse_ranks(
-            read_regular(folder / RANKS, VOCABULARY_BYTES),
-            name=RANKS,
-            pattern=document["pattern"],
-            special_tokens=document["special_tokens"],
-            vocab_size=document.get("vocab_size"),  # runs of older versions lack the last three
-            end_of_text_name=document.get("end_of_text", END_OF_TEXT),
-            kind=document.get("kind", "bpe"),
-        )
+        ranks = parse_ranks(read_regular(folder / RANKS, VOCABULARY_BYTES), RANKS)
+        tokenizer = Tokenizer.described(document, ranks)
     except (OSError, ValueError, KeyError) as error:
         raise TextError(f"the prepared text in {folder} cannot be read: {error}") from error
     identity = tokenizer_sha256(tokenizer)

@@ -355,9 +355,8 @@ def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, cl
 
 
 def _stop_token_ids(body: GenerateRequest, tokenizer: Tokenizer) -> frozenset[int]:
-    """The stop tokens of a body, and the end of text unless that is ignored."""
-    end = () if body.ignore_eos or tokenizer.end_of_text is None else (tokenizer.end_of_text,)
-    return frozenset((*body.stop_token_ids, *end))
+    """The stop tokens of a body, and the ends of a text unless they are ignored."""
+    return frozenset((*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.ends)))
 
 
 def _tuple(ids: list[int] | None) -> TokenIds | None:

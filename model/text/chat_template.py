@@ -5,8 +5,9 @@ A template is Jinja in the dialect of Hugging Face's tokenizers (`trim_blocks`, 
 `name`, if given), `add_generation_prompt` and, where the vocabulary has an end of text, `bos_token`
 and `eos_token`, both its name.
 
-Special tokens. What the template writes becomes a special token where it reads like one. What a
-message says never does, nor takes part in one (`model/text/message_text.py`).
+Special tokens. What the template writes becomes a special token if it reads like one. What a
+message says never does, nor takes part in one (`model/text/message_text.py`). Added tokens that are
+not special are found in both.
 
 A template comes with the checkpoint, not with a request. It runs in Jinja's sandbox, which has no
 way to files, modules or the insides of objects; its time and its output are bounded. What it takes
@@ -14,7 +15,6 @@ in memory in between is not. Does not cover tools, and has no clock and no rando
 """
 
 import json
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -54,7 +54,7 @@ _CUT = "\ud800"
 
 Message = Mapping[str, str]
 Part = str | int
-"""A text, to be encoded as plain text, or the id of a special token."""
+"""A text, to be encoded as plain text, or the id of an added token."""
 
 
 class ChatTemplateError(ValueError):
@@ -119,7 +119,7 @@ class ChatTemplate:
                     "the chat template does not write the final message, so it cannot be continued"
                 )
             text = text.replace(_CUT, "")
-        return _split(text, tokenizer.special_tokens, hidden.show)
+        return _split(text, tokenizer, hidden.show)
 
     def _run(
         self, messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
@@ -263,17 +263,14 @@ def _handled(message: Message, hidden: Hidden) -> Message:
     }
 
 
-def _split(text: str, special_tokens: Mapping[str, int], shown: Mapping[int, int]) -> list[Part]:
-    """Text between special tokens, with what was hidden shown again, and the ids of those."""
-    names = sorted((name for name in special_tokens if name), key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    split: list[Part] = []
-    for index, part in enumerate(parts):
-        if index % 2:  # re.split puts what matched between the texts
-            split.append(special_tokens[part])
-        elif part:
-            split.append(_checked(part.translate(shown)))
-    return split
+def _split(written: str, tokenizer: Tokenizer, shown: Mapping[int, int]) -> list[Part]:
+    """Text between added tokens, with what was hidden shown again, and the ids of those. Special
+    ones count only in what the template wrote."""
+    text = _checked(written.translate(shown))
+    return [
+        text[cut.start : cut.end] if cut.token_id is None else cut.token_id
+        for cut in tokenizer.split(text, written)
+    ]
 
 
 def _checked(text: str) -> str:

@@ -23,47 +23,34 @@ class PieceEncoder:
     """From texts to ids. Raises `re.error` for a pattern that is none.
 
     tokens   bytes of UTF-8 and ids; where they are `spaced`, each begins with a space
-    special  names and ids
     """
 
-    def __init__(
-        self, tokens: Mapping[bytes, int], pattern: str, special: Mapping[str, int], *, spaced: bool
-    ) -> None:
+    def __init__(self, tokens: Mapping[bytes, int], pattern: str, *, spaced: bool) -> None:
         self._ids = {token.decode(): token_id for token, token_id in tokens.items()}
         self._spaced = spaced
         self._cut = re.compile(pattern)
-        self._special = dict(special)
-        longest_first = sorted(special, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def encode(self, text: str, *, special_ids: bool) -> list[int]:
-        """The ids of a text; with `special_ids` a special token's name becomes its id. Raises
+    def encode(self, text: str, at: int = 0) -> list[int]:
+        """The ids of a text, which begins at the character `at` of a whole. Raises
         UnknownPiece."""
-        if not special_ids:
-            return list(self._ordinary(text, 0, len(text)))
-        ids, start = list[int](), 0
-        for name in self._names.finditer(text):
-            ids += self._ordinary(text, start, name.start())
-            ids.append(self._special[name[0]])
-            start = name.end()
-        return [*ids, *self._ordinary(text, start, len(text))]
+        return list(self._ids_of(text, at))
 
-    def _ordinary(self, text: str, start: int, end: int) -> Iterator[int]:
-        """The ids of text[start:end]."""
-        for piece in self._cut.finditer(text, start, end):
-            self._check_left_out(text, start, piece.start())
+    def _ids_of(self, text: str, at: int) -> Iterator[int]:
+        start = 0
+        for piece in self._cut.finditer(text):
+            self._check_left_out(text[start : piece.start()], at + piece.start())
             bare = piece[0].removeprefix(" ") if self._spaced else piece[0]
             spelled = f" {bare}" if self._spaced else bare
             if spelled not in self._ids:
-                raise self._unknown(bare, piece.end() - len(bare))
+                raise self._unknown(bare, at + piece.end() - len(bare))
             yield self._ids[spelled]
             start = piece.end()
-        self._check_left_out(text, start, end)
+        self._check_left_out(text[start:], at + len(text))
 
-    def _check_left_out(self, text: str, start: int, end: int) -> None:
-        """Raise UnknownPiece where no piece has text[start:end], and it is not white space that
-        separates words."""
-        left = text[start:end].lstrip() if self._spaced else text[start:end]
+    def _check_left_out(self, between: str, end: int) -> None:
+        """Raise UnknownPiece if no piece has this text, which ends at a character of the whole, and
+        it is not white space that separates words."""
+        left = between.lstrip() if self._spaced else between
         if left:
             raise self._unknown(left[:1], end - len(left))
 

@@ -3,10 +3,11 @@
 Covers byte pair encoding by tiktoken, vocabularies whose tokens are whole pieces of text
 (`pieces.py`), and models without a vocabulary, which know token ids alone; the ranks file
 (`tokenizer.tiktoken`: one base64 token, a space and its rank per line), and what stands beside it
-in `config.json`; where each token lies in its text, and incremental decoding that never shows half
-a character. Does not cover learning a vocabulary (`model/data/vocabulary.py`) or reading other
-people's (`model/convert/`), and never opens a network connection by itself: only `Tokenizer.named`
-asks tiktoken for a published encoding, which tiktoken may download.
+in `config.json`; tokens that are split off before a text is cut (`added_tokens.py`); where each
+token lies in its text, and incremental decoding that never shows half a character. Does not cover
+learning a vocabulary (`model/data/vocabulary.py`) or reading other people's (`model/convert/`), and
+never opens a network connection by itself: only `Tokenizer.named` asks tiktoken for a published
+encoding, which tiktoken may download.
 """
 
 import base64
@@ -15,15 +16,17 @@ import codecs
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import tiktoken
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from logitd.model.files import VOCABULARY_BYTES, read_regular
+from logitd.model.text.added_tokens import AddedTokens, Cut, Flag, end_of_space
 from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
@@ -47,7 +50,6 @@ pieces  cut by the pattern; every piece is a token as a whole
 words   the same; tokens begin with a space that a text may leave out, white space only separates
 none    not at all: there is no vocabulary, and the ids have no text
 """
-KINDS: tuple[TokenizerKind, ...] = ("bpe", "pieces", "words", "none")
 
 NO_VOCABULARY = (
     "this model has no vocabulary: its token ids have no text, so a text has no token ids. Give "
@@ -84,13 +86,32 @@ class TokenSpan:
     end: int
 
 
+class _Description(BaseModel):
+    """The members of a tokenizer in JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    pattern: str = ""
+    special_tokens: dict[str, int] = {}
+    vocab_size: int | None = None
+    kind: TokenizerKind = "bpe"
+    added_tokens: dict[str, int] = {}
+    added_flags: dict[str, list[Flag]] = {}
+    end_of_text: str | None = None
+    end_ids: list[int] = []
+
+
 class Tokenizer:
     """A vocabulary with its split pattern and special tokens, of one of the kinds.
 
     ranks             bytes of each ordinary token and its id
     special_tokens    names and ids. The ordinary ids are those from 0 on that are not special, so
                       special tokens may stand before, between and after them
+    added_tokens    texts that are one token wherever they occur, and their ids. An id may be that
+                    of the ordinary token with the same bytes
+    added_flags     of special and added tokens, by name (`added_tokens.py`)
     end_of_text_name  the special token that ends a document
+    end_ids         other ids that end a generated text
 
     Text that looks like a special token is encoded as plain text, unless its id is asked for.
 
@@ -106,11 +127,22 @@ class Tokenizer:
         pattern: str,
         special_tokens: Mapping[str, int],
         vocab_size: int | None = None,
+        added_tokens: Mapping[str, int] | None = None,
+        added_flags: Mapping[str, Collection[str]] | None = None,
         end_of_text_name: str = END_OF_TEXT,
+        end_ids: Sequence[int] = (),
         kind: TokenizerKind = "bpe",
     ) -> None:
         beyond = math.inf if vocab_size is None else vocab_size
-        largest = max([vocab_size or 0, *special_tokens.values()])
+        self.special_tokens = dict(special_tokens)
+        self.added_tokens = dict(added_tokens or {})
+        self.added_flags = {name: sorted(flags) for name, flags in (added_flags or {}).items()}
+        named = self.special_tokens | self.added_tokens
+        try:
+            self._added = AddedTokens(self.special_tokens, self.added_tokens, self.added_flags)
+        except ValueError as error:
+            raise TokenizerError(str(error)) from error
+        largest = max([vocab_size or 0, *named.values()])
         if largest > MOST_IDS:
             raise TokenizerError(
                 f"the vocabulary goes up to {largest:,}; {MOST_IDS:,} ids are the most it may have"
@@ -118,24 +150,36 @@ class Tokenizer:
         self.kind: TokenizerKind = kind
         self.ranks = dict(ranks)
         self.pattern = pattern
-        self.special_tokens = dict(special_tokens)
         self.end_of_text_name = end_of_text_name
         self.tokens = {token: rank for token, rank in self.ranks.items() if rank < beyond}
         """Ordinary tokens and their ids: the ranks without the bytes that the vocabulary lacks."""
         if kind == "none":
-            if ranks or special_tokens or vocab_size is None or vocab_size < 1:
+            if ranks or named or vocab_size is None or vocab_size < 1:
                 raise TokenizerError(
                     f"a tokenizer of kind 'none' has ids alone: {len(ranks)} ranks, "
-                    f"{len(special_tokens)} special tokens and vocab_size {vocab_size} were given"
+                    f"{len(named)} special tokens and vocab_size {vocab_size} were given"
                 )
             self.vocab_size = vocab_size
         else:
-            _check_ranks(self.ranks, self.special_tokens, beyond, every_byte=kind == "bpe")
-            self.vocab_size = max([*self.tokens.values(), *special_tokens.values()]) + 1
+            space = " " if kind == "words" else ""
+            named = {
+                name: token_id
+                for name, token_id in named.items()
+                if name in special_tokens or self.tokens.get((space + name).encode()) != token_id
+            }
+            _check_ranks(self.ranks, named, beyond, every_byte=kind == "bpe")
+            self.vocab_size = max([*self.tokens.values(), *named.values()]) + 1
         if kind != "none" and not pattern:
             raise TokenizerError(
                 "the split pattern is empty, so it cuts no text: a pattern says what the pieces of "
                 "a text are; the whole text is one piece with '[\\s\\S]+'"
+            )
+        ends = (self.end_of_text, *end_ids)
+        self.ends = tuple(dict.fromkeys(end for end in ends if end is not None))
+        """Ids that end a generated text; the first is the end of a document, if there is one."""
+        if wrong := [end for end in self.ends if not 0 <= end < self.vocab_size]:
+            raise TokenizerError(
+                f"end_ids has {wrong[0]}, outside the vocabulary of {self.vocab_size} ids"
             )
         self._encoding = self._byte_pairs() if kind == "bpe" else None
         self._pieces = self._whole_pieces() if kind in ("pieces", "words") else None
@@ -143,11 +187,16 @@ class Tokenizer:
         self._bytes = [b""] * self.vocab_size
         for token, rank in self.tokens.items():
             self._bytes[rank] = token
-        for text, token_id in self.special_tokens.items():
+        for text, token_id in named.items():
             self._bytes[token_id] = text.encode()
         self._special_ids = frozenset(self.special_tokens.values())
         self._complete = len(self.tokens) == len(self.ranks)
-        self._longest_token = max(map(len, self.ranks), default=1)
+        self._longest_token = max(map(len, [*self.ranks, *map(str.encode, named)]), default=1)
+        self._stripping = {
+            token_id: name
+            for name, token_id in named.items()
+            if {"lstrip", "rstrip"} & {*self.added_flags.get(name, ())}
+        }
 
     def _byte_pairs(self) -> tiktoken.Encoding:
         try:
@@ -155,7 +204,7 @@ class Tokenizer:
                 "logitd",
                 pat_str=self.pattern,
                 mergeable_ranks=self.ranks,
-                special_tokens=self.special_tokens,
+                special_tokens={},
             )
         except ValueError as error:
             raise self._bad_pattern(error) from error
@@ -165,9 +214,7 @@ class Tokenizer:
 
     def _whole_pieces(self) -> PieceEncoder:
         try:
-            return PieceEncoder(
-                self.tokens, self.pattern, self.special_tokens, spaced=self.kind == "words"
-            )
+            return PieceEncoder(self.tokens, self.pattern, spaced=self.kind == "words")
         except re.error as error:
             raise self._bad_pattern(error) from error
         except UnicodeDecodeError as error:
@@ -197,29 +244,44 @@ class Tokenizer:
         """Token ids of a text. The name of a special token is plain text, or, with `special_ids`,
         becomes its id. Raises TokenizerError for a character or a word that the vocabulary lacks,
         and NoVocabularyError where there is none."""
+        if self.kind == "none":
+            raise NoVocabularyError
+        if not special_ids and not self.added_tokens:
+            return self._encode_ordinary(text, 0)
+        ids = list[int]()
+        for cut in self.split(text, text if special_ids else ""):
+            if cut.token_id is None:
+                ids += self._encode_ordinary(text[cut.start : cut.end], cut.start)
+            else:
+                ids.append(cut.token_id)
+        return ids
+
+    def split(self, text: str, written: str) -> Iterator[Cut]:
+        """A text cut at its added tokens; special ones count where they are in `written` as well
+        (`AddedTokens.split`)."""
+        return self._added.split(text, written)
+
+    def _encode_ordinary(self, text: str, at: int) -> list[int]:
+        """The ids of a text without added tokens, which begins at the character `at` of a whole."""
         if self._pieces is not None:
             try:
-                return self._pieces.encode(text, special_ids=special_ids)
+                return self._pieces.encode(text, at)
             except UnknownPiece as error:
                 raise TokenizerError(str(error)) from error
-        if self._encoding is None:
-            raise NoVocabularyError
-        allowed: Literal["all"] | set[str] = "all" if special_ids else set()
+        assert self._encoding is not None
         with self._teaching():
-            ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
-        self._check_complete(ids)
+            ids = self._encoding.encode_ordinary(text)
+        self._check_complete(ids, at)
         return ids
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
-        if self._encoding is None:
+        if self._encoding is None or self.added_tokens:
             return list(map(self.encode, texts))
         with self._teaching():
-            batch = self._encoding.encode_batch(
-                list(texts), num_threads=threads, disallowed_special=()
-            )
+            batch = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
         for ids in batch:
-            self._check_complete(ids)
+            self._check_complete(ids, 0)
         return batch
 
     @contextmanager
@@ -238,13 +300,13 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, known without encoding it."""
-        if self.kind in ("words", "none"):
-            return 0  # white space has none; nothing has one
+        if self.kind in ("words", "none") or self._stripping:
+            return 0  # white space may have none; nothing has one
         return -(-len(text.encode()) // self._longest_token)
 
-    def _check_complete(self, ids: Sequence[int]) -> None:
-        """Raise TokenizerError, naming the character, where an encoded text needs a byte without
-        an id."""
+    def _check_complete(self, ids: Sequence[int], at: int) -> None:
+        """Raise TokenizerError, naming the character, where an encoded text, which begins at the
+        character `at` of a whole, needs a byte without an id."""
         if self._complete or not ids or max(ids) < self.vocab_size:
             return
         assert self._encoding is not None
@@ -253,9 +315,9 @@ class Tokenizer:
         whole, start = b"".join(tokens), sum(map(len, tokens[:known]))
         character = len(whole[:start].decode(errors="ignore"))
         raise TokenizerError(
-            f"{whole.decode(errors='replace')[character]!r}, the character at {character} of the "
-            f"text, is not in the vocabulary, which lacks {len(self.ranks) - len(self.tokens)} of "
-            "the 256 bytes; the model never saw them"
+            f"{whole.decode(errors='replace')[character]!r}, the character at {at + character} of "
+            f"the text, is not in the vocabulary, which lacks {len(self.ranks) - len(self.tokens)} "
+            "of the 256 bytes; the model never saw them"
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -286,7 +348,8 @@ class Tokenizer:
         touches that character, so two tokens may share one.
 
         Found from the bytes alone: tiktoken's own offsets raise on incomplete text. Of kind "words"
-        the `text` is needed as well, whose white space the ids do not know.
+        the `text` is needed as well, whose white space the ids do not know; so it is where added
+        tokens strip white space, which then belongs to them.
         """
         if self.kind == "words":
             if text is None:
@@ -294,9 +357,16 @@ class Tokenizer:
             names = map(self.token_text, token_ids)
             return list(itertools.starmap(TokenSpan, word_spans(names, text)))
         spans, begun = [], 0  # characters whose first byte has come
-        for token in map(self.token_bytes, token_ids):
+        stripping = self._stripping if text is not None else {}
+        for token_id in token_ids:
+            token = self.token_bytes(token_id)
             start = begun - 1 if token and token[0] in _CONTINUATION else begun
+            name = stripping.get(token_id)
+            if text is not None and name is not None:
+                begun = max(begun, text.find(name, begun))
             begun += len(token.translate(None, _CONTINUATION))
+            if text is not None and name is not None and "rstrip" in self.added_flags[name]:
+                begun = end_of_space(text, begun)
             spans.append(TokenSpan(start, begun))
         return spans
 
@@ -304,17 +374,30 @@ class Tokenizer:
         return Detokenizer(self)
 
     def description(self) -> dict[str, Any]:
-        """All but the ranks, as JSON: what `parse_ranks` takes beside a file of them. Of what is
-        usual, the kind "bpe" and END_OF_TEXT, nothing is said."""
+        """All but the ranks, as JSON: what `described` takes with a file of them. Usual values are
+        left out."""
+        usual = {
+            "kind": "bpe",
+            "added_tokens": {},
+            "added_flags": {},
+            "end_of_text": END_OF_TEXT,
+            "end_ids": [],
+        }
+        said = {
+            "kind": self.kind,
+            "added_tokens": self.added_tokens,
+            "added_flags": self.added_flags,
+            "end_of_text": self.end_of_text_name,
+            "end_ids": [end for end in self.ends if end != self.end_of_text],
+        }
+        unusual = {name: value for name, value in said.items() if value != usual[name]}
         if self.kind == "none":
-            return {"kind": "none", "vocab_size": self.vocab_size}
-        usual = {"kind": "bpe", "end_of_text": END_OF_TEXT}
-        said = {"kind": self.kind, "end_of_text": self.end_of_text_name}
+            return {"kind": "none", "vocab_size": self.vocab_size} | unusual
         return {
             "pattern": self.pattern,
             "special_tokens": self.special_tokens,
             "vocab_size": self.vocab_size,
-            **{name: value for name, value in said.items() if value != usual[name]},
+            **unusual,
         }
 
     def write_ranks(self, path: Path) -> None:
@@ -349,33 +432,27 @@ class Tokenizer:
         name: str,
         pattern: str = SPLIT_PATTERN,
         special_tokens: Mapping[str, int] | None = None,
-        vocab_size: int | None = None,
-        end_of_text_name: str = END_OF_TEXT,
-        kind: TokenizerKind = "bpe",
     ) -> "Tokenizer":
         """`read_ranks` of bytes already read; `name` is the file's, for messages."""
-        ranks: dict[bytes, int] = {}
-        for number, line in enumerate(raw.splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except (ValueError, binascii.Error) as error:
-                raise TokenizerError(
-                    f"line {number} of {name} is {line[:60]!r}; expected a base64 token, "
-                    "a space and its rank"
-                ) from error
+        ranks = parse_ranks(raw, name)
         if special_tokens is None:
             special_tokens = {END_OF_TEXT: len(ranks)}
-        return cls(
-            ranks=ranks,
-            pattern=pattern,
-            special_tokens=special_tokens,
-            vocab_size=vocab_size,
-            end_of_text_name=end_of_text_name,
-            kind=kind,
-        )
+        return cls(ranks=ranks, pattern=pattern, special_tokens=special_tokens)
+
+    @classmethod
+    def described(cls, description: Mapping[str, Any], ranks: Mapping[bytes, int]) -> "Tokenizer":
+        """The tokenizer of a `description`, which may have other members besides, and its ranks."""
+        try:
+            said = _Description.model_validate(dict(description))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise TokenizerError(
+                f"{'.'.join(map(str, first['loc']))[:60]} of the tokenizer is "
+                f"{str(first['input'])[:60]!r}: {first['msg']}"
+            ) from error
+        members = said.model_dump()
+        name = members.pop("end_of_text") or END_OF_TEXT
+        return cls(ranks=ranks, end_of_text_name=name, **members)
 
     @classmethod
     def named(cls, name: str) -> "Tokenizer":
@@ -415,6 +492,24 @@ class Detokenizer:
     def finish(self) -> str:
         """What is left of an open character: "" or U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+def parse_ranks(raw: bytes, name: str) -> dict[bytes, int]:
+    """The tokens and ranks of a file's bytes; `name` is the file's, for messages. Raises
+    TokenizerError."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(raw.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise TokenizerError(
+                f"line {number} of {name} is {line[:60]!r}; expected a base64 token, "
+                "a space and its rank"
+            ) from error
+    return ranks
 
 
 def _check_ranks(

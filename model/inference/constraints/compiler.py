@@ -123,10 +123,12 @@ class Compiler:
         # To look ahead llguidance encodes text itself, which takes all of the bytes.
         self._looks_ahead = all(bytes([byte]) in tokenizer.tokens for byte in range(256))
         self.vocab_size = tokenizer.vocab_size
-        self.end_of_text = tokenizer.end_of_text
+        self.ends = tokenizer.ends
+        added = {text.encode(): i for text, i in tokenizer.added_tokens.items()}
+        tokens = tokenizer.tokens | added  # of one text, the id that encoding gives
         try:
             self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
-                encoder=tokenizer.tokens,
+                encoder=tokens,
                 special_tokens={},
                 pattern=tokenizer.pattern,
                 eos_token=self.vocab_size,
@@ -139,7 +141,7 @@ class Compiler:
         self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
         # Special tokens, and the gaps that published encodings have between them.
         self._no_text = np.ones(self.vocab_size, dtype=np.bool_)
-        self._no_text[list(tokenizer.tokens.values())] = False
+        self._no_text[list(tokens.values())] = False
 
     def compile(self, source: Source) -> "Constraint":
         """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""
@@ -191,8 +193,7 @@ class Compiler:
         goes_on = bool(allowed.any())
         if not goes_on and not ends:
             raise ConstraintError(NOTHING_FOLLOWS)
-        if self.end_of_text is not None:
-            allowed[self.end_of_text] = ends
+        allowed[list(self.ends)] = ends
         allowed.flags.writeable = False
         return allowed, not goes_on
 
@@ -245,7 +246,7 @@ class Matcher:
         self.complete = False
         """Whether nothing may follow: the text is whole."""
         self._constraint, self._heap = constraint, constraint.compiler.heap
-        self._look, self._end_of_text = constraint.compiler.look, constraint.compiler.end_of_text
+        self._look, self._ends = constraint.compiler.look, constraint.compiler.ends
         self._state: Any = None  # llguidance's; none before the first token
         self._allowed: np.ndarray | None = constraint.allowed  # None: not looked for yet
 
@@ -259,7 +260,7 @@ class Matcher:
 
     def advance(self, token_id: int) -> None:
         """Take in an allowed token. Raises ConstraintError for one that was not."""
-        if token_id == self._end_of_text:
+        if token_id in self._ends:
             self.complete = True
             return
         if self._state is None:

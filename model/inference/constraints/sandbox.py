@@ -63,14 +63,7 @@ class Sandbox:
     def __init__(self, tokenizer: Tokenizer, memory: int = MEMORY_BYTES) -> None:
         self._memory = memory
         ranks = {base64.b64encode(token).decode(): rank for token, rank in tokenizer.ranks.items()}
-        vocabulary = {
-            "ranks": ranks,
-            "pattern": tokenizer.pattern,
-            "special_tokens": tokenizer.special_tokens,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_text_name": tokenizer.end_of_text_name,
-            "kind": tokenizer.kind,
-        }
+        vocabulary = {"ranks": ranks, "description": tokenizer.description()}
         self._vocabulary = json.dumps(vocabulary).encode()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -152,7 +145,7 @@ def main(control: socket.socket, memory: int) -> None:
     """The process: forks for each socket that it gets, until its own is closed."""
     vocabulary = json.load(sys.stdin.buffer)
     ranks = {base64.b64decode(token): rank for token, rank in vocabulary["ranks"].items()}
-    compiler = Compiler(Tokenizer(**{**vocabulary, "ranks": ranks}))
+    compiler = Compiler(Tokenizer.described(vocabulary["description"], ranks))
     with contextlib.suppress(ConstraintError):  # it may not be in the vocabulary
         _try(compiler, Source("regex", "[a-z]+"))  # the first one pays for what all share
     _limit(memory)

@@ -106,7 +106,6 @@ def config_text(raw: bytes) -> Damage:
     return lambda path: (path / CONFIG).write_bytes(raw)
 
 
-NEEDS_PATTERN = "tokenizer.*'pattern'.*'special_tokens'"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no config": (removed(CONFIG), "no config.json.*model.safetensors.*tokenizer.tiktoken"),
     "no weights": (removed(WEIGHTS), f"no {WEIGHTS}"),
@@ -175,10 +174,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         section("tokenizer", special_tokens={"<|endoftext|>": 65}),
         "tokenizer.*65",
     ),
-    "special tokens in a list": (section("tokenizer", special_tokens=["a"]), NEEDS_PATTERN),
-    "special id in a string": (section("tokenizer", special_tokens={"a": "1"}), NEEDS_PATTERN),
+    "special tokens in a list": (section("tokenizer", special_tokens=["a"]), "special_tokens.*'a'"),
+    "special id in a string": (
+        section("tokenizer", special_tokens={"a": "1"}),
+        "special_tokens.a.*'1'",
+    ),
     "special id beyond all": (section("tokenizer", special_tokens={"a": 10**12}), "tokenizer"),
-    "no pattern": (section("tokenizer", pattern=None), NEEDS_PATTERN),
+    "no pattern": (section("tokenizer", pattern=None), "pattern.*'None'"),
     "half a pattern": (section("tokenizer", pattern="("), r"tokenizer.*'\('"),
     "empty pattern": (section("tokenizer", pattern=""), "tokenizer.*pattern"),
     "pattern of nothing": (section("tokenizer", pattern="x?"), r"tokenizer.*'x\?'"),

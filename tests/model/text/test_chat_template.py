@@ -108,6 +108,19 @@ def test_longer_special_tokens_come_first() -> None:
     assert render("<a><a>b", special_tokens=["<a>", "<a>b"]) == [256, 257]
 
 
+def test_tokens_strip_white_space_and_added_ones_are_found_in_messages() -> None:
+    vocabulary = Tokenizer(
+        ranks=BYTES.ranks,
+        pattern=BYTES.pattern,
+        special_tokens={"<s>": 256, "</s>": 257},
+        added_tokens={"<think>": 258},
+        added_flags={"<s>": ["rstrip"], "</s>": ["lstrip"]},
+    )
+    template = ChatTemplate("<s>\n{{ messages[0].content }}\n</s> x")
+    said = [{"role": "user", "content": " a<s>\n<think>b "}]
+    assert template.render(said, vocabulary) == [256, "a<s>\n", 258, "b", 257, " x"]
+
+
 def test_roles_may_be_part_of_a_special_token() -> None:
     """Roles come from a closed set."""
     assert render("<|{{ messages[0].role }}|>x", "", special_tokens=["<|user|>"]) == [256, "x"]

@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiktoken
@@ -20,6 +21,7 @@ from logitd.model.text.tokenizer import (
     Tokenizer,
     TokenizerError,
     TokenSpan,
+    parse_ranks,
 )
 from tests.model.factories import byte_tokenizer
 
@@ -439,18 +441,66 @@ def test_model_without_a_vocabulary() -> None:
         Tokenizer(ranks={b"a": 0}, pattern="", special_tokens={}, vocab_size=1, kind="none")
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, WORDS, PIECES], ids=["bpe", "words", "pieces"])
+ADDED = Tokenizer(
+    ranks=RANKS,
+    pattern=SPLIT_PATTERN,
+    special_tokens={END_OF_TEXT: len(RANKS), "<|end|>": len(RANKS) + 1},
+    added_tokens={"   ": len(RANKS) + 2, "the": RANKS[b"the"]},
+    added_flags={"<|end|>": ["lstrip", "rstrip"]},
+    end_ids=[len(RANKS) + 1, 10],
+)
+
+
+def test_added_tokens_are_part_of_the_vocabulary() -> None:
+    spaces = len(RANKS) + 2
+    assert ADDED.vocab_size == spaces + 1
+    assert ADDED.encode("a     the") == [97, spaces, RANKS[b"  "], RANKS[b"the"]]
+    assert ADDED.encode("other<|end|>") == [111, RANKS[b"the"], 114, *b"<|end|>"]
+    assert ADDED.decode([97, spaces]) == "a   "
+    assert not ADDED.is_special(spaces)
+    assert ADDED.ends == (len(RANKS), len(RANKS) + 1, 10)
+    ids = ADDED.encode("a \n<|end|>  b", special_ids=True)
+    assert ids == [97, len(RANKS) + 1, 98]
+    assert ADDED.spans(ids, "a \n<|end|>  b") == [
+        TokenSpan(0, 1), TokenSpan(1, 12), TokenSpan(12, 13),
+    ]  # fmt: skip
+    assert ADDED.least_tokens("<|end|>" + " " * 1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"added_tokens": {"a": 98}}, "share an id"),
+        ({"added_tokens": {"": 400}}, "0 characters"),
+        ({"added_tokens": {"x" * 2000: 400}}, "2,000.*1,024"),
+        ({"added_tokens": {"\ud800": 400}}, "surrogates"),
+        ({"added_flags": {"<x>": ["lstrip"]}}, "lstrip.*<x>"),
+        ({"added_flags": {END_OF_TEXT: ["strip"]}}, "strip"),
+        ({"end_ids": [400]}, "end_ids has 400"),
+    ],
+)
+def test_added_tokens_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer(
+            ranks=RANKS, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: len(RANKS)}, **changes
+        )
+
+
+def test_ends_of_token_ids_alone() -> None:
+    tokenizer = Tokenizer.described({"kind": "none", "vocab_size": 9, "end_ids": [3, 8]}, {})
+    assert tokenizer.ends == (3, 8)
+    assert tokenizer.description() == {"kind": "none", "vocab_size": 9, "end_ids": [3, 8]}
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [TOKENIZER, WORDS, PIECES, ADDED], ids=["bpe", "words", "pieces", "added"]
+)
 def test_description_and_ranks_are_the_whole_tokenizer(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tokenizer.write_ranks(tmp_path / "ranks")
     said = json.loads(json.dumps(tokenizer.description()))
-    back = Tokenizer.parse_ranks(
-        (tmp_path / "ranks").read_bytes(),
-        name="ranks",
-        end_of_text_name=said.pop("end_of_text", END_OF_TEXT),
-        **said,
-    )
+    back = Tokenizer.described(said, parse_ranks((tmp_path / "ranks").read_bytes(), "ranks"))
     assert vars(back)["tokens"] == tokenizer.tokens
     assert back.description() == tokenizer.description()
     assert back.encode("the") == tokenizer.encode("the")

@@ -171,7 +171,7 @@ def test_text_that_ended_is_complete() -> None:
 
 @pytest.mark.parametrize("kind_and_text", MATCHES)
 def test_special_tokens_are_no_text(kind_and_text: tuple[Kind, str]) -> None:
-    special = np.array(sorted(set(MERGING.special_tokens.values()) - {MERGED.end_of_text}))
+    special = np.array(sorted(set(MERGING.special_tokens.values()) - {*MERGED.ends}))
     matcher = compiled(*kind_and_text, MERGED).matcher()
     rng = random.Random(0)
     for _ in range(30):

@@ -1,0 +1,168 @@
+"""Added tokens: texts that become one token each, split off before a text is cut and merged.
+
+Covers special tokens and others (GPT-NeoX has 23 of them, for runs of spaces), by the rules of
+Hugging Face's `tokenizers` (`AddedVocabulary` there): the leftmost match counts, of several the
+longest. A token may have flags:
+
+  lstrip, rstrip  white space before or after it is dropped
+  single_word     it is no match next to a letter, digit, mark or underscore
+  normalized      it is looked for in what the others leave, as if that were a text of its own;
+  unnormalized    with the others. Special tokens are looked for first and the others afterwards,
+                  unless one of these two says otherwise
+
+Does not decide in which texts special tokens count: its callers do.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import regex
+
+Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
+FLAGS: tuple[Flag, ...] = get_args(Flag)
+
+MOST_CHARACTERS = 1024
+"""Characters of an added token: each of its lengths is tried at a place where one may begin."""
+
+_WORD = regex.compile(r"\w")  # Python's own \w has no marks, the library's has
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Characters [start, end) of a text: one added token, or a text without any (None)."""
+
+    start: int
+    end: int
+    token_id: int | None
+
+
+class AddedTokens:
+    """Splits texts at added tokens.
+
+    special, ordinary  texts and ids
+    flags              of either, by text
+
+    Raises ValueError for an empty text, one that is too long, or unknown flags.
+    """
+
+    def __init__(
+        self,
+        special: Mapping[str, int],
+        ordinary: Mapping[str, int],
+        flags: Mapping[str, Collection[str]],
+    ) -> None:
+        tokens = {**special, **ordinary}
+        for text in tokens:
+            text.encode()  # half a surrogate pair is no text
+            if not 0 < len(text) <= MOST_CHARACTERS:
+                raise ValueError(
+                    f"the added token {text[:40]!r} has {len(text):,} characters; 1 to "
+                    f"{MOST_CHARACTERS:,} are possible"
+                )
+        for text, given in flags.items():
+            if text not in tokens or not set(given) <= set(FLAGS):
+                raise ValueError(
+                    f"the flags {sorted(given)} of {text[:40]!r} are not {', '.join(FLAGS)} of an "
+                    "added token"
+                )
+        late = {
+            text
+            for text in tokens
+            if "normalized" in (has := flags.get(text, ()))
+            or (text not in special and "unnormalized" not in has)
+        }
+        self._passes = [
+            _Pass({text: tokens[text] for text in chosen}, special, flags)
+            for chosen in (tokens.keys() - late, late)
+            if chosen
+        ]
+
+    def split(self, text: str, written: str = "") -> Iterator[Cut]:
+        """The added tokens of a text and what is between them, in order; white space that a token
+        strips is in its cut.
+
+        A special token counts where its text is in `written` too, at the same place: `text` itself
+        lets all of them count, and "" none.
+        """
+        cuts = [Cut(0, len(text), None)] if text else []
+        for each in self._passes:
+            cuts = [
+                part
+                for cut in cuts
+                for part in ([cut] if cut.token_id is not None else each.split(text, written, cut))
+            ]
+        yield from cuts
+
+
+class _Pass:
+    """The tokens that are looked for together."""
+
+    def __init__(
+        self,
+        tokens: Mapping[str, int],
+        special: Collection[str],
+        flags: Mapping[str, Collection[str]],
+    ) -> None:
+        self._tokens, self._special, self._flags = tokens, special, flags
+        lengths = defaultdict[str, set[int]](set)
+        for text in tokens:
+            lengths[text[0]].add(len(text))
+        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._first = regex.compile(f"[{''.join(map(regex.escape, lengths))}]")
+
+    def split(self, text: str, written: str, within: Cut) -> Iterator[Cut]:
+        at = done = within.start  # where to look next; what is cut already
+        while (match := self._first.search(text, at, within.end)) is not None:
+            left = match.start()
+            found = self._longest(text, written, left, within.end)
+            at = left + max(1, len(found))
+            flags = self._flags.get(found, ())
+            if not found or ("single_word" in flags and _in_word(text, left, at, within)):
+                continue
+            right = max(at, done) if "rstrip" in flags else at
+            if "lstrip" in flags:
+                while left > done and _is_space(text[left - 1]):
+                    left -= 1
+                left = max(left, done)
+            if "rstrip" in flags:
+                right = end_of_space(text, right, within.end)
+            if left == right:
+                continue  # the token before has stripped all of it
+            if done < left:
+                yield Cut(done, left, None)
+            yield Cut(left, right, self._tokens[found])
+            done = right
+        if done < within.end:
+            yield Cut(done, within.end, None)
+
+    def _longest(self, text: str, written: str, start: int, end: int) -> str:
+        """The longest token that begins at a place, "" if none does."""
+        for length in self._lengths[text[start]]:
+            found = text[start : start + length]
+            if found not in self._tokens or start + length > end:
+                continue
+            if found not in self._special or written[start : start + length] == found:
+                return found
+        return ""
+
+
+def _in_word(text: str, start: int, end: int, within: Cut) -> bool:
+    """True if a letter of a longer word is next to text[start:end]."""
+    before = start > within.start and _WORD.match(text[start - 1])
+    after = end < within.end and _WORD.match(text[end])
+    return bool(before or after)
+
+
+def end_of_space(text: str, start: int, end: int | None = None) -> int:
+    """The place behind the white space that begins at `start`, at most `end`."""
+    end = len(text) if end is None else end
+    while start < end and _is_space(text[start]):
+        start += 1
+    return start
+
+
+def _is_space(character: str) -> bool:
+    """White space as Unicode has it, without Python's four separators."""
+    return character.isspace() and not "\x1c" <= character <= "\x1f"
