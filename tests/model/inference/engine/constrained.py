@@ -29,7 +29,7 @@ ROOM = 128 - len(PROMPT)
 
 def written(constraint: TokenConstraint, seed: int, n: int = 3, **fields: Any) -> list[Outcome]:
     """Outcomes under a constraint, up to its end or the end of the context."""
-    stop = frozenset({COMPILER.end_of_text})
+    stop = frozenset(COMPILER.ends)
     values: dict[str, Any] = {
         "temperature": 3.0,
         "seed": seed,

@@ -112,7 +112,7 @@ def test_constrained_text_is_the_references(kind: Kind, temperature: float) -> N
             seed=1,
             temperature=temperature,
             constraint=CONSTRAINTS[kind],
-            stop_token_ids=frozenset({COMPILER.end_of_text}),
+            stop_token_ids=frozenset(COMPILER.ends),
         )
         assert_is_reference(GPT_OF_THE_TESTS, PROMPT, sampling, outcome_index, outcome.token_ids)
 
@@ -128,7 +128,7 @@ def test_last_token_that_there_is_room_for_may_complete_it() -> None:
 
 def test_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> None:
     """`a+` is whole after each letter: the text ends by the token, and by nothing else."""
-    end = COMPILER.end_of_text
+    (end,) = COMPILER.ends
     assert end is not None
     constraint = COMPILER.compile(Source("regex", "(?:ab)+"))
     likely = {"logit_bias": {end: 1000.0}, "temperature": 0.0}
@@ -175,7 +175,7 @@ def fates(*requests: GenerationRequest) -> dict[tuple[str, int], tuple[Any, ...]
 
 
 def costly(name: str, constraint: Constraint, seed: int, n: int) -> GenerationRequest:
-    stop = frozenset({TIGHT.end_of_text})
+    stop = frozenset(TIGHT.ends)
     fields: dict[str, Any] = {"temperature": 5.0, "max_tokens": 40, "stop_token_ids": stop}
     return generation(name, PROMPT, n=n, seed=seed, constraint=constraint, **fields)
 
