@@ -40,6 +40,9 @@ NAMES: Mapping[str, str] = {
 }
 """Architectures, as their makers write them."""
 
+GGUF_ENDS = 3
+"""Tokens that may end a text there: of a text, a turn and a message."""
+
 HF_INSTEAD = "export it with --to hf"
 
 
@@ -48,7 +51,8 @@ def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
     found = [str(each) for each in folder_objections(config, tokenizer.pattern)]
     if not tokenizer.has_text:
         return found
-    if tokenizer.vocab_size != len(tokenizer.tokens) + len(tokenizer.special_tokens):
+    named = tokenizer.special_tokens | tokenizer.added_tokens
+    if tokenizer.vocab_size != len({*tokenizer.tokens.values(), *named.values()}):
         found.append(
             "the vocabulary has ids without a token between its special tokens, and Hugging Face's "
             "tokenizers have none"
@@ -77,6 +81,14 @@ def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) ->
             f"this checkpoint's vocabulary is {what}, and llama.cpp needs byte pairs; {HF_INSTEAD}"
         )
         return found
+    flags = {flag for flags in tokenizer.added_flags.values() for flag in flags}
+    if lost := sorted(flags & {"lstrip", "rstrip", "single_word"}):
+        found.append(f"added tokens have {', '.join(lost)}, which GGUF does not say; {HF_INSTEAD}")
+    if len(tokenizer.ends) > GGUF_ENDS:
+        found.append(
+            f"{len(tokenizer.ends)} tokens end a text, and a GGUF file names {GGUF_ENDS}; "
+            f"{HF_INSTEAD}"
+        )
     if pre is None and tokenizer.pattern not in PRE_TOKENIZERS:
         found.append(
             "llama.cpp has no name for this checkpoint's split pattern "

@@ -31,6 +31,7 @@ class ConvertError(ValueError):
 class ForeignTokenizer:
     """A vocabulary in this project's form.
 
+    end_known   the source says which special token ends a document; else it is a guess by names
     order   for each of our ids the id that it had in the source; None where they are the same
     notes   what a person should know, as sentences
     chat_template   its source, where the model has one that means the same here
@@ -40,6 +41,7 @@ class ForeignTokenizer:
     order: Sequence[int] | None = None
     notes: Sequence[str] = ()
     chat_template: str | None = None
+    end_known: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,12 +94,16 @@ def _add_vocabulary(
 ) -> None:
     tokenizer, characters = info.tokenizer, byte_characters()
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    apart = {token_id: text for text, token_id in tokenizer.added_tokens.items()}
     tokens, types = [], []
     for token_id in range(tokenizer.vocab_size):
         raw = tokenizer.token_bytes(token_id)
         if token_id in names:
             tokens.append(names[token_id])
             types.append(gguf.TokenType.CONTROL)
+        elif token_id in apart:
+            tokens.append(apart[token_id])
+            types.append(gguf.TokenType.USER_DEFINED)
         elif raw:
             tokens.append(written(raw, characters))
             types.append(gguf.TokenType.NORMAL)
@@ -114,6 +118,8 @@ def _add_vocabulary(
     writer.add_add_bos_token(False)
     if tokenizer.end_of_text is not None:
         writer.add_bos_token_id(tokenizer.end_of_text)
-        writer.add_eos_token_id(tokenizer.end_of_text)
+    ends = writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id
+    for add, end in zip(ends, tokenizer.ends, strict=False):
+        add(end)
     if info.chat_template is not None:
         writer.add_chat_template(info.chat_template.source)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from logitd.model.convert.foreign import ForeignTokenizer
+from logitd.model.convert.hf.added import TOKENIZER_CONFIG
 from logitd.model.convert.hf.folder import read_object
-from logitd.model.convert.hf.tokenizer import TOKENIZER_CONFIG
 from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError

@@ -16,12 +16,13 @@ from logitd.model.checkpoint.weights_file import write_weights as write_file
 from logitd.model.convert import layouts
 from logitd.model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
 from logitd.model.convert.foreign import FLOATS, ConvertError
+from logitd.model.convert.hf.added import GENERATION, TOKENIZER_CONFIG
 from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
 from logitd.model.convert.hf.folder import CONFIG, WEIGHTS
 from logitd.model.convert.hf.merges import byte_characters, merges_of, written
 from logitd.model.convert.hf.rope import rope_parameters
-from logitd.model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG
+from logitd.model.convert.hf.tokenizer import TOKENIZER
 from logitd.model.convert.layouts import NORMS, Layout, write_weights
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
@@ -37,7 +38,8 @@ def write_folder(
     config = shape(info.config)
     weights = write_weights(gpt, layout, biased=biased_parts(info.config, family))
     dtype = next(iter(weights.values())).dtype
-    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+    end = tokenizer.ends[0] if len(tokenizer.ends) == 1 else [*tokenizer.ends] or None
+    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": end}
     config |= {
         "architectures": [name],
         "model_type": family,
@@ -47,7 +49,7 @@ def write_folder(
         **ends,
     }
     _write_json(folder / CONFIG, config)
-    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / GENERATION, ends)
     if tokenizer.has_text:
         _write_json(folder / TOKENIZER, tokenizer_document(tokenizer))
         _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
@@ -167,8 +169,8 @@ FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
     """A `tokenizer.json` that encodes as `tokenizer` does (`merges.py` says why). Raises
     ConvertError where its pattern cannot be written for the other engine."""
-    ranks = tokenizer.tokens
-    if tokenizer.vocab_size != len(ranks) + len(tokenizer.special_tokens):
+    named = tokenizer.special_tokens | tokenizer.added_tokens
+    if tokenizer.vocab_size != len({*tokenizer.tokens.values(), *named.values()}):
         raise ConvertError(
             "the vocabulary has ids without a token between its special tokens; Hugging Face's "
             "tokenizers have none"
@@ -179,20 +181,23 @@ def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": token_id,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
+            _added_token(tokenizer, text, token_id)
+            for text, token_id in sorted(named.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
         "post_processor": None,
         **parts,
+    }
+
+
+def _added_token(tokenizer: Tokenizer, text: str, token_id: int) -> dict[str, Any]:
+    special, flags = text in tokenizer.special_tokens, tokenizer.added_flags.get(text, ())
+    return {
+        "id": token_id,
+        "content": text,
+        **{flag: flag in flags for flag in ("single_word", "lstrip", "rstrip")},
+        "normalized": "normalized" in flags or not (special or "unnormalized" in flags),
+        "special": special,
     }
 
 
@@ -263,10 +268,11 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Special tokens with ids below that of an ordinary one: a library that adds them behind the
+    """Added tokens with ids below that of an ordinary one: a library that adds them behind the
     others takes such an id from the vocabulary."""
-    last = max(tokenizer.tokens.values())
-    return {name: i for name, i in tokenizer.special_tokens.items() if i < last}
+    ordinary = set(tokenizer.tokens.values())
+    named = tokenizer.special_tokens | tokenizer.added_tokens
+    return {name: i for name, i in named.items() if i < max(ordinary) and i not in ordinary}
 
 
 def _by_id(vocabulary: Mapping[str, int]) -> dict[str, int]:

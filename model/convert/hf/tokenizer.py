@@ -1,33 +1,55 @@
 """`tokenizer.json`: byte-level BPE of Hugging Face's tokenizers as ranks and a pattern.
 
 Takes what a `Tokenizer` says exactly: a byte-level vocabulary whose merges encode as ranks do
-(`merges.py`), cut by one pattern, with special tokens; or words (`word_level.py`). Refuses
-SentencePiece's kind, other models, several cuts one after the other, and normalizers, because texts
-would get other ids. What was read is then tried on a text, against the `tokenizers` library where
-it is installed, else against the definition of BPE.
+(`merges.py`), cut by one pattern, with added tokens (`added.py`); or words (`word_level.py`).
+Refuses SentencePiece's kind, other models, several cuts one after the other, normalizers, and every
+member that is not known, because texts would get other ids. What was read is then tried on a text,
+against the definition of BPE.
 
 Ids stay; where some below the last ordinary one have no token, the others move together, and
 `ForeignTokenizer.order` says which id was which.
 """
 
-import importlib.util
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.added import (
+    AddedVocabulary,
+    merged_texts,
+    read_added,
+    require_members,
+)
 from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.folder import read_object
-from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece
+from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
 from logitd.model.convert.hf.word_level import is_word_level, word_level_tokenizer
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.vocabulary.characters import CHARACTER_PATTERN
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+
+MEMBERS = (
+    *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"),
+    *("post_processor", "decoder", "model"),
+)
+"""Members of the file. Truncation and padding are for batches of a training."""
+MODEL_MEMBERS = (
+    *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
+)
+CUT_MEMBERS = {
+    "ByteLevel": ("type", "add_prefix_space", "trim_offsets", "use_regex"),
+    "Split": ("type", "pattern", "behavior", "invert"),
+}
+AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
+"""Processors that put special tokens around a text."""
+MOST_TOKEN_BYTES = 2048
+"""Bytes of a token: finding its merges takes time by their square. Published ones have 128."""
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What the ByteLevel pre-tokenizer cuts by, if it cuts."""
@@ -53,28 +75,39 @@ def tokenizer_of_document(
 ) -> ForeignTokenizer:
     """The same of a document that is read already; `path` is its place, for messages, and `folder`
     where other files say which token ends a text. Raises ConvertError."""
-    notes = _check_normalizer(document, path, skip_normalizer)
-    added = _added_tokens(document, path)
-    end_of_text = END_OF_TEXT if folder is None else _end_of_text(folder, added)
+    require_members(document, MEMBERS, str(path))
+    vocabulary = _vocabulary(document, path)
+    added = read_added(document, vocabulary, path, folder)
+    notes = [
+        *_check_normalizer(document, path, skip_normalizer),
+        *added.notes,
+        *_processor_notes(document.get("post_processor"), path),
+    ]
     if is_word_level(document):
-        words, assumed = word_level_tokenizer(document, path, added, end_of_text)
-        told = (*notes, *assumed, *_template_notes(document))
-        return ForeignTokenizer(tokenizer=words, notes=told)
+        words, assumed = word_level_tokenizer(document, path, added)
+        return ForeignTokenizer(
+            tokenizer=words, notes=(*notes, *assumed), end_known=added.end is not None
+        )
     model = _model(document, path)
-    vocabulary = _vocabulary(model, path)
     pattern = _pattern(document, path)
-    ordinary = _ordinary(vocabulary, set(added), path)
+    met = added.ordinary.keys() & merged_texts(document)
+    ordinary = _ordinary(vocabulary, added.ids.keys() - met, path)
     missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ordinary]
-    order = _order(ordinary, added, path)
-    special, ranks = added, dict(ordinary)
+    apart = {name: token_id for name, token_id in added.ids.items() if name not in met}
+    order = _order(ordinary, apart, path)
+    ranks, ours = dict(ordinary), dict[int, int]()
     if order is not None:
-        special = {name: order.index(token_id) for name, token_id in added.items()}
+        ours = {source: token_id for token_id, source in enumerate(order)}
         ranks = {token: rank for rank, token in enumerate(ordinary)}
         notes.append(
             "ids differ from the source's, which leaves some out: ordinary tokens come first here, "
             "in the same order"
         )
-    size = max([*ranks.values(), *special.values()]) + 1
+    special, extra = (
+        {name: token_id if order is None else ours[token_id] for name, token_id in names.items()}
+        for names in (added.special, added.ordinary)
+    )
+    size = max([*ranks.values(), *special.values(), *extra.values()]) + 1
     ranks |= {byte: size + index for index, byte in enumerate(missing)}
     if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
         raise ConvertError(
@@ -88,16 +121,19 @@ def tokenizer_of_document(
             pattern=pattern,
             special_tokens=special,
             vocab_size=size,
-            end_of_text_name=end_of_text,
+            added_tokens=extra,
+            added_flags=added.flags,
+            end_of_text_name=added.end or END_OF_TEXT,
         )
     except TokenizerError as error:
         raise ConvertError(f"{path}: {error}") from error
     foreign = ForeignTokenizer(
         tokenizer=tokenizer,
         order=order,
-        notes=(*notes, *_template_notes(document)),
+        notes=notes,
+        end_known=added.end is not None,
     )
-    _try(foreign, document, path)
+    _try(foreign, added, model, path)
     return foreign
 
 
@@ -118,10 +154,11 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
 def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     model = document.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
+    if not isinstance(model, dict) or kind != "BPE":
         raise ConvertError(
             f"{path}: the model is {kind}; only byte-level BPE and WordLevel can be imported"
         )
+    require_members(model, MODEL_MEMBERS, f"the model of {path}")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
@@ -133,8 +170,12 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return model
 
 
-def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
-    vocabulary: dict[str, int] = model["vocab"]
+def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """Tokens and ids of the model. Raises ConvertError."""
+    model = document.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict) or not vocabulary:
+        return {}  # a model of another kind, which is rejected by name
     if len(set(vocabulary.values())) != len(vocabulary) or not all(
         type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
     ):
@@ -142,30 +183,24 @@ def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
     return vocabulary
 
 
-def _added_tokens(document: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """Special tokens and others that are never merged: name to id."""
-    added: dict[str, int] = {}
-    for token in document.get("added_tokens") or ():
-        name, token_id = token.get("content"), token.get("id")
-        if not isinstance(name, str) or not name or type(token_id) is not int or token_id < 0:
-            raise ConvertError(f"{path}: {token!r} is not a valid added token")
-        if token_id in added.values():
-            raise ConvertError(f"{path}: two added tokens have the id {token_id}")
-        added[name] = token_id
-    return added
-
-
-def _ordinary(vocabulary: Mapping[str, int], added: set[str], path: Path) -> dict[bytes, int]:
+def _ordinary(
+    vocabulary: Mapping[str, int], apart: Collection[str], path: Path
+) -> dict[bytes, int]:
     """The bytes of each ordinary token, in the order of the source's ids."""
     bytes_of = {character: byte for byte, character in byte_characters().items()}
     ordinary: dict[bytes, int] = {}
     for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
-        if name in added:
+        if name in apart:
             continue
         if not name or not bytes_of.keys() >= set(name):
             raise ConvertError(
                 f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is "
                 "not a byte-level vocabulary"
+            )
+        if len(name) > MOST_TOKEN_BYTES:
+            raise ConvertError(
+                f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; "
+                f"{MOST_TOKEN_BYTES:,} are the most it may have"
             )
         ordinary[bytes(map(bytes_of.__getitem__, name))] = token_id
     return ordinary
@@ -193,7 +228,13 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
             f"{path} cuts texts by {' and then '.join(map(str, kinds))}; one Split by a regular "
             "expression and ByteLevel, or ByteLevel alone, is what can be imported"
         )
+    for step in steps:
+        require_members(step, CUT_MEMBERS[step["type"]], f"{step['type']} of {path}")
     level, split = steps[-1], steps[0] if len(steps) == 2 else None
+    if (decoder := document.get("decoder")) and decoder.get("type") != "ByteLevel":
+        raise ConvertError(
+            f"{path} joins tokens by {decoder.get('type')}; of byte-level BPE that is ByteLevel"
+        )
     if level.get("add_prefix_space"):
         raise ConvertError(f"{path} puts a space before each text (add_prefix_space)")
     if split is None:
@@ -259,34 +300,24 @@ def _check_merges(
             )
 
 
-def _end_of_text(folder: Path, added: Mapping[str, int]) -> str:
-    """The special token that ends a document, by `tokenizer_config.json` or `config.json`."""
-    names = {token_id: name for name, token_id in added.items()}
-    for file, key in ((TOKENIZER_CONFIG, "eos_token"), ("config.json", "eos_token_id")):
-        if not (folder / file).is_file():
-            continue
-        named = read_object(folder / file).get(key)
-        if isinstance(named, list) and named:
-            named = named[0]
-        if isinstance(named, dict):
-            named = named.get("content")
-        name = names.get(named) if isinstance(named, int) else named
-        if isinstance(name, str) and name in added:
-            return name
-    return END_OF_TEXT
+def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
+    """A note on what is put around a text. Raises ConvertError for an unknown processor."""
+    kind = processor.get("type") if isinstance(processor, dict) else processor
+    if kind == "Sequence":
+        for each in processor.get("processors") or ():
+            yield from _processor_notes(each, path)
+    elif kind in AROUND:
+        yield (
+            f"the source puts special tokens around a text ({kind}); nothing is put there here: "
+            "give their ids in the prompt if the model wants them"
+        )
+    elif kind not in (None, "ByteLevel"):
+        raise ConvertError(f"{path}: post_processor is {kind!r:.60}; it may change ids")
 
 
-def _template_notes(document: Mapping[str, Any]) -> list[str]:
-    processor = json.dumps(document.get("post_processor"))
-    if "TemplateProcessing" not in processor:
-        return []
-    return [
-        "the source puts special tokens around a text (TemplateProcessing); nothing is put there "
-        "here: give their ids in the prompt if the model wants them"
-    ]
-
-
-def _try(foreign: ForeignTokenizer, document: Mapping[str, Any], path: Path) -> None:
+def _try(
+    foreign: ForeignTokenizer, added: AddedVocabulary, model: Mapping[str, Any], path: Path
+) -> None:
     """Raise ConvertError unless a built text gets the source's ids, and comes back from them."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # some characters are not there
@@ -296,47 +327,34 @@ def _try(foreign: ForeignTokenizer, document: Mapping[str, Any], path: Path) -> 
             if all(bytes([byte]) in tokenizer.tokens for byte in character.encode())
         )
     ids = tokenizer.encode(text)
-    if tokenizer.decode(ids) != text:
+    if not added.flags and tokenizer.decode(ids) != text:
         raise ConvertError(f"{path}: the split pattern {tokenizer.pattern!r} leaves characters out")
     order = foreign.order or range(tokenizer.vocab_size)
-    expected, by = _expected(text, tokenizer.pattern, document, path)
+    characters, pairs = byte_characters(), _pairs(model, path)
+    expected = list[int]()
+    for part in tokenizer.split(text, ""):
+        if part.token_id is not None:
+            expected.append(order[part.token_id])
+            continue
+        for piece in regex.findall(tokenizer.pattern, text[part.start : part.end]):
+            expected += _ids_of_piece(written(piece.encode(), characters), model, pairs)
     given = [order[token_id] for token_id in ids]
     if given != expected:
         place = next(
             (i for i, (a, b) in enumerate(zip(given, expected, strict=False)) if a != b),
             min(len(given), len(expected)),
         )
-        begin = tokenizer.spans(ids)[min(place, len(ids) - 1)].start
+        begin = tokenizer.spans(ids, text)[min(place, len(ids) - 1)].start
         raise ConvertError(
-            f"{path} cannot be written as ranks: by {by}, {text[begin : begin + 20]!r} begins with "
-            f"{expected[place : place + 3]}, by ranks with {given[place : place + 3]}"
+            f"{path} cannot be written as ranks: by its merges, {text[begin : begin + 20]!r} "
+            f"begins with {expected[place : place + 3]}, by ranks with {given[place : place + 3]}"
         )
 
 
-def _expected(
-    text: str, pattern: str, document: Mapping[str, Any], path: Path
-) -> tuple[list[int], str]:
-    """The source's ids of a text, and by whom."""
-    if importlib.util.find_spec("tokenizers") is not None:
-        import tokenizers
-
-        try:
-            library = tokenizers.Tokenizer.from_str(json.dumps(document))
-        except Exception as error:  # the library raises no narrower class
-            raise ConvertError(
-                f"{path} is not what the tokenizers library reads: {error}"
-            ) from error
-        library.normalizer = None
-        library.no_truncation()
-        library.no_padding()
-        return library.encode(text, add_special_tokens=False).ids, "the tokenizers library"
-    model: Mapping[str, Any] = document["model"]
-    characters, pairs = byte_characters(), _pairs(model, path)
-    ids: list[int] = []
-    for piece in regex.findall(pattern, text):
-        spelled = "".join(characters[byte] for byte in piece.encode())
-        if model.get("ignore_merges") is True and spelled in model["vocab"]:
-            ids.append(model["vocab"][spelled])
-        else:
-            ids += (model["vocab"][part] for part in merge_piece(spelled, pairs))
-    return ids, "its merges"
+def _ids_of_piece(
+    spelled: str, model: Mapping[str, Any], pairs: Mapping[tuple[str, str], int]
+) -> list[int]:
+    """The source's ids of a piece of text, by the definition of BPE."""
+    if model.get("ignore_merges") is True and spelled in model["vocab"]:
+        return [model["vocab"][spelled]]
+    return [model["vocab"][part] for part in merge_piece(spelled, pairs)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.added import AddedVocabulary, require_members
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -23,9 +24,12 @@ def is_word_level(document: Mapping[str, Any]) -> bool:
 
 
 def word_level_tokenizer(
-    document: Mapping[str, Any], path: Path, added: Mapping[str, int], end_of_text: str
+    document: Mapping[str, Any], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """The tokenizer, and notes on it; `added` are its special tokens. Raises ConvertError."""
+    """The tokenizer, and notes on it. Raises ConvertError."""
+    require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
+    if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
+        raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
     vocabulary = document["model"].get("vocab")
     if (
         not isinstance(vocabulary, dict)
@@ -33,11 +37,18 @@ def word_level_tokenizer(
         or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values())
     ):
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
-    texts = {token_id: word for word, token_id in (vocabulary | dict(added)).items()}
-    if len(texts) != len(vocabulary | dict(added)):
+    named = vocabulary | added.ids
+    texts = {token_id: word for word, token_id in named.items()}
+    if len(texts) != len(named):
         raise ConvertError(f"{path}: words of the vocabulary share ids")
     return word_tokenizer(
-        texts, str(path), set(added), cut=_cut(document, path), end_of_text=end_of_text
+        texts,
+        str(path),
+        added.special,
+        cut=_cut(document, path),
+        end_of_text=added.end,
+        added_tokens=added.ordinary,
+        added_flags=added.flags,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.added import with_ends
 from logitd.model.convert.source_file import source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
@@ -72,10 +73,11 @@ def choose_vocabulary(
     hold_against_rows(
         chosen.vocabulary, chosen.where, rows=rows, stated=stated, unused_rows=unused_rows
     )
-    if not chosen.vocabulary.tokenizer.has_text:
-        return chosen.vocabulary
-    note = f"the vocabulary of {size_of(chosen.vocabulary):,} ids is from {chosen.where}"
-    return replace(chosen.vocabulary, notes=(note, *chosen.vocabulary.notes))
+    vocabulary = with_ends(chosen.vocabulary, folder)
+    if not vocabulary.tokenizer.has_text:
+        return vocabulary
+    note = f"the vocabulary of {size_of(vocabulary):,} ids is from {chosen.where}"
+    return replace(vocabulary, notes=(note, *vocabulary.notes))
 
 
 def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:

@@ -55,14 +55,22 @@ def word_tokenizer(
     *,
     cut: str | None = None,
     end_of_text: str | None = None,
+    added_tokens: Mapping[str, int] | None = None,
+    added_flags: Mapping[str, Collection[str]] | None = None,
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """A tokenizer with these ids, and what is assumed. Raises ConvertError.
 
     named_special  which of the texts are special tokens, besides those that look so
     cut            the regular expression that cuts texts, where it is known
     end_of_text    the special token that ends a document, where it is known
+    added_tokens   which of the texts are split off before a text is cut, and their flags
     """
-    names = {i: text for i, text in texts.items() if looks_special(text) or text in named_special}
+    added_tokens = added_tokens or {}
+    names = {
+        i: text
+        for i, text in texts.items()
+        if text in named_special or (looks_special(text) and text not in added_tokens)
+    }
     words = {i: text for i, text in texts.items() if i not in names}
     _refuse_parts(words.values(), where)
     joined = any(text != text.strip() for text in words.values())
@@ -75,6 +83,8 @@ def word_tokenizer(
         ranks={f"{space}{text}".encode(): token_id for token_id, text in words.items()},
         pattern=pattern,
         special_tokens=special,
+        added_tokens=added_tokens,
+        added_flags=added_flags,
         vocab_size=max(texts) + 1,
         end_of_text_name=end_name(special) if end_of_text is None else end_of_text,
         kind=kind,

@@ -13,6 +13,7 @@ from logitd.model.convert.exportable import describe, gguf_objections, hf_object
 from logitd.model.convert.exporting import export_model
 from logitd.model.convert.family import GPT_NEOX, family_of, nearest, objections
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Started
@@ -113,6 +114,20 @@ def test_all_that_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
                  "the vocabulary is the bytes alone"):  # fmt: skip
         assert part in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_what_llama_cpp_does_not_know_of_added_tokens_is_said() -> None:
+    bytes_alone = byte_tokenizer()
+    tokenizer = Tokenizer(
+        ranks=bytes_alone.ranks,
+        pattern=bytes_alone.pattern,
+        special_tokens={END_OF_TEXT: 256, "<|a|>": 257},
+        added_flags={"<|a|>": ["rstrip"]},
+        end_ids=[1, 2, 257],
+    )
+    found = " ".join(gguf_objections(tiny_config(**FAMILIES["llama"]), tokenizer, "any"))
+    assert "have rstrip" in found
+    assert "4 tokens end a text" in found
 
 
 def test_what_llama_cpp_lacks_is_said_besides() -> None:

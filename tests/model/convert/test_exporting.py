@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch.testing import assert_close
@@ -17,6 +18,7 @@ from logitd.model.convert.importing import import_model
 from logitd.model.convert.vocabulary.characters import character_tokenizer
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.model.files import FileError
+from logitd.model.llm import LLM, SamplingParams
 from logitd.model.transformer.config import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
@@ -94,6 +96,32 @@ def test_transformers_computes_the_same_and_so_does_the_way_back(
     info, again = loaded(tmp_path / "again")
     assert info.tokenizer.encode(text) == ids
     assert_close(again(given).logits, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_added_tokens_and_ends_come_here_and_go(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    tokenizer = their_tokenizer()
+    tokenizer.add_tokens([tokenizers.AddedToken("   ", normalized=True)])
+    save_theirs(tmp_path / "source", "llama", tokenizer=tokenizer)
+    ends = '{"eos_token_id": [381, 380]}'
+    (tmp_path / "source" / "generation_config.json").write_text(ends, encoding="utf-8")
+    info = import_model(tmp_path / "source", tmp_path / "ours")
+    text = "a      b"
+    assert info.tokenizer.encode(text) == tokenizer.encode(text).ids == [64, 382, 382, 65]
+    with LLM(tmp_path / "ours") as llm:
+        for end in (380, 381):
+            bias = SamplingParams(max_tokens=5, temperature=0, seed=1, logit_bias={end: 50.0})
+            assert llm.generate([[1, 2]], bias)[0].token_ids == (end,)
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs(text).input_ids == tokenizer.encode(text).ids
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "theirs")
+    assert settings.eos_token_id == [381, 380]
+    export_model(tmp_path / "ours", tmp_path / "model.gguf", to="gguf")
+    fields = gguf.GGUFReader(str(tmp_path / "model.gguf")).fields
+    facts = {name.rpartition(".")[2]: field.contents() for name, field in fields.items()}
+    assert (facts["eos_token_id"], facts["eot_token_id"]) == (381, 380)
+    assert (facts["tokens"][382], facts["token_type"][382]) == ("   ", 4)
 
 
 def test_qwen2_with_its_own_way_to_cut_texts(tmp_path: Path) -> None:

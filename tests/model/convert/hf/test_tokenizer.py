@@ -1,24 +1,28 @@
 """`tokenizer.json`: the ids of the `tokenizers` library, or a reason why not."""
 
-import importlib.util
 import json
+import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, normalizers, pre_tokenizers
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.added import with_ends
 from logitd.model.convert.hf.export import tokenizer_document
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
 from logitd.model.convert.probe import probe_text
-from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer, TokenizerError
+from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from tests.model.convert.theirs import SAMPLE, their_tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
 
@@ -64,18 +68,8 @@ def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path
     assert [token_id] == library.encode(name).ids
 
 
-@pytest.mark.parametrize("library", [True, False], ids=["library", "plain"])
-def test_a_broken_conversion_is_found_out(
-    library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is read is tried, with the library or with BPE's definition."""
-    if not library:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_a_broken_conversion_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(their_tokenizer(), tmp_path)
-    monkeypatch.setattr("logitd.model.convert.hf.tokenizer.GPT2_PATTERN", SPLIT_PATTERN)
-    if library:
-        with pytest.raises(ConvertError, match="cannot be written as ranks: by the tokenizers lib"):
-            read(their_tokenizer(), tmp_path)
     monkeypatch.setattr("logitd.model.convert.hf.tokenizer.GPT2_PATTERN", r"\p{L}+")
     with pytest.raises(ConvertError, match="leaves characters out"):
         read(their_tokenizer(), tmp_path)
@@ -137,19 +131,179 @@ def test_a_normalizer_can_be_left_out_and_that_is_noted(tmp_path: Path) -> None:
     tokenizer_json = document(tmp_path) | {"normalizer": {"type": "NFC"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=True)
-    assert tokenizer.notes == (
-        "the source's normalizer NFC is left out: texts are encoded as they are",
-    )
+    (note,) = tokenizer.notes
+    assert "normalizer NFC is left out" in note
 
 
-def test_the_end_of_text_is_the_one_that_the_folder_names(tmp_path: Path) -> None:
-    assert read(their_tokenizer(), tmp_path).tokenizer.end_of_text == 380
-    (tmp_path / "config.json").write_text('{"eos_token_id": [381, 380]}', encoding="utf-8")
-    assert read(their_tokenizer(), tmp_path).tokenizer.end_of_text == 381
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"eos_token": {"content": "<|endoftext|>"}}', encoding="utf-8"
+def write_files(folder: Path, **files: Any) -> None:
+    for name, document in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, (380,)),
+        ({"config": {"eos_token_id": [381, 380]}}, (381, 380)),
+        ({"config": {"eos_token_id": 300}}, (380, 300)),
+        ({"config": {"eos_token_id": 999}}, (380,)),
+        ({"config": {"eos_token_id": 380}, "generation_config": {"eos_token_id": 381}}, (381,)),
+        ({"config": {"eos_token_id": 381}, "generation_config": {"eos_token_id": None}}, (381,)),
+        (
+            {"tokenizer_config": {"eos_token": {"content": "<|endoftext|>"}},
+             "generation_config": {"eos_token_id": [381]}},
+            (380, 381),
+        ),
+        ({"special_tokens_map": {"eos_token": "<|user|>"}}, (381,)),
+        ({"tokenizer_config": {"eos_token": "the"}}, (380,)),
+    ],
+)  # fmt: skip
+def test_ends_of_a_text_are_those_that_the_folder_names(
+    files: dict[str, Any], ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_files(tmp_path, **files)
+    vocabulary = with_ends(read(their_tokenizer(), tmp_path), tmp_path)
+    assert vocabulary.tokenizer.ends == ends
+    assert vocabulary.tokenizer.end_of_text == ends[0]
+    assert any("999" in note for note in vocabulary.notes) == ("999" in str(files))
+
+
+def test_import_without_an_end_of_text_says_so(tmp_path: Path) -> None:
+    characters = ForeignTokenizer(tokenizer=character_tokenizer({0: "a", 1: "b"}))
+    assert "no end of text" in with_ends(characters, tmp_path).notes[-1]
+    write_files(tmp_path, generation_config={"eos_token_id": 1, "temperature": 0.6})
+    ended = with_ends(characters, tmp_path)
+    assert ended.tokenizer.ends == (1,)
+    (note,) = ended.notes
+    assert "temperature 0.6" in note
+
+
+TOKEN_FLAGS = st.fixed_dictionaries(
+    {name: st.booleans() for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+)
+
+
+@pytest.mark.hypothesis
+def test_added_tokens_are_the_librarys(tmp_path: Path) -> None:
+    contents = ["  ", "    ", "<tool>", "naïve", "<|x|>", "1234"]
+
+    @given(
+        st.lists(st.tuples(st.sampled_from(contents), TOKEN_FLAGS), unique_by=lambda t: t[0]),
+        st.lists(st.sampled_from([*contents, " ", "\n", "a", "<|user|>", "2"])).map("".join),
     )
-    assert read(their_tokenizer(), tmp_path).tokenizer.end_of_text == 380
+    def same(tokens: list[tuple[str, dict[str, bool]]], text: str) -> None:
+        library = their_tokenizer()
+        for content, flags in tokens:
+            library.add_tokens([tokenizers.AddedToken(content, **flags)])
+        tokenizer = read(library, tmp_path).tokenizer
+        ids = library.encode(text).ids
+        assert tokenizer.encode(text, special_ids=True) == ids
+        written = Library.from_str(json.dumps(tokenizer_document(tokenizer)))
+        assert written.encode(text).ids == ids
+        write_files(tmp_path, tokenizer=tokenizer_document(tokenizer))
+        back = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False).tokenizer
+        assert back.description() == tokenizer.description()
+
+    same()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_files_beside_add_tokens_as_in_transformers(older: bool, tmp_path: Path) -> None:
+    their_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    flags = {"lstrip": False, "single_word": False, "normalized": False}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": {
+            "381": {"content": "<|user|>", "rstrip": True, "special": True} | flags,
+            "382": {"content": "   ", "rstrip": False, "special": False} | flags,
+        },
+    }
+    if older:
+        del config["added_tokens_decoder"]
+        write_files(tmp_path, added_tokens={"   ": 382, "<pad>": 383},
+                    special_tokens_map={"pad_token": "<pad>"})  # fmt: skip
+    write_files(tmp_path, tokenizer_config=config)
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    vocabulary = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False)
+    for text in ("a    b<|user|>  \n c", "<pad>   <|user|>x"):
+        ids = vocabulary.tokenizer.encode(text, special_ids=True)
+        assert ids == library(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_token_of_texts_with_a_role_is_met_in_texts(listed: bool, tmp_path: Path) -> None:
+    library = their_tokenizer()
+    if listed:
+        library.add_special_tokens(["!"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    write_files(tmp_path, tokenizer_config={"pad_token": "!"})
+    vocabulary = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False).tokenizer
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, pad_token="!")
+    assert vocabulary.encode("a! !b") == theirs("a! !b").input_ids
+    assert "!" in vocabulary.added_tokens
+
+
+def added(**members: Any) -> dict[str, Any]:
+    return {"tokenizer": {"added_tokens": [{"id": 380, "content": "<x>", **members}]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer": {"shuffle": True}}, "tokenizer.json: shuffle is True"),
+        (added(fuzzy=True), "fuzzy is True"),
+        (added(id=-1), "not a valid added token"),
+        ({"tokenizer": {"pre_tokenizer": {"type": "ByteLevel", "upper": 1}}}, "upper is 1"),
+        ({"tokenizer": {"decoder": {"type": "Metaspace"}}}, "Metaspace"),
+        ({"tokenizer": {"post_processor": {"type": "Reverse"}}}, "Reverse"),
+        ({"tokenizer_config": {"do_lower_case": True}}, "do_lower_case is True"),
+        ({"tokenizer_config": {"add_prefix_space": True}}, "add_prefix_space is True"),
+        ({"tokenizer_config": {"eos_token": 5}}, "eos_token is 5"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"7": {"content": "<|user|>"}}}},
+         r"<\|user\|>.* 7,.* 381"),
+        ({"added_tokens": {"<x>": 381}}, r"<\|user\|>.*<x>.*381"),
+        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id.*'2'"),
+    ],
+)  # fmt: skip
+def test_unknown_member_of_the_files_is_refused_by_name(
+    files: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_files(tmp_path, **files | {"tokenizer": document(tmp_path) | files.get("tokenizer", {})})
+    with pytest.raises(ConvertError, match=message):
+        read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "note"),
+    [
+        ({"tokenizer": {"post_processor": {"type": "RobertaProcessing"}}}, "RobertaProcessing"),
+        ({"tokenizer_config": {"add_bos_token": True}}, "add_bos_token"),
+        ({"tokenizer_config": {"pad_token": "[PAD]"}}, r"pad_token is '\[PAD\]'"),
+    ],
+)
+def test_what_is_around_a_text_is_noted(files: Any, note: str, tmp_path: Path) -> None:
+    write_files(tmp_path, **files | {"tokenizer": document(tmp_path) | files.get("tokenizer", {})})
+    (said,) = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False).notes
+    assert re.search(note, said)
+
+
+def test_many_added_tokens_take_seconds(tmp_path: Path) -> None:
+    tokenizer_json = document(tmp_path)
+    tokenizer_json["added_tokens"] += [
+        {"id": 383 + i, "content": f"<{i}>", "special": i % 2 == 0} for i in range(100_000)
+    ]
+    began = time.process_time()
+    vocabulary = read_document(tokenizer_json, tmp_path)  # 382 has no token
+    first, *others = vocabulary.tokenizer.encode("<7> <8>")
+    assert (first, vocabulary.tokenizer.decode(others)) == (390, " <8>")
+    assert time.process_time() - began < 20
+
+
+def test_token_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    tokenizer_json = document(tmp_path)
+    tokenizer_json["model"]["vocab"]["x" * 100_000] = 500
+    with pytest.raises(ConvertError, match=r"100,000 bytes.*2,048"):
+        read_document(tokenizer_json, tmp_path)
 
 
 BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"

@@ -122,7 +122,7 @@ def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
     assert "no token crosses a cut of GPT-4's pattern, so that is assumed" in CUT_TOKENIZER.notes[1]
     told = of({"merges": CUT, "pattern": r"\s?\S+|\s+"})
     assert told.tokenizer.pattern == r"\s?\S+|\s+"
-    assert len(told.notes) == 1
+    assert not [note for note in told.notes if "assumed" in note]
 
 
 @pytest.mark.parametrize("pattern", CUTS.values(), ids=CUTS)

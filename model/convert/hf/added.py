@@ -1,0 +1,274 @@
+"""Added tokens of a Hugging Face folder, by the files that name them, and what ends a text.
+
+Reads them as transformers does. `tokenizer.json` lists added tokens; `tokenizer_config.json` adds
+others and changes their flags (`added_tokens_decoder`), or, in older folders, `added_tokens.json`
+does. Tokens with a role (`eos_token` and the like, also in `special_tokens_map.json`) are special.
+`eos_token_id` is a number or a list; that of `generation_config.json` overrides `config.json`.
+
+A member of `tokenizer_config.json` is read here or in `chat_template.py`, is known to leave ids as
+they are, or is refused by name.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.hf.folder import CONFIG, read_object
+from logitd.model.text.added_tokens import Flag
+from logitd.model.text.tokenizer import Tokenizer
+
+TOKENIZER_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+ADDED, NAMES = "added_tokens.json", "special_tokens_map.json"
+
+MEMBERS = frozenset(
+    ("__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
+)
+"""Members of an added token."""
+LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+NEUTRAL = frozenset(
+    (
+        *("tokenizer_class", "tokenizer_file", "tokenizer_type", "name_or_path", "auto_map"),
+        *("vocab_file", "merges_file", "special_tokens_map_file", "transformers_version"),
+        *("model_max_length", "max_length", "max_len", "truncation", "truncation_side", "stride"),
+        *("truncation_strategy", "padding", "padding_side", "pad_to_multiple_of", "padding_size"),
+        *("pad_token_type_id", "model_input_names", "return_token_type_ids", "processor_class"),
+        *("return_attention_mask", "clean_up_tokenization_spaces", "errors", "legacy", "is_local"),
+        *("from_slow", "local_files_only", "backend", "use_fast", "trust_remote_code", "revision"),
+        *("spaces_between_special_tokens", "split_special_tokens", "sp_model_kwargs", "unk_id"),
+        *("vocab_size", "trim_offsets", "device_map", "torch_dtype", "dtype", "_commit_hash"),
+        *("use_default_system_prompt", "chat_template", "response_schema", "added_tokens_decoder"),
+    )
+)
+"""Members of `tokenizer_config.json` that change no id of a text, or are read by name."""
+NO_SAMPLING = frozenset(
+    (
+        *("_from_model_config", "transformers_version", "eos_token_id", "bos_token_id"),
+        *("pad_token_id", "decoder_start_token_id", "do_sample", "use_cache", "max_length"),
+        *("max_new_tokens", "cache_implementation", "return_dict_in_generate", "output_scores"),
+        *("output_attentions", "output_hidden_states", "output_logits"),
+    )
+)
+"""Members of `generation_config.json` that do not change which token is drawn."""
+
+
+@dataclass(frozen=True)
+class AddedVocabulary:
+    """Added tokens by their ids in the source.
+
+    special, ordinary  text and id
+    flags              of either, by text
+    end                the special token that ends a document, if a file names it
+    notes              what a person should know, as sentences
+    """
+
+    special: Mapping[str, int]
+    ordinary: Mapping[str, int]
+    flags: Mapping[str, list[Flag]] = field(default_factory=dict)
+    end: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """All of them."""
+        return {**self.special, **self.ordinary}
+
+
+def require_members(part: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
+    """An object of JSON. Raises ConvertError for another value, and for an unknown member with a
+    value that is not null."""
+    if not isinstance(part, dict):
+        raise ConvertError(f"{where} is {part!r:.60}; expected an object")
+    for name, value in part.items():
+        if name not in known and value is not None:
+            raise ConvertError(
+                f"{where}: {name} is {value!r:.60}; it is not known here and may change ids. "
+                "Remove it if you know that it does not"
+            )
+    return part
+
+
+def read_added(
+    document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, folder: Path | None
+) -> AddedVocabulary:
+    """The added tokens of a `tokenizer.json`, with the ordinary tokens in `vocabulary`, and of the
+    other files in its folder. Raises ConvertError."""
+    config = _object(folder, TOKENIZER_CONFIG)
+    where = str((folder or path.parent) / TOKENIZER_CONFIG)
+    notes, made = list(_check_config(config, where)), merged_texts(document)
+    entries = dict(_entries(document.get("added_tokens") or (), str(path)))
+    roles = _object(folder, NAMES) | config if "added_tokens_decoder" not in config else config
+    named = dict(_named(roles, where))
+    for text, entry in _further(config, folder, named, where):
+        known = entries.get(text, {"id": vocabulary.get(text, entry["id"])})
+        if known["id"] != entry["id"]:
+            raise ConvertError(
+                f"{where} gives {text!r} the id {entry['id']}, {path.name} {known['id']}"
+            )
+        entries[text] = entry
+    for text, (role, members) in named.items():
+        if text not in entries and text not in vocabulary:
+            notes.append(f"{role} is {text!r}, which the vocabulary lacks: it is left out")
+            continue
+        entry = entries.get(text, {**members, "id": vocabulary.get(text)})
+        entries[text] = {**entry, "special": True}
+    for text in entries.keys() & made:  # met in texts, whatever role it has
+        if vocabulary.get(text) == entries[text]["id"]:
+            entries[text] = {**entries[text], "special": False}
+    owners: dict[int, str] = {}
+    for text, entry in entries.items():
+        if owners.setdefault(entry["id"], text) != text:
+            raise ConvertError(
+                f"{path}: the added tokens {owners[entry['id']]!r} and {text!r} have the id "
+                f"{entry['id']}"
+            )
+    special = {text: entry["id"] for text, entry in entries.items() if entry["special"]}
+    names = {token_id: text for text, token_id in special.items()}
+    end = next((text for text, (role, _) in named.items() if role == "eos_token"), None)
+    if end not in special:
+        end = next((names[i] for i in _stated_ends(folder)[1] if i in names), None)
+    return AddedVocabulary(
+        special=special,
+        ordinary={text: entry["id"] for text, entry in entries.items() if not entry["special"]},
+        flags={text: flags for text, entry in entries.items() if (flags := _flags(entry))},
+        end=end,
+        notes=tuple(notes),
+    )
+
+
+def _object(folder: Path | None, name: str) -> dict[str, Any]:
+    """The object in a file of the folder; empty if there is none."""
+    return read_object(folder / name) if folder is not None and (folder / name).is_file() else {}
+
+
+def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Added tokens by text. Raises ConvertError."""
+    for token in tokens:
+        entry = require_members(token, MEMBERS, f"an added token of {where}")
+        text, token_id = entry.get("content"), entry.get("id")
+        if not isinstance(text, str) or not text or type(token_id) is not int or token_id < 0:
+            raise ConvertError(f"{where}: {token!r:.200} is not a valid added token")
+        special = entry.get("special") is True
+        yield text, {"normalized": not special, **entry, "special": special}
+
+
+def _further(
+    config: Mapping[str, Any], folder: Path | None, named: Collection[str], where: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Added tokens of the files beside `tokenizer.json`."""
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        older = _object(folder, ADDED)
+        tokens = [{"content": t, "id": i, "special": t in named} for t, i in older.items()]
+        yield from _entries(tokens, str((folder or Path()) / ADDED))
+        return
+    if not isinstance(decoder, dict) or not all(isinstance(t, dict) for t in decoder.values()):
+        raise ConvertError(f"{where}: added_tokens_decoder is not an object of ids and tokens")
+    yield from _entries(
+        ({**token, "id": int(i) if i.isdecimal() else i} for i, token in decoder.items()), where
+    )
+
+
+def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Texts of tokens with a role: the role, and members if there are some. The end of a text is
+    first: of a token with several roles the first counts."""
+    roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
+    found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
+    for name in LISTS:
+        listed = config.get(name) or ()
+        found += [(name, t) for t in (listed.values() if isinstance(listed, dict) else listed)]
+    seen = set[str]()
+    for role, token in found:
+        members: Mapping[str, Any] = {}
+        if isinstance(token, dict):
+            members = require_members(token, MEMBERS, f"{role} of {where}")
+            token = members.get("content")
+        if token is None or token == "" or token in seen:
+            continue
+        if not isinstance(token, str):
+            raise ConvertError(f"{where}: {role} is {token!r:.60}; expected the text of a token")
+        seen.add(token)
+        yield token, (role, members)
+
+
+def merged_texts(document: Mapping[str, Any]) -> set[str]:
+    """The tokens of a `tokenizer.json` that bytes and merges make, as it writes them."""
+    model = document.get("model", {})
+    merged = (
+        merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+        for merge in model.get("merges") or ()
+    )
+    return {*merged, *(token for token in model.get("vocab") or () if len(token) == 1)}
+
+
+def _flags(entry: Mapping[str, Any]) -> list[Flag]:
+    flags: list[Flag] = ["lstrip", "rstrip", "single_word"]
+    flags = [flag for flag in flags if entry.get(flag) is True]
+    if bool(entry.get("normalized")) == entry["special"]:
+        flags.append("normalized" if entry["special"] else "unnormalized")
+    return flags
+
+
+def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Notes on `tokenizer_config.json`. Raises ConvertError for a member that may change ids."""
+    for name, value in config.items():
+        neutral = name in NEUTRAL or name in LISTS or name.endswith("_token_id")
+        if neutral or value in (None, False, "", [], {}):
+            continue
+        if name in ("add_bos_token", "add_eos_token"):
+            yield (
+                f"the source puts a special token around a text ({name}); nothing is put there "
+                "here: give its id in the prompt if the model wants it"
+            )
+        elif not name.endswith("_token") or value is True:
+            raise ConvertError(
+                f"{where}: {name} is {value!r:.60}; it is not known here and may change ids. "
+                "Remove it if you know that it does not"
+            )
+
+
+def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
+    """A vocabulary with every id that ends a text by the files of the model's folder, and a note if
+    none is known. Raises ConvertError."""
+    tokenizer, notes = foreign.tokenizer, list(foreign.notes)
+    generation = _object(folder, GENERATION)
+    if wishes := [
+        f"{name} {value!r:.40}"
+        for name, value in generation.items()
+        if name not in NO_SAMPLING and value not in (None, False)
+    ]:
+        notes.append(f"{GENERATION} recommends {', '.join(wishes[:12])}: a request says that here")
+    place, stated = _stated_ends(folder)
+    order = foreign.order if foreign.order is not None else range(tokenizer.vocab_size)
+    ours = {source: token_id for token_id, source in enumerate(order)} if stated else {}
+    if absent := [end for end in stated if end not in ours]:
+        notes.append(f"eos_token_id of {place} has {absent}, which the vocabulary lacks")
+    ends = [ours[end] for end in stated if end in ours]
+    if ends:
+        tokenizer = _ending(tokenizer, ends, known=foreign.end_known)
+    if not tokenizer.ends:
+        notes.append("no end of text is known: generated text goes on to max_tokens")
+    return replace(foreign, tokenizer=tokenizer, notes=tuple(notes))
+
+
+def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
+    """The ids that end a text, and the file that says so. Raises ConvertError."""
+    for name in (GENERATION, CONFIG):
+        ends = _object(folder, name).get("eos_token_id")
+        if ends is not None:
+            ends = ends if isinstance(ends, list) else [ends]
+            if not all(type(end) is int for end in ends):
+                raise ConvertError(f"{name}: eos_token_id is {ends!r:.60}; expected ids")
+            return name, ends
+    return CONFIG, []
+
+
+def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
+    """The tokenizer with these ids at the end of a text. Unless the end of a document is `known`,
+    it is the first of them that is special."""
+    changes: dict[str, Any] = {"end_ids": ends}
+    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    if not known and (named := next((names[end] for end in ends if end in names), None)):
+        changes["end_of_text"] = named
+    return Tokenizer.described({**tokenizer.description(), **changes}, tokenizer.ranks)
