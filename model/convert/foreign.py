@@ -62,6 +62,7 @@ class ForeignModel:
     contents: Mapping[str, Any] = field(default_factory=dict)  # beside the tensors, as it was read
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the source, for the card
     notes: Sequence[str] = ()  # changes of weights, as sentences
+    unknown: Mapping[str, Any] = field(default_factory=dict)  # settings that nothing understands
 
     @property
     def rows(self) -> int:
@@ -143,6 +144,7 @@ class Settings:
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self._where = where
         self._values = values
+        self._read: set[str] = set()
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """The first of these keys that is there. Raises ConvertError."""
@@ -167,11 +169,12 @@ class Settings:
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        value = self._values.get(name)
+        value = self._first((name,), default, needed=False)
         return default if value is None else value
 
     def has(self, name: str) -> bool:
         """Whether the key is there, be it null."""
+        self._read.add(name)
         return name in self._values
 
     def names(self) -> list[str]:
@@ -187,14 +190,19 @@ class Settings:
 
     def reject_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
         """Raise ConvertError where a key asks for something that no GPTConfig says."""
-        value = self._values.get(name)
+        value = self._first((name,), None, needed=False)
         if value is not None and value not in neutral:
             raise ConvertError(f"{self._where}: {name} is {value!r}; {reason}")
 
-    def _first(self, names: Sequence[str], default: Any) -> Any:
+    def unread(self) -> dict[str, Any]:
+        """The values of the keys that were not asked for."""
+        return {name: value for name, value in self._values.items() if name not in self._read}
+
+    def _first(self, names: Sequence[str], default: Any, *, needed: bool = True) -> Any:
+        self._read.update(names)
         for name in names:
             if self._values.get(name) is not None:
                 return self._values[name]
-        if default is None:
+        if default is None and needed:
             raise ConvertError(f"{self._where} lacks {names[0]}")
         return default

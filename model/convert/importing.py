@@ -9,7 +9,7 @@ computes: nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.p
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ from logitd.model.convert.by_role.read import (
     read_by_role,
     recognise_file,
 )
-from logitd.model.convert.by_role.resolve import compared_with_chance
+from logitd.model.convert.by_role.resolve import OpenQuestions, compared_with_chance
 from logitd.model.convert.card import write_import_card
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from logitd.model.convert.hf.config import FAMILIES, read_huggingface
@@ -44,6 +44,7 @@ from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
+from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.document import beginning
@@ -82,6 +83,7 @@ def import_model(
     unused_rows: bool = False,
     roles: RoleOptions | None = None,
     check: Path | None = None,
+    ignored_settings: Collection[str] = (),
     log: Callable[[str], None] = lambda line: None,
 ) -> CheckpointInfo:
     """Read the model at `source` and save it as a new checkpoint at `destination`.
@@ -91,8 +93,9 @@ def import_model(
     `dtype` is that of the stored weights, "auto" that of the source. `context_length` shortens the
     model's context. `roles` are answers to what the source does not say: with them its tensors are
     recognised by role, whatever program it is from. `check` is a text that the model should
-    predict. `log` is told what was understood. Raises ConvertError, CheckpointError when
-    `destination` exists, and FileError where it cannot be written.
+    predict. `ignored_settings` are names of settings of the source that change no logit, though
+    they are not understood. `log` is told what was understood. Raises ConvertError,
+    CheckpointError when `destination` exists, and FileError where it cannot be written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
@@ -101,6 +104,10 @@ def import_model(
             source, context_length, roles or RoleOptions(), checked=check is not None
         )
     log(f"{source} is a model of {opened.kind}")
+    if roles is None or roles.code is None:
+        _require_understood(opened, ignored_settings, checked=check is not None)
+    elif ignored_settings:
+        raise ConvertError("--ignore-setting and --code: the owner's code says what settings do")
     with _teaching(folder):
         vocabulary = choose_vocabulary(
             tokenizer,
@@ -129,6 +136,7 @@ def import_model(
         "fingerprint": fingerprint(source),
         "format": model.kind,
         "licence": "that of the source; it is not known here",
+        **({"ignored_settings": sorted(ignored_settings)} if ignored_settings else {}),
         **model.facts,
     }
     training = TrainingRecord(
@@ -243,6 +251,23 @@ def _is_own(folder: Path) -> bool:
     """Whether a folder is a checkpoint of this project."""
     config = folder / CONFIG
     return config.is_file() and "format_version" in read_object(config)
+
+
+def _require_understood(
+    opened: ForeignModel | Recognised, ignored: Collection[str], *, checked: bool
+) -> None:
+    """Raise OpenQuestions if settings of the source are not understood, with its other open
+    questions unless a text is going to answer them."""
+    where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
+    if not (unknown := still_unknown(opened.unknown, ignored, where)):
+        return
+    lines = f"{where}: {question(unknown)}"
+    if isinstance(opened, Recognised) and not checked:
+        try:
+            read_by_role(opened)
+        except OpenQuestions as error:
+            lines = f"{error}\n{lines}"
+    raise OpenQuestions(lines, list(unknown))
 
 
 def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:

@@ -65,7 +65,7 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     where = str(folder / CONFIG)
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
-    _reject_unknown(settings, values)
+    unknown = _unknown(settings, values)
     weights_file = str(folder / WEIGHTS)
     loaded = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
@@ -86,6 +86,7 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
         weights=weights,
         dtype=reader.dtype(),
         contents={"config": values},
+        unknown=unknown,
         facts={"name": settings.get("name", "")},
     )
 
@@ -110,11 +111,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _reject_unknown(settings: Settings, values: Mapping[str, Any]) -> None:
+def _unknown(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that nothing here understands. Raises ConvertError for those that ask for what is not
+    supported."""
     for name, neutral in NEUTRAL.items():
         settings.reject_unless(name, neutral, "not supported here")
-    for name in sorted(set(values) - READ - set(NEUTRAL)):
-        settings.reject_unless(name, (False, 0), "unknown key")
+    return {
+        name: value for name, value in values.items() if value and name not in {*READ, *NEUTRAL}
+    }
 
 
 def _config(settings: Settings, context_length: int | None) -> GPTConfig:

@@ -11,7 +11,8 @@ from torch import Tensor
 from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
 from logitd.model.convert.layouts import NANOGPT, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
-from logitd.model.convert.state_file import named_tensors
+from logitd.model.convert.state_file import collect_settings, named_tensors
+from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.config import ConfigError, gpt2_shape
 
 
@@ -51,7 +52,7 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     reader.finish()
     training = checkpoint.get("config")
     training = training if isinstance(training, dict) else {}
-    step = checkpoint.get("iter_num")
+    step, contents = checkpoint.get("iter_num"), without_tensors(checkpoint)
     step = step if type(step) is int and step > 0 else 0
     return ForeignModel(
         kind="nanoGPT",
@@ -61,7 +62,8 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         step=step,
         tokens=step * _tokens_per_step(training),
         val_loss=_loss(checkpoint.get("best_val_loss")),
-        contents=without_tensors(checkpoint),
+        contents=contents,
+        unknown=unknown_settings(collect_settings(contents)),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
     )
 

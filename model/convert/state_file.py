@@ -5,6 +5,7 @@ and the values of its configuration, in the file or in a JSON file beside it. Re
 `pt_file.py` does: no code runs. Says nothing about what the tensors are: see `by_role/`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from logitd.model.convert.by_role.names import WRAPPERS
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import require_source, source_json
+from logitd.model.convert.unknown_settings import unknown_settings
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar", ".model")
 """Files that may hold weights; those of the second half only by their own name."""
@@ -29,6 +31,8 @@ STATES = (
 """Keys that hold the state dict, the likeliest first."""
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
+_TRAINING = re.compile("optim|sched|train|scaler|rng|metric|hist|loss|wandb|stats|data")
+"""Words in names of sections that say nothing of the model."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class StateFile:
     state      that key, None where the file is the state dict
     tensors    by name, without the prefixes of wrappers
     settings   numbers, flags and words of its configuration, by the names that they have there
+    unknown    those of them that may change logits and that nothing here understands
     contents   everything in the file but its tensors: a vocabulary may be among it
     """
 
@@ -48,6 +53,7 @@ class StateFile:
     state: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, Any] = field(default_factory=dict)
+    unknown: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
@@ -63,8 +69,16 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         key, tensors = _state_dict(path, loaded, state)
         where = f"{path} ({key})" if key else str(path)
         contents = without_tensors(loaded) if key else {}
-    settings = _settings_beside(path) | collect_settings(contents)
-    return StateFile(path, where, named_tensors(where, tensors), key or None, settings, contents)
+    beside = _settings_beside(path)
+    return StateFile(
+        path,
+        where,
+        named_tensors(where, tensors),
+        state=key or None,
+        settings=beside | collect_settings(contents),
+        contents=contents,
+        unknown=unknown_settings(beside | collect_settings(contents, of_model_alone=True)),
+    )
 
 
 def find_state_file(folder: Path) -> Path:
@@ -158,9 +172,12 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     return unwrapped
 
 
-def collect_settings(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, flags and words of all nested dictionaries. Where two sections have one name with
-    two values, that of a section for the model counts."""
+def collect_settings(
+    contents: Mapping[str, Any], *, of_model_alone: bool = False
+) -> dict[str, Any]:
+    """Numbers, flags and words of all nested dictionaries except vocabularies. Where two sections
+    have one name with two values, that of a section for the model counts. `of_model_alone` leaves
+    out the sections of a training."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 
@@ -173,10 +190,18 @@ def collect_settings(contents: Mapping[str, Any]) -> dict[str, Any]:
                     if of_model:
                         strong.add(name)
             elif isinstance(value, Mapping) and depth < 3 and len(value) <= 200:
+                if _is_table(value) or (of_model_alone and _TRAINING.search(name.lower())):
+                    continue
                 collect(value, depth + 1, of_model or name.lower() in MODEL_SECTIONS)
 
     collect(contents, 0, False)
     return settings
+
+
+def _is_table(values: Mapping[Any, Any]) -> bool:
+    """True for a vocabulary: numbers that follow one another."""
+    numbers = {value for value in values.values() if type(value) is int}
+    return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:

@@ -71,6 +71,11 @@ class _Source(CommandSettings):
         description="a text that the model should predict: what names do not say is taken so that "
         "the loss on it is lowest",
     )
+    ignore_setting: tuple[str, ...] = Field(
+        (),
+        description="a number or flag of the source's settings that changes no logit; those that "
+        "are not understood stop the import",
+    )
     map: Path | None = Field(
         None, description="TOML file that says which tensor is what (a draft is written on need)"
     )

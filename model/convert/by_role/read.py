@@ -91,6 +91,11 @@ class Recognised:
         return self.file.contents
 
     @property
+    def unknown(self) -> Mapping[str, Any]:
+        """Settings that may change logits and that nothing here understands."""
+        return self.file.unknown
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         """Facts about the source that lead to its vocabulary."""
         dataset = self.file.settings.get("dataset")

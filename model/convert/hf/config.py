@@ -15,6 +15,7 @@ from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, S
 from logitd.model.convert.hf.folder import CONFIG, open_state_dict, read_object
 from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
 from logitd.model.convert.layouts import GPT2, LLAMA, NEOX, OPT, Layout, read_weights
+from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.config import Activation, ConfigError, GPTConfig, gpt2_shape
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -29,6 +30,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".rotary_emb.inv_freq")  # fmt: skip
 """Ends of names of masks and tables."""
+
+NEUTRAL = (
+    *("return_dict", "pretraining_tp", "max_window_layers", "length_penalty", "num_beams"),
+    *("num_beam_groups", "repetition_penalty", "typical_p", "max_length", "encoder_hidden_size"),
+    *("chunk_size_feed_forward", "n_special", "afn", "predict_special_tokens", "hidden_dropout"),
+)
+"""Keys that every configuration may have, and that change no logit."""
 
 Shape = tuple[GPTConfig, set[str]]
 """A shape, and its parts without biases there though others have some (`read_weights`)."""
@@ -55,6 +63,12 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
         weights=weights,
         dtype=reader.dtype(),
         contents={"config": document},
+        # What its classes there do not know may be of code of its own.
+        unknown={
+            name: value
+            for name, value in unknown_settings(settings.unread()).items()
+            if value is not False and name not in NEUTRAL
+        },
         facts={"architectures": _architectures(settings.get("architectures", []), where)},
     )
 

@@ -36,6 +36,7 @@ def run(settings: ImportSettings) -> int:
             draft=draft_of(settings.destination),
         ),
         check=settings.check,
+        ignored_settings=settings.ignore_setting,
         log=print,
     )
     config = checkpoint.config

@@ -1,0 +1,92 @@
+"""Unknown settings: numbers and flags of a configuration that may change what a model computes.
+
+A setting is known if something here reads it, if it is a part of a shape, which tensors show, or if
+it belongs to the training. Every other number or flag is a question: a cap on logits or a factor
+leaves no trace in the names and shapes of tensors. Words are no questions: those that name a
+computation are read (`by_role/questions.py`).
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from logitd.model.convert.by_role.names import SETTINGS
+from logitd.model.convert.foreign import ConvertError
+
+_KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
+
+_SHAPE = (
+    r"d_[kqv]|d_qkv|(use_|qkv_|attn_|attention_|mlp_|ffn?_|head_|lm_head_|linear_)?bias|n_?params|"
+    r"multiple_of|ffn?_(mult(iplier)?|dim_multiplier|ratio|factor)|mlp_(ratio|mult(iplier)?)|"
+    r"(hidden|expansion)_(mult(iplier)?|factor|ratio|size_mult)|expansion|"
+    r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
+    r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
+)
+"""Names of what tensors show: widths, biases, and whether the head is the embedding."""
+_TRAINING = (
+    r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
+    r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
+    r"loss(es)?|ppl|perplexity|bpc|bpb|dropout|pdrop|dropout_(p|prob|rate)|drop_prob|layerdrop|"
+    r"tokens|samples|chars|characters|bytes|documents|sequences|examples|seconds|minutes|hours|"
+    r"time|date|version|world_size|rank|batch|batches|batch_size|bs|bsz|token_id|pad_idx)|"
+    r"(train|training|test|eval|evaluation|val|valid|validation|best|wandb|save|saved|resume|"
+    r"checkpoint|warm_?up|adam|optim|optimizer|sched|scheduler|accum|accumulation|grad|"
+    r"gradient|ddp|fsdp|init|initializer|data|dataset|summary|log_(interval|every|freq|iters?|steps?))_.*|"
+    r"batch.*|warm_?up|adam|decay|lr_.*|decay_lr|(grad_?)?clip|clip_grad.*|max_(grad_)?norm|"
+    r"early_stop.*|init(_.*)?|.*_init(_std|_range|_scale)?|init_std|fused(_adam)?|label_smoothing|"
+    r"compile|compiled|use_compile|torch_compile|ddp|fsdp|amp|use_amp|fp16|bf16|mixed_precision|"
+    r"use_cache|kv_cache|use_kv_cache|cuda|mps|gpu|n?gpus?|num_threads|pin_memory|verbose|debug|"
+    r"always_save_checkpoint|eval_only|shuffle|stride|gradient_checkpointing|(use_)?checkpointing|"
+    r"(use_)?(flash|sdpa|flash_attn|flash_attention|flash_attn_2)|(use_)?wandb|tensorboard|"
+    r"temperature|top_?[kp]|max_new_tokens|max_gen_len|num_return_sequences|.*_split|split|"
+    r"last_epoch|_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
+    r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls|mask)(_id|_idx)?|ndigit"
+)
+"""Names of settings that do not change the logits of a trained model: how it was trained, drawn
+from, measured and stored."""
+_NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
+_NEUTRAL: Mapping[str, object] = {
+    **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
+    **dict.fromkeys(("decoder_only", "use_pos_emb", "scale_attn_weights", "autoregressive"), True),
+    **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
+}
+"""Values of other settings that ask for what is computed here anyway."""
+
+
+def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and flags that may change a logit and that nothing here understands. A number
+    that is 0 asks for nothing."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, int | float)
+        and (value is False or value != 0)
+        and (lower := name.lower()) not in _KNOWN
+        and _NEUTRAL.get(lower) is not value
+        and _NAMES.fullmatch(lower) is None
+    }
+
+
+def still_unknown(
+    settings: Mapping[str, Any], ignored: Collection[str], where: str
+) -> dict[str, Any]:
+    """The unknown settings without those that the user knows to change nothing. Raises ConvertError
+    for an ignored one that is not among them."""
+    if wrong := sorted(set(ignored) - settings.keys()):
+        raise ConvertError(
+            f"--ignore-setting {wrong[0]}: {where} has no such setting that is not understood; "
+            f"there are {', '.join(settings) or 'none'}"
+        )
+    return {name: value for name, value in settings.items() if name not in ignored}
+
+
+def question(settings: Mapping[str, Any]) -> str:
+    """The unknown settings as a question for a person."""
+    shown = ", ".join(f"{name} {value!r}" for name, value in list(settings.items())[:12])
+    flags = " ".join(f"--ignore-setting {name}" for name in list(settings)[:12])
+    return (
+        f"settings are not understood, and a text does not show what they do: {shown}. Let --code "
+        "FILE.py:NAME (the owner's own class) show that the logits agree; or, if they change no "
+        f"logit: {flags}"
+    )

@@ -1,0 +1,94 @@
+"""Unknown settings: what may change a logit is asked, whatever the format; a training's is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitd.model.convert.by_role.read import RoleOptions
+from logitd.model.convert.by_role.resolve import OpenQuestions
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.importing import import_model
+from logitd.model.convert.state_file import collect_settings
+from logitd.model.convert.unknown_settings import unknown_settings
+from tests.model.convert.test_nanogpt import STOI, TEXT, save, small
+from tests.model.convert.theirs import save_theirs
+
+ANSWERS: dict[str, Any] = {
+    "n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
+    "score_scale": "head_dim", "norm": "layernorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("softcap", 15.0), ("logit_scale", 0.5), ("alibi", True), ("scale_scores", False),
+        ("clip_qkv", 8), ("causal", False), ("window", 4), ("embedding_multiplier", 12.0),
+        ("attn_beta", 2.0), ("n_loops", 2),
+    ],
+)  # fmt: skip
+def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
+    given = {name: value, name.upper(): value}
+    assert unknown_settings(given) == given
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", 1e-3), ("max_iters", 5000), ("beta1", 0.9), ("grad_clip", 1.0),
+        ("batch_size", 64), ("eval_only", False), ("use_cache", True), ("attn_pdrop", 0.1),
+        ("bias", False), ("tie_weights", True), ("n_layer", 6), ("causal", True), ("seed", 1337),
+        ("softcap", 0.0), ("train_loss", 1.8), ("initializer_range", 0.02), ("compile", True),
+        ("eos_token_id", 51), ("warmup_iters", 100), ("lr_decay_iters", 5000), ("name", "x"),
+    ],
+)  # fmt: skip
+def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:
+    assert unknown_settings({name: value}) == {}
+
+
+def test_vocabularies_and_sections_of_a_training_are_no_settings() -> None:
+    contents = {"stoi": {"a": 0, "b": 1, "c": 2, "step": 3}, "optimizer": {"softcap": 1.0},
+                "model_args": {"softcap": 2.0}}  # fmt: skip
+    assert collect_settings(contents) == {"softcap": 2.0}
+    del contents["model_args"]
+    assert collect_settings(contents, of_model_alone=True) == {}
+
+
+def of_roles(folder: Path) -> None:
+    save(folder / "m.pt", small(len(STOI)), model_args={"softcap": 15.0}, stoi=STOI)
+
+
+def of_nanogpt(folder: Path) -> None:
+    model = small(len(STOI))
+    save(folder / "ckpt.pt", model, model_args=model.arguments | {"softcap": 15.0}, stoi=STOI)
+
+
+def of_transformers(folder: Path) -> None:
+    save_theirs(folder, "llama")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"softcap": 15.0}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("write", [of_roles, of_nanogpt, of_transformers])
+@pytest.mark.parametrize("checked", [False, True])
+def test_unknown_setting_is_an_open_question(write: Any, checked: bool, tmp_path: Path) -> None:
+    write(tmp_path / "source")
+    (tmp_path / "text.txt").write_text(TEXT * 50, encoding="utf-8")
+    roles = RoleOptions(answers=ANSWERS) if write is of_roles else None
+    check = tmp_path / "text.txt" if checked else None
+    with pytest.raises(OpenQuestions, match=r"softcap 15.0.*--ignore-setting softcap"):
+        import_model(tmp_path / "source", tmp_path / "ours", roles=roles, check=check)
+    info = import_model(
+        tmp_path / "source", tmp_path / "ours", roles=roles, ignored_settings=["softcap"]
+    )
+    assert info.training.data["ignored_settings"] == ["softcap"]
+    with pytest.raises(ConvertError, match=r"--ignore-setting cap.*softcap"):
+        import_model(tmp_path / "source", tmp_path / "again", roles=roles, ignored_settings=["cap"])
+
+
+def test_unknown_settings_are_asked_with_the_other_questions(tmp_path: Path) -> None:
+    of_roles(tmp_path / "source")
+    with pytest.raises(OpenQuestions, match=r"(?s)--activation.*--ignore-setting softcap"):
+        import_model(tmp_path / "source", tmp_path / "ours")
