@@ -79,8 +79,7 @@ def owner_logits(
         request = {
             "file": str(code.file.resolve()),
             "expression": code.expression,
-            "values": _known_values(tensors, findings, settings),
-            "shape": _known_shape(tensors, findings),
+            **known_values(tensors, findings, settings),
             "rows": rows,
             "length": length,
         }
@@ -128,8 +127,16 @@ def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
         )
 
 
-def _known_shape(tensors: MappedTensors, findings: Findings) -> dict[str, Any]:
-    """What the tensors say, under every name that people have for it."""
+def known_values(
+    tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Values under every name that people have for them.
+
+    said    what the file's settings and the user say. No dropout, and the CPU
+    shape   what the tensors show
+    flags   guesses of which layers have a bias
+    values  all of these together
+    """
     rows, width = tensors.shape("token_embedding")
     mapped = tensors.map
     fields: dict[str, Any] = {
@@ -140,29 +147,19 @@ def _known_shape(tensors: MappedTensors, findings: Findings) -> dict[str, Any]:
     }
     if mapped.has("mlp_down"):
         fields["d_ff"] = tensors.shape("mlp_down")[1]
+    shape = {key: value for field, value in fields.items() for key in SETTINGS[field]}
+    said: dict[str, Any] = {"device": "cpu"}
     if findings["n_head"].resolved:
-        fields["n_head"] = findings["n_head"].values[0]
-    known = {key: value for field, value in fields.items() for key in SETTINGS[field]}
-    qkv = any(mapped.has(role, "bias") for role in ("qkv", "query", "key", "value"))
-    return known | {
-        "qkv_bias": qkv,
-        "attention_bias": qkv,
-        "bias": mapped.has("attention_out", "bias") or mapped.has("mlp_down", "bias"),
-        "use_bias": mapped.has("attention_out", "bias") or mapped.has("mlp_down", "bias"),
-    }
-
-
-def _known_values(
-    tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The file's settings by their own names, and the rest under every other name. No dropout, and
-    the CPU."""
-    known = _known_shape(tensors, findings) | {"device": "cpu"}
+        said |= dict.fromkeys(SETTINGS["n_head"], findings["n_head"].values[0])
     for field, keys in SETTINGS.items():
-        if (said := setting(settings, field)) is not None:
-            known |= {key: said[0] for key in keys if key not in known}
-    own = {str(key).lower(): value for key, value in settings.items()}
-    return known | own | dict.fromkeys(SETTINGS["dropout"], 0.0)
+        if field not in fields and (given := setting(settings, field)) is not None:
+            said |= {key: given[0] for key in keys if key not in said}
+    said |= {str(key).lower(): value for key, value in settings.items()}
+    said |= dict.fromkeys(SETTINGS["dropout"], 0.0)
+    qkv = any(mapped.has(role, "bias") for role in ("qkv", "query", "key", "value"))
+    others = mapped.has("attention_out", "bias") or mapped.has("mlp_down", "bias")
+    flags = {"qkv_bias": qkv, "attention_bias": qkv, "bias": others, "use_bias": others}
+    return {"said": said, "shape": shape, "flags": flags, "values": shape | flags | said}
 
 
 def _check_causal(code: OwnerCode, answer: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ import ast
 import ctypes
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -40,12 +41,55 @@ class Problem(Exception):
 
 
 class Values(dict[str, Any]):
-    """Known numbers as a dictionary whose keys are attributes too."""
+    """Known numbers as a dictionary whose keys are attributes too; `asked` are those looked up."""
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
+        super().__init__(values)
+        self.__dict__["asked"] = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
         raise AttributeError(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One way to make the model.
+
+    top     values that names at the top of the file get, whatever it says
+    over    values that parameters get, whatever their defaults
+    values  values of what has no default
+    asked   names that the code wants values for, over all attempts
+    """
+
+    top: Mapping[str, Any]
+    over: Mapping[str, Any]
+    values: Mapping[str, Any]
+    asked: set[str]
+
+
+def attempts(request: Mapping[str, Any]) -> Iterator[Attempt]:
+    """With the defaults of the owner's code first; then with what the tensors show instead; then
+    with either value of the flags that the tensors show only in part."""
+    said, shape, flags = request["said"], request["shape"], request["flags"]
+    asked, none = set[str](), dict[str, Any]()
+    for top, shown in ((said, none), (said, shape), ({**said, **shape}, shape)):
+        yield Attempt(top, {**shown, **said}, request["values"], asked)
+    names = sorted((asked & flags.keys()) - said.keys())
+    for values in itertools.product((True, False), repeat=len(names)):
+        chosen = dict(zip(names, values, strict=True))
+        for top in (said, {**said, **shape}) if names else ():
+            over = {**shape, **chosen, **said}
+            yield Attempt(top, over, {**request["values"], **chosen}, asked)
 
 
 def main(folder: Path) -> int:
@@ -76,20 +120,25 @@ def leave_network() -> None:
 
 
 def build_model(request: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
-    """The owner's model with the checkpoint's weights: with the values of the owner's file, or,
-    where those do not fit, with the checkpoint's. Raises Problem."""
-    problems = []
-    overrides: tuple[Mapping[str, Any], ...] = ({}, request["shape"])
-    for override in overrides:
+    """The owner's model with the checkpoint's weights. Raises Problem."""
+    problems, tried = list[Problem](), set[str]()
+    for attempt in attempts(request):
         try:
-            module = run_definitions(Path(request["file"]), request, override)
-            model = make(module, request)
+            module = run_definitions(Path(request["file"]), request, attempt.top)
+            model = make(module, request, attempt)
             load(model, weights)
         except Problem as problem:
             problems.append(problem)
+            tried = attempt.asked & request["flags"].keys()
         else:
             return model.eval()
-    raise problems[-1]
+    said = str(problems[:3][-1])
+    if flags := sorted(tried - request["said"].keys()):
+        said += (
+            f". {' and '.join(flags)}: neither True nor False fits everywhere; give the expression "
+            f"that makes the model, such as '{request['expression']}({flags[0]}=False)'"
+        )
+    raise Problem(said)
 
 
 def run_definitions(
@@ -122,7 +171,7 @@ def run_definitions(
                 if name.lower() in request["values"]:
                     names[name] = request["values"][name.lower()]
         for name in targets & override.keys():
-            if isinstance(names.get(name), int | float):
+            if isinstance(names.get(name), int | float) and isinstance(override[name], int | float):
                 names[name] = override[name]
     for name in needed - names.keys():
         if name.lower() in request["values"]:
@@ -180,16 +229,16 @@ def loaded(tree: ast.AST) -> set[str]:
     }
 
 
-def make(module: types.ModuleType, request: Mapping[str, Any]) -> nn.Module:
+def make(module: types.ModuleType, request: Mapping[str, Any], attempt: Attempt) -> nn.Module:
     """The model: an expression is evaluated, a name is called with what is known by the names of
     its parameters."""
-    expression, values = request["expression"], Values(request["values"])
+    expression = request["expression"]
     torch.manual_seed(0)
-    names = Values(values) | vars(module)
+    names = {**attempt.values, **vars(module)}
     try:
         made = eval(compile(expression, "<--code>", "eval"), names)
         if not isinstance(made, nn.Module) and callable(made):
-            made = made(**arguments(made, module, values))
+            made = made(**arguments(made, module, attempt))
     except Problem:
         raise
     except Exception as error:  # whatever the owner's code may raise
@@ -202,16 +251,21 @@ def make(module: types.ModuleType, request: Mapping[str, Any]) -> nn.Module:
     return made.float().to("cpu")
 
 
-def arguments(made: Callable[..., Any], module: types.ModuleType, values: Values) -> dict[str, Any]:
+def arguments(
+    made: Callable[..., Any], module: types.ModuleType, attempt: Attempt
+) -> dict[str, Any]:
     """Arguments for a class or a factory, by the names of its parameters. Raises Problem."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if name.lower() in values:
-            given[name] = values[name.lower()]
+        attempt.asked.add(name.lower())
+        if name.lower() in attempt.over:
+            given[name] = attempt.over[name.lower()]
         elif name.lower() in CONFIG_NAMES or config_class(parameter, module) is not None:
-            given[name] = config_object(parameter, module, values)
+            given[name] = config_object(parameter, module, attempt)
+        elif parameter.default is parameter.empty and name.lower() in attempt.values:
+            given[name] = attempt.values[name.lower()]
         elif parameter.default is parameter.empty:
             raise Problem(
                 f"{getattr(made, '__name__', made)} needs {name!r}, which the checkpoint does not "
@@ -229,7 +283,7 @@ def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type
     return annotation if dataclasses.is_dataclass(annotation) else None  # type: ignore[return-value]
 
 
-def config_object(parameter: inspect.Parameter, module: types.ModuleType, values: Values) -> Any:
+def config_object(parameter: inspect.Parameter, module: types.ModuleType, attempt: Attempt) -> Any:
     """A configuration with the known numbers: of the annotated class, of the file's one class with
     Config in its name, else a dictionary whose keys are attributes."""
     named = config_class(parameter, module)
@@ -240,20 +294,25 @@ def config_object(parameter: inspect.Parameter, module: types.ModuleType, values
         and not issubclass(value, nn.Module)
     ]  # fmt: skip
     if len(classes) != 1:
-        return values
-    if dataclasses.is_dataclass(classes[0]):
-        fields = {field.name for field in dataclasses.fields(classes[0]) if field.init}
-        return classes[0](**{name: values[name.lower()] for name in fields & known(fields, values)})
-    wanted = inspect.signature(classes[0]).parameters
-    config = classes[0](**{name: values[name] for name in wanted if name in values})
-    for name, value in values.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
+        return Values({**attempt.values, **attempt.over}, attempt.asked)
+    config = classes[0](**config_arguments(classes[0], attempt))
+    if not dataclasses.is_dataclass(config):
+        attempt.asked.update(name for name in attempt.values if hasattr(config, name))
+        for name, value in attempt.over.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
     return config
 
 
-def known(names: set[str], values: Values) -> set[str]:
-    return {name for name in names if name.lower() in values}
+def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
+    """What is known of a configuration's parameters; the rest has defaults, or is missing."""
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(made).parameters.items():
+        attempt.asked.add(name.lower())
+        needed = attempt.values if parameter.default is parameter.empty else attempt.over
+        if name.lower() in (known := {**needed, **attempt.over}):
+            given[name] = known[name.lower()]
+    return given
 
 
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -14,11 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.owner_code import (
-    OwnerCode,
-    _known_shape,
-    _known_values,
-)
+from logitd.model.convert.by_role.owner_code import OwnerCode, known_values
 from logitd.model.convert.by_role.owner_process import Problem, build_model, run
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import (
@@ -58,8 +54,7 @@ def request(
     return {
         "file": str(code.file),
         "expression": code.expression,
-        "values": _known_values(tensors, said, settings),
-        "shape": _known_shape(tensors, said),
+        **known_values(tensors, said, settings),
         "rows": tensors.shape("token_embedding")[0],
         "length": 12,
     }
@@ -116,6 +111,45 @@ def test_a_number_of_heads_that_is_not_in_the_file_is_the_codes_own(
     """The default of its class, or of the script: nobody said another."""
     ids, logits = logits_here(write(BY_NAMES), book, {})
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+FLAGGED = """
+class GPT(Base):
+    def __init__(self, vocab_size{vocabulary}, length=16, width=32, heads=4, layers=2{flag}):
+        super().__init__()
+        self.build(vocab_size, length, width, heads, layers)
+        if {bad}:
+            self.extra = nn.Linear(2, 2)
+"""
+
+
+@pytest.mark.parametrize("vocabulary", ["", "=29", "=50_000"])
+@pytest.mark.parametrize(
+    ("flag", "bad"),
+    [
+        (", bias=False", "bias"),
+        (", bias=True", "bias"),
+        (", bias=False", "not bias"),
+        (", qkv_bias=True, bias=None", "qkv_bias or bias is not True"),
+        (", *, use_bias", "use_bias"),
+    ],
+)
+def test_defaults_of_the_class_come_before_guesses(
+    vocabulary: str, flag: str, bad: str, write: Write, book: Book
+) -> None:
+    code = FLAGGED.format(vocabulary=vocabulary, flag=flag, bad=bad)
+    ids, logits = logits_here(write(code), book)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+def test_settings_of_the_file_come_before_defaults(write: Write, book: Book) -> None:
+    """Eight heads have the same tensors, and other logits."""
+    for code in (
+        BY_NAMES.replace("n_head=4", "n_head=8"),
+        SCRIPT.replace("n_head = 4", "n_head = 8"),
+    ):
+        ids, logits = logits_here(write(code), book)
+        assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
 def test_modules_beside_the_file_are_imported(
@@ -187,6 +221,10 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
         "        self.build(29, 16, 32, 4, 3)\n", "GPT",
         r"do not have the same tensors: it lacks \['trf_blocks\.2\.",
+    ),
+    "a flag of which no value fits": (
+        FLAGGED.format(vocabulary="", flag=", bias=True", bad="True"), "GPT",
+        r"do not have the same tensors.*bias.*'GPT\(bias=False\)'",
     ),
     "too few layers": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
