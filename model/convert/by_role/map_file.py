@@ -48,6 +48,10 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 
+MOST_DOTS = 100
+"""Dots in the keys of a line: the parser takes memory by the square of a key's parts."""
+_QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
+
 
 @dataclass(frozen=True)
 class MapFile:
@@ -81,8 +85,14 @@ class _Document(BaseModel):
 
 def read_map_file(path: Path) -> MapFile:
     """Read a map file. Raises ConvertError, naming the key that is wrong."""
+    text = source_text(path, CONFIG_BYTES)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
+            raise ConvertError(
+                f"line {number} of {path} has {dots:,} dots; {MOST_DOTS} are the most it may have"
+            )
     try:
-        document = _Document.model_validate(tomllib.loads(source_text(path, CONFIG_BYTES)))
+        document = _Document.model_validate(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConvertError(f"{path} is not TOML: {error}") from error
     except ValidationError as error:

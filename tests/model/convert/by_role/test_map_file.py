@@ -235,6 +235,8 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[files]\nskip = []", r"files\.skip"),
         ("[files]\ntransposed = ['up']", r"files\.transposed.* is 'up'.*mlp_up"),
         ("[tensors", "TOML"),
+        (f"a = 1\nb{'.b' * 50_000} = 1", r"50,000 dots; 100"),
+        ("x = 1\n[a" + ".'b'" * 50_000 + "]", r"50,000 dots; 100"),
     ],
 )
 def test_what_is_wrong_with_a_map_is_said(text: str, sentence: str, tmp_path: Path) -> None:
