@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import regex
 import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -215,7 +216,7 @@ class Tokenizer:
     def _whole_pieces(self) -> PieceEncoder:
         try:
             return PieceEncoder(self.tokens, self.pattern, spaced=self.kind == "words")
-        except re.error as error:
+        except (re.error, regex.error) as error:
             raise self._bad_pattern(error) from error
         except UnicodeDecodeError as error:
             raise TokenizerError(f"the token {error.object!r} is not UTF-8 text") from error
@@ -234,6 +235,13 @@ class Tokenizer:
     def has_text(self) -> bool:
         """Whether there is a vocabulary; without one, texts are rejected and ids have none."""
         return self.kind != "none"
+
+    @property
+    def cuts_in_time(self) -> bool:
+        """Whether its pattern takes time in proportion to a text; one from a file may not."""
+        if self._pieces is not None:
+            return self._pieces.is_known
+        return self.pattern == SPLIT_PATTERN or not self.has_text
 
     @property
     def end_of_text(self) -> int | None:

@@ -12,9 +12,10 @@ from typing import Any
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.added import AddedVocabulary, require_members
 from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.text.pieces import WORDS_AND_MARKS
 from logitd.model.text.tokenizer import Tokenizer
 
-CUTS = {"Whitespace": r"\w+|[^\w\s]+", "WhitespaceSplit": r"\S+"}
+CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 
 def is_word_level(document: Mapping[str, Any]) -> bool:

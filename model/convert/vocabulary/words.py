@@ -18,25 +18,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.vocabulary.special import end_name, looks_special, special_names
+from logitd.model.text.pieces import JOINED_CUTS, SPACED_CUTS, whole_first
 from logitd.model.text.tokenizer import Tokenizer, TokenizerKind
-
-JOINED_CUTS = (
-    r"\w+|[^\w\s]|\s",
-    r" ?\w+| ?[^\w\s]|\s",
-    r" ?\w+| ?[^\w\s]+|\s+",
-    r"\S+|\s",
-    r"\S+|\s+",
-    r" ?\S+|\s",
-    r"\S+\s?|\s",
-)
-"""Of vocabularies that have white space, the finest first; each covers every text."""
-
-SPACED_CUTS = (
-    r"\w+|[^\w\s]",
-    r"""--|[,.:;?_!"()']|(?:(?!--)[^\s,.:;?_!"()'])+""",
-    r"\S+",
-)
-"""Of vocabularies that have none: words and marks apart, a usual list of marks, white space."""
 
 PARTS = {
     "##": "WordPiece's sign that a word goes on",
@@ -121,12 +104,12 @@ def _joined_cut(words: Collection[str], where: str) -> str:
 def _spaced_cut(words: Collection[str], where: str) -> str:
     """The first cut that holds; before it tokens of several words, longest first."""
     single = [word for word in words if len(word.split()) == 1]
-    several = sorted((word for word in words if len(word.split()) > 1), key=len, reverse=True)
+    several = [word for word in words if len(word.split()) > 1]
     cut = next(cut for cut in SPACED_CUTS if not _torn(cut, single))
     if not several:
         return cut
     _refuse_ambiguous(words, where)
-    return rf"(?<!\S)(?:{'|'.join(map(re.escape, several))})(?!\S)|{cut}"
+    return f"{whole_first(several)}{cut}"
 
 
 def _torn(cut: str, words: Iterable[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """Tokenizer: ids are bytes, text is a view of them; nothing is lost, nothing half is shown."""
 
 import base64
+import contextlib
 import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 
+from logitd.model.text import pieces
 from logitd.model.text.tokenizer import (
     END_OF_TEXT,
     SPLIT_PATTERN,
     Tokenizer,
     TokenizerError,
+    TokenizerKind,
     TokenSpan,
     parse_ranks,
 )
@@ -416,6 +420,38 @@ def test_pieces_are_tokens_as_a_whole() -> None:
     assert PIECES.spans([0, 1, 2]) == [TokenSpan(0, 3), TokenSpan(3, 4), TokenSpan(4, 8)]
     with pytest.raises(TokenizerError, match=r"'caf'.*character 4"):
         PIECES.encode("the caf")
+
+
+CATASTROPHIC = r"(?:a|aa)+\d|a"
+
+
+@pytest.mark.parametrize("kind", ["pieces", "words"])
+def test_pattern_that_takes_too_long_is_stopped(
+    kind: TokenizerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "MOST_SECONDS", 0.2)
+    ranks = {b" a" if kind == "words" else b"a": 0}
+    tokenizer = Tokenizer(ranks=ranks, pattern=CATASTROPHIC, special_tokens={}, kind=kind)
+    assert not tokenizer.cuts_in_time
+    assert tokenizer.encode("aaa") == [0, 0, 0]
+    with pytest.raises(TokenizerError, match=r"0\.2 seconds"):
+        tokenizer.encode("a" * 40)
+
+
+def test_known_patterns_take_time_in_proportion() -> None:
+    assert TOKENIZER.cuts_in_time
+    assert Tokenizer.without_text(9).cuts_in_time
+    for cut in pieces.CUTS:
+        tokenizer = Tokenizer(
+            ranks={b" a": 0, b" a b": 1}, special_tokens={}, kind="words",
+            pattern=pieces.whole_first(["a b"]) + cut,
+        )  # fmt: skip
+        assert tokenizer.cuts_in_time
+        for text in ("a" * 50_000, "'" * 50_000, " \n" * 25_000, "-a" * 25_000):
+            began = time.process_time()
+            with contextlib.suppress(TokenizerError):
+                tokenizer.encode(text)
+            assert time.process_time() - began < 2
 
 
 def test_pattern_that_leaves_something_out_is_noticed() -> None:
