@@ -437,11 +437,14 @@ class TokenizerInfo:
     kind: str
     eos_token: str | None  # The token that ends a text, by name.
     eos_token_id: int | None
+    eos_token_ids: tuple[int, ...]  # Every id that ends a generated text.
     bos_token: str | None  # null: a text does not begin with a special token.
     pad_token: str | None
     chat_template: str | None
     pattern: str  # The regular expression that cuts a text; empty of kind none.
     special_tokens: dict[str, int]
+    # Other texts that are one token wherever they occur, and their ids.
+    added_tokens: dict[str, int]
     request_id: str
 
 

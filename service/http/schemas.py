@@ -142,8 +142,12 @@ class TokenizerInfo(ReplyBody):
     )
     eos_token: str | None = Field(description="The token that ends a text, by name.")
     eos_token_id: int | None
+    eos_token_ids: list[int] = Field(description="Every id that ends a generated text.")
     bos_token: str | None = Field(description="null: a text does not begin with a special token.")
     pad_token: str | None
     chat_template: str | None
     pattern: str = Field(description="The regular expression that cuts a text; empty of kind none.")
     special_tokens: dict[str, int]
+    added_tokens: dict[str, int] = Field(
+        description="Other texts that are one token wherever they occur, and their ids."
+    )

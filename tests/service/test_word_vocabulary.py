@@ -2,10 +2,13 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from logitd.model.convert.vocabulary.words import word_tokenizer
@@ -37,6 +40,24 @@ def spaced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(checkpoint(tmp_path_factory.mktemp("joined"), JOINED), slots=4) as running:
         yield running
+
+
+def test_slow_split_pattern_of_a_checkpoint_leaves_the_loop_free(tmp_path: Path) -> None:
+    slow = Tokenizer(
+        ranks={b" a": 0}, pattern=r"(?:a|aa)+\d|a", special_tokens={}, kind="words"
+    )  # fmt: skip
+    gpt = tiny_gpt(tiny_config(vocab_size=1, n_layer=1))
+    path = save_tiny_checkpoint(tmp_path / "slow", gpt=gpt, tokenizer=slow).path
+    with serving(path, slots=4) as server, ThreadPoolExecutor() as threads:
+        body = {"prompt": "a" * 60, "max_tokens": 1}
+        pending = threads.submit(httpx.post, f"{server.url}/generate", json=body, timeout=60)
+        time.sleep(0.3)
+        for _ in range(5):
+            assert server.client.get("/health", timeout=1.0).status_code == 200
+        assert not pending.done()
+        reply = pending.result()
+    assert reply.status_code == 400
+    assert "seconds" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("seed", range(4))

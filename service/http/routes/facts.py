@@ -70,10 +70,12 @@ def tokenizer_info(context: Chosen) -> TokenizerInfo:
             "kind": tokenizer.kind,
             "eos_token": None if eos is None else tokenizer.token_text(eos),
             "eos_token_id": eos,
+            "eos_token_ids": list(tokenizer.ends),
             "bos_token": None,
             "pad_token": None,
             "chat_template": None if template is None else template.source,
             "pattern": tokenizer.pattern,
             "special_tokens": tokenizer.special_tokens,
+            "added_tokens": tokenizer.added_tokens,
         }
     )

@@ -242,6 +242,7 @@ def test_a_vocabulary_without_an_end_of_text(tmp_path: Path) -> None:
     with serving(save_tiny_checkpoint(tmp_path / "bare", tokenizer=tokenizer).path) as server:
         info = server.client.get("/tokenizer_info").json()
         assert info["eos_token"] is info["eos_token_id"] is None
+        assert (info["eos_token_ids"], info["added_tokens"]) == ([], {})
         assert info["special_tokens"] == {"<|user|>": 256}
         assert server.json("/tokenize", {"prompt": END_OF_TEXT})["count"] == len(END_OF_TEXT)
 
