@@ -72,14 +72,16 @@ def check(tokenizer: Tokenizer, piece: str) -> None:
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
-    """The identity of a vocabulary: a hash of ranks, pattern, special tokens and kind."""
+    """The identity of a vocabulary: a hash of ranks, pattern, kind, special and added tokens."""
     digest = hashlib.sha256(tokenizer.pattern.encode())
     if tokenizer.kind != "bpe":
         digest.update(f"{tokenizer.kind} {tokenizer.vocab_size}\n".encode())
     for token, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, token.hex().encode()))
-    for name, token_id in sorted(tokenizer.special_tokens.items()):
+    for name, token_id in sorted((tokenizer.special_tokens | tokenizer.added_tokens).items()):
         digest.update(f"{token_id} {name}\n".encode())
+    for name in sorted((*tokenizer.added_tokens, *tokenizer.added_flags)):
+        digest.update(f"{name} {tokenizer.added_flags.get(name)}\n".encode())
     return digest.digest()
 
 

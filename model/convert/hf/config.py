@@ -35,6 +35,8 @@ NEUTRAL = (
     *("return_dict", "pretraining_tp", "max_window_layers", "length_penalty", "num_beams"),
     *("num_beam_groups", "repetition_penalty", "typical_p", "max_length", "encoder_hidden_size"),
     *("chunk_size_feed_forward", "n_special", "afn", "predict_special_tokens", "hidden_dropout"),
+    *("model_max_length", "is_llama_config", "unsloth_fixed", "_flash_attn_2_enabled"),
+    *("_attn_implementation_autoset", "use_bfloat16"),
 )
 """Keys that every configuration may have, and that change no logit."""
 
