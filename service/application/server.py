@@ -3,9 +3,8 @@
 SIGTERM or SIGINT: readiness turns 503, and after `drain_grace` seconds new requests are rejected;
 the running ones get `drain_timeout` seconds, what is left is aborted with an error of its own, and
 the process exits with 0. While the checkpoint is being loaded it exits with 0 at once. A second
-signal quits at once, with 128 and its number. SIGHUP reads the API keys again and looks for another
-checkpoint to serve. An engine that failed for good ends the process with 1, so that whoever watches
-it can start another.
+signal quits at once, with 128 and its number. SIGHUP reads the API keys again and nothing else. An
+engine that failed for good ends the process with 1, so that a supervisor can start another.
 """
 
 import asyncio
@@ -28,7 +27,6 @@ from logitd.service.connections.limits import ConnectionLimitError, connection_l
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.connections.protocol import Connection
 from logitd.service.log import configure_logging
-from logitd.service.models.reloader import ReloadError
 from logitd.service.models.served import Models, ServedModel
 from logitd.service.models.state import ServiceState
 from logitd.service.settings.serve import ServeSettings
@@ -70,34 +68,19 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         yield
 
-    def _on_reload(self) -> None:
-        """Accept the keys, and serve the checkpoint, that the settings mean now: those of the file,
-        and of a run its best."""
-        if self._state.keys.names:
-            try:
-                names = self._state.read_keys_again()
-                logger.info("SIGHUP: the keys of %s are accepted now", ", ".join(names))
-            except ApiKeyError as error:
-                logger.error("SIGHUP: the keys before are accepted still: %s", error)
-        if self._signals or not self._state.models.served:
-            logger.warning("SIGHUP: there is nothing to reload now")
-        else:
-            logger.info("SIGHUP: looking for another checkpoint")
-            for served in self._state.models.served:
-                self._start(self._reload(served))
-
-    async def _reload(self, served: ServedModel) -> None:
-        reloader = served.reloader
+    def _on_hangup(self) -> None:
+        """Accept the API keys that the settings name now."""
+        if not self._state.keys.names:
+            logger.warning("SIGHUP: this server has no API keys to read again")
+            return
         try:
-            reloaded = await reloader.reload(reloader.wanted())
-        except (OSError, ReloadError) as error:
-            logger.warning("SIGHUP: %s was not reloaded: %s", served.name, error)
-        else:
-            if not reloaded.swapped:
-                logger.info("SIGHUP: %s is served already", reloaded.checkpoint.path)
+            names = self._state.read_keys_again()
+            logger.info("SIGHUP: the keys of %s are accepted now", ", ".join(names))
+        except ApiKeyError as error:
+            logger.error("SIGHUP: the keys before are accepted still: %s", error)
 
     def _on_signal(self, number: int) -> None:
         self._signals += 1

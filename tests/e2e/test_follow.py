@@ -1,7 +1,6 @@
 """A run is served while it trains, by two commands: what it saves takes the place of what was
 served before, and no request fails or is answered by two checkpoints."""
 
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -111,27 +110,3 @@ def test_a_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path
     assert len({tuple(tokens) for tokens in right.values()}) > 1, "they can be told apart"
     for reply in load.replies:
         assert reply["choices"][0]["token_ids"] == right[reply["checkpoint"]["step"]]
-
-
-@pytest.mark.slow
-def test_sighup_serves_what_is_the_best_by_now(tmp_path: Path) -> None:
-    assert train(tmp_path, 80).wait() == 0
-    run = tmp_path / "run"
-    best = run / "best"
-    best.unlink()
-    best.symlink_to("step-000040")
-    with ServedProcess("run", "--threads", "1", cwd=tmp_path) as server:
-
-        def step() -> int:
-            reply = httpx.post(f"{server.url}/generate", json=BODY, trust_env=False).json()
-            served: int = reply["checkpoint"]["step"]
-            return served
-
-        assert step() == 40
-        server.signal(signal.SIGHUP)
-        server.wait_for("is served already")
-        best.unlink()
-        best.symlink_to("step-000080")
-        server.signal(signal.SIGHUP)
-        server.wait_for("answers in place of")
-        assert step() == 80

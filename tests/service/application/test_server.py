@@ -17,6 +17,7 @@ from logitd.service.application.server import serve
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.models.served import Models
 from tests.e2e.server import ServedProcess
+from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
 
 LONG = {"prompt": "a", "ignore_eos": True}
@@ -182,6 +183,28 @@ def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> N
             assert (status("the-key-of-eve"), status("the-key-of-ann")) == (200, 401)
         headers = {"Authorization": "Bearer the-key-of-eve"}
         assert 'key="eve"' in http.get("/metrics", headers=headers).text
+
+
+def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
+    """It reads the keys again, even if the run has another best checkpoint by now."""
+    run, keys = tmp_path / "run", tmp_path / "keys"
+    for step in (1, 2):
+        save_tiny_checkpoint(run / f"step-{step}", training=training_record(step=step))
+    (run / "run.json").write_text("{}")
+    (run / "best").symlink_to("step-1")
+    keys.write_text("ann=the-key-of-ann\n")
+    headers = {"Authorization": "Bearer the-key-of-bob"}
+    with process(run, "--api-key-file", str(keys)) as server, client(server.url) as http:
+        (run / "best").unlink()
+        (run / "best").symlink_to("step-2")
+        keys.write_text("bob=the-key-of-bob\n")
+        server.signal(signal.SIGHUP)
+        server.wait_for("the keys of bob are accepted now")
+        assert http.get("/info", headers=headers).json()["checkpoint"]["step"] == 1
+        assert server.output.count("SIGHUP") == 1
+    with process(run) as server:
+        server.signal(signal.SIGHUP)
+        server.wait_for("SIGHUP: this server has no API keys")
 
 
 def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None:
