@@ -86,7 +86,7 @@ class ReplyBody(BaseModel):
 
 
 class CheckpointName(ReplyBody):
-    name: str
+    name: str = Field(description="Name of its folder or run, whatever the model is served as.")
     step: int
     val_loss: float | None = Field(description="Nats per token on the validation text.")
     weights_sha256: str

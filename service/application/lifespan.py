@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from logitd.model.checkpoint.run_folder import checkpoint_of, name_of
+from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.inference.constraints.sandbox import Sandbox
 from logitd.service.engine.admission import MOST_TOKENS, AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
@@ -93,7 +93,7 @@ async def _load_model(
 ) -> ServedModel | NotLoaded:
     """The model of settings that are of one."""
     source = settings.source
-    name = source.name or name_of(source.path)
+    name = source.served_name
     resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
     try:
         built = await asyncio.to_thread(build, resolved)
@@ -123,8 +123,7 @@ def _served(
         per_request=settings.max_sequences,
         most_tokens=settings.max_request_tokens or max(MOST_TOKENS, longest),
     )
-    name = settings.source.name or built.checkpoint.name
-    checkpoints = {0: replace(built.checkpoint, name=name)}
+    checkpoints = {0: built.checkpoint}
     engine = AsyncEngine(
         driver,
         AdmissionController(driver.model_config, driver.slots, limits),
@@ -132,6 +131,7 @@ def _served(
         on_step=partial(state.on_step, metrics),
     )
     return ServedModel(
+        name=settings.source.served_name,
         checkpoints=checkpoints,
         computation=built.computation,
         engine=engine,

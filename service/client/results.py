@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    name: str
+    name: str  # Name of its folder or run, whatever the model is served as.
     step: int
     val_loss: float | None  # Nats per token on the validation text.
     weights_sha256: str

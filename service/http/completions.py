@@ -73,7 +73,7 @@ class Generation:
         """Submits the plan. Raises as `RequestContext.submit` does."""
         self._submission = context.submit(plan.requests)
         self._growing = GrowingReply(plan, context.checkpoint.tokenizer)
-        self._head = envelope("gen", context.checkpoint)
+        self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
         self._format = response_format or NativeFormat()
 

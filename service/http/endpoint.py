@@ -157,7 +157,7 @@ async def _record(operation: Operation, plan: Record, context: RequestContext) -
 def _write_record(
     operation: Operation, plan: Record, computed: Computed, context: RequestContext
 ) -> bytes:
-    head = envelope(operation.reply_id, context.checkpoint)
+    head = envelope(operation.reply_id, context.model.name, context.checkpoint)
     return orjson.dumps({**head, **plan.reply(computed)})
 
 

@@ -17,12 +17,12 @@ CHECKPOINT_HEADERS = tuple(
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
-def envelope(kind: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The first members of every reply: its id, the model and its weights."""
+def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """The first members of every reply: its id, the name of the model and its weights."""
     return {
         "id": new_id(kind),
         "created": int(time.time()),
-        "model": checkpoint.name,
+        "model": model,
         "checkpoint": checkpoint_name(checkpoint),
     }
 

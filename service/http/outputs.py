@@ -171,8 +171,11 @@ class OutputsWriter:
 
     async def _json(self) -> AsyncIterator[bytes]:
         """The reply, prompt by prompt."""
-        plan = self._plan
-        head = {**envelope(self._reply_id, self._context.checkpoint), **plan.members}
+        plan, context = self._plan, self._context
+        head = {
+            **envelope(self._reply_id, context.model.name, context.checkpoint),
+            **plan.members,
+        }
         if plan.arrays:
             head["dtype"] = plan.dtype
         yield orjson.dumps(head)[:-1] + b',"prompts":['

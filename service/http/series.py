@@ -50,7 +50,10 @@ class RunningSeries:
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
         self._context = context
-        self._head = {**envelope(reply_id, context.checkpoint), **plan.head}
+        self._head = {
+            **envelope(reply_id, context.model.name, context.checkpoint),
+            **plan.head,
+        }
         self._running: deque[Submission] = deque()
         context.model.admission.check_possible(Load(tokens=plan.tokens))
         context.model.reply_budget.take(plan.held)

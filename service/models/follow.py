@@ -1,8 +1,8 @@
 """Follow: a run is looked at again and again, and what it has saved meanwhile is served.
 
-What is looked at is where the run's link leads. A checkpoint that was refused is not tried again
-until the run saves another. Not here: how one takes the place of the other
-(`service/models/reloader.py`).
+What is looked at is where the run's link leads, unless the administrator has named a checkpoint. A
+checkpoint that was refused is not tried again until the run saves another. Not here: how one takes
+the place of the other (`service/models/reloader.py`).
 """
 
 import asyncio
@@ -30,5 +30,7 @@ async def follow(served: ServedModel) -> None:
         if wanted == seen:
             continue
         seen = wanted
+        if wanted == reloader.checkpoint.path:  # the administrator was first
+            continue
         with contextlib.suppress(ReloadError):  # which is in the log, and counted
             await reloader.reload(wanted)

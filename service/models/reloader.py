@@ -3,7 +3,8 @@
 What is asked for is read and held against what is served; the engine then loads the weights beside
 its own and swaps them between two steps (`AsyncEngine.reload`). One at a time. Whatever goes wrong,
 the checkpoint before answers on, and the log and a metric say so. Asked for by a run that is
-followed, by SIGHUP (`service/application/server.py`) and by POST /admin/reload.
+followed and by POST /admin/reload. A checkpoint that the administrator named stays until another is
+named or none: a run that is followed does not replace it.
 """
 
 import asyncio
@@ -53,6 +54,7 @@ class Reloader:
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._reload_lock = reload_lock
+        self._chosen: Path | None = None  # named by the administrator
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -60,11 +62,21 @@ class Reloader:
         return self._checkpoints[self._engine.version]
 
     def wanted(self) -> Path:
-        """The checkpoint that the server was started to serve, as of now: of a run its best, or
-        the one that is followed."""
+        """The checkpoint to serve now: the one that was chosen by name, or else the one that the
+        server was started to serve, of a run its best or the one that is followed."""
+        return self._chosen or self._started()
+
+    async def choose(self, name: str | None) -> Reloaded:
+        """Serve the checkpoint of a name until another is chosen; None returns to the one that the
+        server was started to serve. Raises OSError, and ReloadError as `reload` does."""
+        reloaded = await self.reload(self._started() if name is None else self._named(name))
+        self._chosen = None if name is None else reloaded.checkpoint.path
+        return reloaded
+
+    def _started(self) -> Path:
         return checkpoint_of(self._settings.source.path, self._settings.follow)
 
-    def named(self, name: str) -> Path:
+    def _named(self, name: str) -> Path:
         """A checkpoint in the folder that is served from: the run, or where the checkpoint lies.
         Raises ReloadError for any other name."""
         path = self._settings.source.path
@@ -100,11 +112,8 @@ class Reloader:
         if checkpoint.weights_sha256 == before.weights_sha256:
             return Reloaded(before, swapped=False)
         check_replacement(before, checkpoint)
-        checkpoint = replace(
-            checkpoint,
-            name=self._settings.source.name or checkpoint.name,
-            tokenizer=before.tokenizer,  # the same: what it has learned about its tokens stays
-        )
+        # The same tokenizer: what it has learned about its tokens stays.
+        checkpoint = replace(checkpoint, tokenizer=before.tokenizer)
         version = self._engine.version + 1
         self._checkpoints[version] = checkpoint  # before a request can be of that version
         try:

@@ -34,11 +34,13 @@ ModelStatus = Literal["ok", "stalled", "failed"]
 class ServedModel:
     """A checkpoint that answers, or several of the same shape, one after the other.
 
+    name          by which requests choose it; stays when other weights are served
     checkpoints   by the version of their weights in the engine
     settings      of this model alone
     reply_budget  of all models together
     """
 
+    name: str
     checkpoints: Mapping[int, CheckpointInfo]
     computation: Computation
     engine: AsyncEngine
@@ -52,12 +54,6 @@ class ServedModel:
     def checkpoint(self) -> CheckpointInfo:
         """The newest weights."""
         return self.checkpoints[self.engine.version]
-
-    @property
-    def name(self) -> str:
-        """The name by which requests choose it. Among several models it never changes; a model
-        that was given none has that of its checkpoint."""
-        return self.checkpoint.name
 
     @property
     def quantization(self) -> QuantizationCost | None:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
-from logitd.model.checkpoint.run_folder import name_of
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.service.access.auth import NO_KEY, ApiKeys, KeyRing, read_api_keys
 from logitd.service.access.key_limits import KeyLimit
@@ -53,7 +52,7 @@ class ServiceState:
 
     def metrics_of(self, source: ModelSource) -> ModelMetrics:
         """The series of a model, under the name that it has at the start."""
-        return self.metrics.of(source.name or name_of(source.path))
+        return self.metrics.of(source.served_name)
 
     def serve(
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None

@@ -71,8 +71,8 @@ def _message(message: schemas.Message) -> Message:
 class ChatFormat:
     """One request's replies."""
 
-    def __init__(self, body: ChatRequest, checkpoint: CheckpointInfo) -> None:
-        self._head = head("chatcmpl", "chat.completion", checkpoint)
+    def __init__(self, body: ChatRequest, model: str, checkpoint: CheckpointInfo) -> None:
+        self._head = head("chatcmpl", "chat.completion", model, checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._body = body
         self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun

@@ -46,6 +46,6 @@ async def chat_completions(body: ChatBody, models: Ready, request: Request) -> R
         native = native_chat(body, prompt, context.checkpoint.tokenizer)
         planning = generate.plan(native, context.subject, clamp_max_tokens=True)
         plan = cast(Completions, await make_plan(planning, native, context))
-        response_format = ChatFormat(body, context.checkpoint)
+        response_format = ChatFormat(body, context.model.name, context.checkpoint)
         generation = completions.Generation(plan, context, response_format)
     return await completions.respond(generation, context, stream=native.stream)

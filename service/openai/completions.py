@@ -16,9 +16,10 @@ class CompletionFormat:
         self,
         body: CompletionRequest,
         prompts: Sequence[Sequence[int]],
+        model: str,
         checkpoint: CheckpointInfo,
     ) -> None:
-        self._head = head("cmpl", "text_completion", checkpoint)
+        self._head = head("cmpl", "text_completion", model, checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._prompts = prompts
         self._body = body

@@ -42,6 +42,6 @@ async def completions(body: CompletionBody, models: Ready, request: Request) -> 
         planning = generate.plan(native, context.subject, clamp_max_tokens=True)
         plan = cast(Completions, await make_plan(planning, native, context))
         prompts = [engine_request.token_ids for engine_request in plan.requests]
-        response_format = CompletionFormat(body, prompts, context.checkpoint)
+        response_format = CompletionFormat(body, prompts, context.model.name, context.checkpoint)
         generation = replies.Generation(plan, context, response_format)
     return await replies.respond(generation, context, stream=native.stream)

@@ -7,9 +7,9 @@ from logitd.service.http.envelope import envelope
 from logitd.service.openai.schemas import StreamOptions
 
 
-def head(kind: str, form: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
+def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
     """The beginning of a reply: `kind` begins its id, `form` is its `object`."""
-    own = envelope(kind, checkpoint)
+    own = envelope(kind, model, checkpoint)
     return {
         "id": own["id"],
         "object": form,

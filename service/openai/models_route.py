@@ -37,7 +37,7 @@ async def one_model(model: str, choice: Ready) -> Model:
 def _model(served: ServedModel) -> Model:
     checkpoint = served.checkpoint
     described: dict[str, Any] = {
-        "id": checkpoint.name,
+        "id": served.name,
         "object": "model",
         "created": _timestamp(checkpoint.training.created),
         "owned_by": "logitd",

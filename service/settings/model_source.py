@@ -22,6 +22,11 @@ class ModelSource:
     path: Path
     name: str | None = None
 
+    @property
+    def served_name(self) -> str:
+        """The name by which requests choose the model."""
+        return self.name or name_of(self.path)
+
     def __str__(self) -> str:
         """As it is written on a command line."""
         here = Path.cwd()
@@ -70,7 +75,7 @@ def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     sources = tuple(sources)
     if len(sources) < 2:
         return sources
-    result = tuple(replace(source, name=source.name or name_of(source.path)) for source in sources)
+    result = tuple(replace(source, name=source.served_name) for source in sources)
     names = [source.name for source in result]
     for name in names:
         if names.count(name) > 1:

@@ -79,13 +79,13 @@ def attributes(ended: Ended) -> dict[str, Value]:
 def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
     """The model, the sampling parameters with their defaults, and the tokens."""
     state, request = ended.scope["state"], usage.first
-    body, checkpoint = state.get(BODY), state[CONTEXT].checkpoint
+    body, context = state.get(BODY), state[CONTEXT]
     found: dict[str, Value | None] = {
         "gen_ai.provider.name": "logitd",
-        "gen_ai.request.model": clip(getattr(body, "model", None) or checkpoint.name, 200),
+        "gen_ai.request.model": clip(getattr(body, "model", None) or context.model.name, 200),
         "gen_ai.request.stream": getattr(body, "stream", None),
-        "gen_ai.response.model": checkpoint.name,
-        "logitd.weights_sha256": checkpoint.weights_sha256,
+        "gen_ai.response.model": context.model.name,
+        "logitd.weights_sha256": context.checkpoint.weights_sha256,
     }
     if isinstance(request, GenerationRequest):
         params, chat = request.params, ended.endpoint == "/v1/chat/completions"

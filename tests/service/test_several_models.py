@@ -188,9 +188,8 @@ def test_the_log_and_the_metrics_say_which_model(
     server.wait_idle()
     assert counted(server, "one") == before["one"]
     assert counted(server, "two") == before["two"] + 4
-    names = {"one": "32", "two": "64"}
-    for name, step in names.items():
-        labels = {"model": name, "name": name, "step": step}
+    for model, name, step in (("one", "small", "32"), ("two", "large", "64")):
+        labels = {"model": model, "name": name, "step": step}
         assert server.sample("logitd_checkpoint_info", **labels) == 1
 
 
@@ -356,7 +355,7 @@ def test_the_banner_says_what_each_is_and_what_they_share(
         assert ["model", "bad (default)"] in lines
         assert [line for line in lines if line[0] == "not" and "damaged" in line[1]]
         assert ["model", "good"] in lines
-        assert ["checkpoint", "good, step 32, validation loss 2.5000 nats/token"] in lines
+        assert ["checkpoint", "small, step 32, validation loss 2.5000 nats/token"] in lines
         each = format_bytes(server.served.computation.kv_cache_bytes // 2)
         assert ["slots", f"2 sequences at once, {each} of keys and values each"] in lines
         (device,) = (line[1] for line in lines if line[0] == "device")

@@ -115,6 +115,8 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         if isinstance(model, NotLoaded):
             yield "not served", model.reason
             continue
+        if not models.several and model.name != model.checkpoint.name:
+            yield "model", model.name
         computed = model.computation
         yield "checkpoint", _checkpoint(model)
         yield "parameters", f"{computed.parameters:,}"

@@ -53,17 +53,18 @@ async def admin(state: State, request: Request) -> None:
 async def reload(body: ReloadBody, models: Ready) -> ReloadReply:
     """Load a checkpoint beside the one that is served and let it take over, without a break. What
     was asked before is answered by the weights before. Without a name it is what the server was
-    started to serve, as of now: of a run its best. The reply comes when the swap is done; 409 says
-    why the checkpoint before answers on. Of several models it is the one that `model` names."""
-    reloader = models.of(body.model).model.reloader
+    started to serve, as of now: of a run its best. A checkpoint that was named stays until another
+    is named or none, also where a run is followed; the model's name stays. The reply comes when the
+    swap is done; 409 says why the checkpoint before answers on. Of several models it is the one
+    that `model` names."""
+    served = models.of(body.model).model
     try:
-        path = reloader.wanted() if body.checkpoint is None else reloader.named(body.checkpoint)
-        reloaded = await reloader.reload(path)
+        reloaded = await served.reloader.choose(body.checkpoint)
     except (OSError, ReloadError) as error:
         raise ApiError(409, "conflict_error", str(error), "checkpoint", "not_reloaded") from error
     return ReloadReply.model_validate(
         {
-            "model": reloaded.checkpoint.name,
+            "model": served.name,
             "checkpoint": checkpoint_name(reloaded.checkpoint),
             "swapped": reloaded.swapped,
         }

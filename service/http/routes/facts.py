@@ -31,7 +31,7 @@ def stages(context: Chosen) -> dict[str, Any]:
     config = context.checkpoint.config
     kinds = dict.fromkeys(stage.kind for stage in stages_of(config))  # in their order
     return {
-        "model": context.checkpoint.name,
+        "model": context.model.name,
         "stages": [_stage_json(kind, config) for kind in kinds],
     }
 
@@ -64,7 +64,7 @@ def tokenizer_info(context: Chosen) -> TokenizerInfo:
     eos, template = tokenizer.end_of_text, checkpoint.chat_template
     return TokenizerInfo.model_validate(
         {
-            "model": checkpoint.name,
+            "model": context.model.name,
             "checkpoint": checkpoint_name(checkpoint),
             "vocab_size": tokenizer.vocab_size,
             "kind": tokenizer.kind,

@@ -82,7 +82,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
     return Info.model_validate(
         {
             "version": VERSION,
-            "model": checkpoint.name,
+            "model": served.name,
             "models": _statuses(models.all),
             "checkpoint": checkpoint_name(checkpoint),
             "config": checkpoint.config.to_dict(),
@@ -128,7 +128,7 @@ def card(context: Chosen) -> CardReply:
     curve = read_curve(checkpoint.path, text)
     return CardReply.model_validate(
         {
-            "model": checkpoint.name,
+            "model": context.model.name,
             "checkpoint": checkpoint_name(checkpoint),
             "card": text,
             "curve": {

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -154,6 +155,32 @@ def test_without_a_name_it_is_what_the_run_has_as_its_best(
     assert (reply["checkpoint"]["step"], reply["swapped"]) == (3, True)
     assert check_reply(ask(server)) == 3
     assert reloads(server, before) == {"unchanged": 1, "swapped": 1}
+
+
+def test_reload_keeps_the_served_name(tmp_path: Path) -> None:
+    """Clients that send `model` are answered; the checkpoint of a reply says which weights."""
+    for step, name in enumerate(("first", "second"), start=1):
+        save_tiny_checkpoint(tmp_path / name, tiny_gpt(seed=step))
+    with serving(tmp_path / "first", admin_key=ADMIN) as server:
+        replies = [ask(server, model="first")]
+        replies += [reload(server, "second").json(), ask(server, model="first")]
+        replies += [server.client.get(path).json() for path in ("/info", "/card", "/stages")]
+        assert server.client.get("/v1/models").json()["data"][0]["id"] == "first"
+    assert {reply["model"] for reply in replies} == {"first"}
+    names = [reply["checkpoint"]["name"] for reply in replies if "checkpoint" in reply]
+    assert names == ["first", *["second"] * 4]
+
+
+def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
+    point(run, "best", 1)
+    with serving(run, follow="best", follow_interval=0.02, admin_key=ADMIN) as following:
+        assert reload(following, "step-2").json()["checkpoint"]["step"] == 2
+        point(run, "best", 3)
+        time.sleep(0.5)
+        assert check_reply(ask(following)) == 2
+        assert reload(following).json()["checkpoint"]["step"] == 3
+        point(run, "best", 1)
+        eventually(lambda: check_reply(ask(following)) == 1)
 
 
 @pytest.mark.parametrize(

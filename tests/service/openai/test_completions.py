@@ -27,7 +27,7 @@ def choice(text: str, reason: str | None = None, index: int = 0) -> dict[str, An
 def test_a_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> None:
     """Of half a character, or of text that may begin a stop string, the native chunk has ids."""
     body = CompletionRequest(prompt="a", n=2, stream=True, logprobs=1)
-    written = CompletionFormat(body, [(97,)], read_checkpoint(checkpoint_path))
+    written = CompletionFormat(body, [(97,)], "mine", read_checkpoint(checkpoint_path))
     held = {"choices": [choice(""), choice("", index=1)]}
     assert list(written.chunks(held, COUNTS)) == []
     told = list(written.chunks({"choices": [choice("", index=1), choice("b")]}, COUNTS))

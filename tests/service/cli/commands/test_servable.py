@@ -70,19 +70,21 @@ def test_a_checkpoint_outside_a_run_has_its_folders_name(tmp_path: Path) -> None
     assert save_tiny_checkpoint(tmp_path / "step-000009").name == "step-000009"
 
 
-def test_the_name_can_be_chosen(checkpoint_path: Path) -> None:
-    with serving(checkpoint_path, served_model_name="team/é 1") as server:
+def test_the_name_can_be_chosen(tmp_path: Path) -> None:
+    """The checkpoint keeps its own."""
+    path = save_tiny_checkpoint(tmp_path / "é 2").path
+    with serving(path, served_model_name="team/é 1") as server:
         http = server.client
         assert http.get("/info").json()["model"] == "team/é 1"
-        assert http.get("/info").json()["checkpoint"]["name"] == "team/é 1"
+        assert http.get("/info").json()["checkpoint"]["name"] == "é 2"
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["team/é 1"]
-        assert 'name="team/é 1"' in http.get("/metrics").text
+        assert 'model="team/é 1",name="é 2"' in http.get("/metrics").text
         body = {"prompt": "a", "max_tokens": 1, "model": "team/é 1"}
         reply = server.post("/v1/completions", body)
         assert reply.json()["model"] == "team/é 1"
         arrays = server.post("/logits", {"prompt": "a"}, Accept="application/x-npy")
-        assert arrays.headers["x-logitd-name"] == "team/%C3%A9%201"
-        assert server.post("/v1/completions", {**body, "model": "tiny"}).status_code == 404
+        assert arrays.headers["x-logitd-name"] == "%C3%A9%202"
+        assert server.post("/v1/completions", {**body, "model": "é 2"}).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "a" * 201])
