@@ -10,17 +10,28 @@ RUN = "run.json"
 """What was asked for: a folder that has this file is a run's."""
 BEST, LATEST = "best", "latest"
 """Links to the checkpoint with the lowest validation loss, and to the newest."""
+LOCK = "run.lock"
+"""Held by the process that trains the run; the first file of a run."""
 
 
 def checkpoint_of(path: Path, link: str | None = None) -> Path:
-    """Where the checkpoint is that a path means now: of a run the one that `link` leads to, if not
-    given its best, or the latest while none is. It is the checkpoint itself, not the link to it: a
-    run that goes on points it elsewhere. Any other path is its own answer."""
-    if not is_run(path):
+    """The checkpoint that a path means now: of a run the one that `link` leads to, if not given its
+    best, or the latest if there is no best; of a link in a run its target, because a run that goes
+    on moves its links. Any other path is returned as it is."""
+    if is_run(path):
+        names = (BEST, LATEST) if link is None else (link,)
+        path = next((path / name for name in names if (path / name).exists()), path / names[-1])
+    elif not is_run(path.parent):
         return path
-    names = (BEST, LATEST) if link is None else (link,)
-    leads = next((path / name for name in names if (path / name).exists()), path / names[-1])
-    return path / leads.readlink() if leads.is_symlink() else leads
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
+def may_become_run(path: Path) -> bool:
+    """True if a training may still make a run here: nothing is here, or a run that is being
+    prepared."""
+    if not path.is_dir():
+        return not path.exists()
+    return is_run(path) or (path / LOCK).exists() or not any(path.iterdir())
 
 
 def is_run(path: Path) -> bool:

@@ -51,7 +51,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
         try:
             yield
         finally:
-            await state.settled.wait()  # what loads cannot be told to stop
+            if state.waits_for is None:
+                await state.settled.wait()  # what loads cannot be told to stop
             life.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await life

@@ -1,8 +1,8 @@
 """Life of the served models: load them off the event loop, then follow their runs if wanted.
 
 Builds the engine of each model and everything the event loop needs for it. /health answers 503
-meanwhile, and says why if loading fails. If one of several models cannot be loaded, the others are
-served; loading has failed only if none can be.
+meanwhile, and says which checkpoint of a run is awaited, or why loading failed. If one of several
+models cannot be loaded, the others are served; loading has failed only if none can be.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from logitd.model.checkpoint.run_folder import checkpoint_of
+from logitd.model.checkpoint.run_folder import checkpoint_of, is_run
 from logitd.model.inference.constraints.sandbox import Sandbox
 from logitd.service.engine.admission import MOST_TOKENS, AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
@@ -35,9 +35,23 @@ logger = logging.getLogger("logitd")
 
 async def live(state: ServiceState) -> None:
     """Load the models of the settings, and follow their runs if that is wanted."""
+    await _first_checkpoints(state)
     await load(state)
     if state.settings.follow is not None:
         await asyncio.gather(*(follow(served) for served in state.models.served))
+
+
+async def _first_checkpoints(state: ServiceState) -> None:
+    """Wait until each run that is followed has saved a checkpoint. Nothing is being loaded
+    meanwhile, so this may be cancelled."""
+    follow = state.settings.follow
+    for source in state.settings.models if follow else ():
+        while not (is_run(source.path) and checkpoint_of(source.path, follow).exists()):
+            if state.waits_for is None:
+                state.waits_for = f"{source.path}/{follow}, the first checkpoint of the run"
+                logger.info("waiting for %s", state.waits_for)
+            await asyncio.sleep(state.settings.follow_interval)
+        state.waits_for = None
 
 
 async def load(state: ServiceState) -> None:

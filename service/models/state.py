@@ -45,6 +45,7 @@ class ServiceState:
         self.reload_lock = asyncio.Lock()  # held while a second set of weights is in memory
         self.settled = asyncio.Event()  # loading has ended, well or badly
         self.long_texts = asyncio.Lock()  # held while one is encoded or decoded
+        self.waits_for: str | None = None  # a checkpoint that a training has yet to save
         self._steps: StepThread | None = None
         self._failure: str | None = None
         self._leaving = False  # not ready any more, and still answering
@@ -110,13 +111,13 @@ class ServiceState:
                 _log(event)
 
     def status(self) -> tuple[Status, str | None]:
-        """The state of the service and, when it is failed, why. One model that could not be loaded
-        does not count against the others (`Models`); one whose engine fails or hangs does, since
-        that is mended by a new process."""
+        """The state of the service and, if it failed or waits, why. One model that could not be
+        loaded does not count against the others (`Models`); one whose engine fails or hangs does,
+        since that is mended by a new process."""
         if self._failure is not None:
             return "failed", self._failure
         if not self.settled.is_set():
-            return "loading", None
+            return "loading", self.waits_for and f"waiting for {self.waits_for}"
         said = [(model.name, *model.status()) for model in self.models.served]
         for bad in ("failed", "stalled"):
             for name, status, reason in said:
@@ -132,7 +133,7 @@ class ServiceState:
             return self.models
         raise unavailable(
             {
-                "loading": "the checkpoint is being loaded; try again in a moment",
+                "loading": f"{reason or 'the checkpoint is being loaded'}; try again in a moment",
                 "draining": "the server is shutting down",
             }.get(status, f"the service has failed: {reason}")
         )

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.checkpoint.beside import METRICS
-from logitd.model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
+from logitd.model.checkpoint.run_folder import BEST, LATEST, LOCK, RUN, is_run
 from logitd.model.data.shards import DATA
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_whole
 from logitd.model.folder_lock import FolderLock, FolderLocked
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.resolve import ResolvedTraining
 
-LOCK, SAMPLES, PLOT = "run.lock", "samples.txt", "loss.png"
+SAMPLES, PLOT = "samples.txt", "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota, a limit on the size of a file."""
 _STEP = re.compile(r"step-(\d{6,})")

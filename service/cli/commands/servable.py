@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
-from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run
+from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run, may_become_run
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
 from logitd.service.cli.program_name import program_name
 
@@ -32,7 +32,8 @@ class NotFollowed(NotServable):
 
 def checkpoint_at(path: Path, follow: str | None = None) -> Path:
     """The folder of the checkpoint that a path means: itself, or the best of a run, or the one to
-    which the link `follow` of a run leads.
+    which the link `follow` of a run leads. A run that is followed may have saved none: then it is
+    the run itself, for which the server waits.
 
     What may be somebody else's model, and what cannot be looked at, is returned as it is. Raises
     NotServable.
@@ -41,7 +42,9 @@ def checkpoint_at(path: Path, follow: str | None = None) -> Path:
         if is_run(path):
             return _of_run(path, follow)
         if follow is not None:
-            raise NotFollowed(_not_followed(path, follow))
+            if not may_become_run(path):
+                raise NotFollowed(_not_followed(path, follow))
+            return path
         if is_checkpoint(path):
             return path if not _is_adapter(path) else _refuse_adapter(path, "BASE")
         if not path.exists():
@@ -60,9 +63,12 @@ def _of_run(run: Path, link: str | None) -> Path:
         if _is_adapter(checkpoint):
             return _refuse_adapter(run / (link or BEST), _base_of(run))
         return checkpoint
+    if link is not None:
+        return run
     raise NotServable(
-        f"{run} is a run that has not saved a checkpoint yet; it goes on with\n\n"
-        f"  {_command('train', '--resume', '--out', run)}"
+        f"{run} is a run that has not saved a checkpoint yet. While it trains, the first one is "
+        f"awaited by\n\n  {_command('serve', run, '--follow', BEST)}\n\n"
+        f"Otherwise it goes on with\n\n  {_command('train', '--resume', '--out', run)}"
     )
 
 

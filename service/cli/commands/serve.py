@@ -1,8 +1,9 @@
 """`logitd serve`: the service, and the banner that says what is served where.
 
-Of a run the best checkpoint is served (`servable.py`). A model of somebody else's in place of a
-checkpoint is answered with the command that imports it, or, with --import, imported first. Of
-several models one that is not there leaves the others alone, as one that cannot be loaded does.
+Of a run the best checkpoint is served (`servable.py`); a run that is followed may have saved none
+yet. A model of somebody else's in place of a checkpoint is answered with the command that imports
+it, or, with --import, imported first. Of several models one that is not there leaves the others
+alone, as one that cannot be loaded does.
 """
 
 import importlib
@@ -57,7 +58,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
             f"logitd serve: of the run {source.path}, the checkpoint {checkpoint.name}",
             file=sys.stderr,
         )
-    if is_checkpoint(checkpoint):
+    if settings.follow is not None or is_checkpoint(checkpoint):
         return source
     # Imported by name: a server has no use for what reads other people's models.
     foreign = importlib.import_module("logitd.service.cli.commands.import_model")

@@ -10,6 +10,7 @@ from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.transformer.config import TARGETS
 from logitd.model.transformer.lora import LoraShape, trained_weights
+from logitd.service.application.app import create_app
 from logitd.service.cli.commands.servable import checkpoint_at
 from logitd.service.cli.main import run
 from logitd.service.cli.program_name import program_name
@@ -17,7 +18,7 @@ from tests.e2e.server import ServedProcess
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 from tests.model.transformer.test_lora import adapted
-from tests.service.serving import client, serving
+from tests.service.serving import client, eventually, serve_settings, serving, serving_app
 from tests.zygote import completed
 
 
@@ -240,3 +241,54 @@ def test_a_text_is_answered_with_the_training(
         f"  {program_name()} train --data {name} --out {run_of_it}",
         f"  {program_name()} serve {run_of_it}",
     ]
+
+
+# What is waited for
+
+
+@pytest.mark.parametrize("at_first", ["nothing", "empty", "being prepared", "a run"])
+def test_followed_run_is_awaited_until_it_saves(at_first: str) -> None:
+    path = Path("runs/mine")
+    if at_first != "nothing":
+        path.mkdir(parents=True)
+    if at_first in ("being prepared", "a run"):
+        (path / "run.lock").touch()
+        (path / "data").mkdir()
+    if at_first == "a run":
+        (path / "run.json").write_text("{}")
+    flags = ("runs/mine", "--follow", "latest", "--follow-interval", "0.1", "--threads", "1")
+    process = ServedProcess(*flags, cwd=Path.cwd())
+    try:
+        process.wait_for("listening on port")
+        process.wait_for("waiting for runs/mine/latest")
+        with client(process.url) as http:
+            for endpoint in ("/health", "/health/live"):
+                health = http.get(endpoint)
+                assert health.json()["status"] == "loading"
+                assert "runs/mine/latest" in health.json()["reason"]
+            assert http.get("/health").status_code == 503
+            assert http.get("/health/live").status_code == 200
+            refused = http.post("/generate", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert "runs/mine/latest" in refused.json()["error"]["message"]
+            make_run(path, 400, best=400)
+            process.wait_for("logitd is ready")
+            info = http.get("/info").json()
+            assert (info["model"], info["training"]["step"]) == ("mine", 400)
+    finally:
+        process.close()
+
+
+def test_wait_for_a_checkpoint_ends_at_shutdown(tmp_path: Path) -> None:
+    with serving_app(create_app(serve_settings(tmp_path / "run", follow="best"))) as server:
+        eventually(lambda: server.client.get("/health").json().get("reason"))
+
+
+@pytest.mark.parametrize("path", ["checkpoint", "texts"])
+def test_follow_refuses_a_path_that_is_no_run(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_checkpoint(Path("checkpoint"))
+    Path("texts").mkdir()
+    Path("texts/a.txt").touch()
+    assert f"{path} is not the folder of a run" in refused(capsys, path, "--follow", "best")
