@@ -160,7 +160,7 @@ class Score:
 class LLM:
     """One checkpoint, ready to compute. One thread may use it; streams may be read in turns.
 
-    checkpoint          its directory
+    checkpoint          its directory, or that of a run, whose best is loaded
     device, dtype, threads, kernels, kernel_target, quantize, kv_cache_dtype
                         as for `logitd serve`. `threads` sets the size of torch's thread pool for
                         the whole process

@@ -35,6 +35,7 @@ from logitd.model.checkpoint.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.checkpoint.weights_file import write_weights
 from logitd.model.dtypes import FloatName
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, read_text, written_to
@@ -97,7 +98,9 @@ def save_adapter(
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read and verify an adapter. Raises CheckpointError with what is wrong."""
+    """Read and verify an adapter, or the best of a run. Raises CheckpointError with what is
+    wrong."""
+    path = checkpoint_of(path)
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
         raw = read_regular(path / WEIGHTS, ADAPTER_BYTES)

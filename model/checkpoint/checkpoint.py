@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from logitd.model.checkpoint.atomic_folder import atomic_folder
 from logitd.model.checkpoint.hashed_file import HashedFile
-from logitd.model.checkpoint.run_folder import name_of
+from logitd.model.checkpoint.run_folder import checkpoint_of, is_run, name_of
 from logitd.model.checkpoint.weights_file import (
     StoredTensor,
     WeightsFileError,
@@ -203,7 +203,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and verify everything but the weights."""
+    """Read and verify everything but the weights of the checkpoint that a path means: the path of a
+    run means its best (`checkpoint_of`). Raises CheckpointError."""
+    run, path = path, checkpoint_of(path)
+    if is_run(run) and not path.exists():
+        raise CheckpointError(f"the run {run} has not saved a checkpoint yet")
     document = _read_document(path)
     config_part = _section(document, "model", path)
     tokenizer_part = _section(document, "tokenizer", path)
@@ -406,7 +410,8 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         if not path.is_dir():
             problem = "is not a directory" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {problem}; expected the directory of a checkpoint")
+            expected = "expected the directory of a checkpoint or of a run"
+            raise CheckpointError(f"{path} {problem}; {expected}")
     except PermissionError as error:  # of a folder that it lies in
         raise CheckpointError(forbidden(path)) from error
     try:

@@ -54,7 +54,7 @@ def export_model(
     else:
         require(gguf_objections(info.config, info.tokenizer, pre))
         family = family_of(info.config)
-    stored = _stored_dtype(checkpoint) if dtype == "auto" else getattr(torch, dtype)
+    stored = _stored_dtype(info.path) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
     with written_to(destination), _aside(destination) as aside:
         if to == "hf":

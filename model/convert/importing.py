@@ -25,6 +25,7 @@ from logitd.model.checkpoint.checkpoint import (
     empty_gpt,
     save_checkpoint,
 )
+from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt
 from logitd.model.convert.by_role.build import Built
 from logitd.model.convert.by_role.objective import text_objective
@@ -222,7 +223,7 @@ def _open(
         if published is not None:
             return published, source if source.is_dir() else source.parent
     if source.is_dir() and _is_own(source):
-        raise ConvertError(f"{source} is a checkpoint of logitd already; serve it as it is")
+        raise ConvertError(f"{source} is logitd's own already; serve it as it is")
     path = find_state_file(source) if source.is_dir() else source
     state = roles.map_file.state if roles.map_file is not None else None
     return recognise_file(read_state_file(path, state=state), roles, context_length), path.parent
@@ -248,8 +249,10 @@ def _read_published(
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of this project."""
+    """True if a folder is a checkpoint or a run of this project."""
     config = folder / CONFIG
+    if is_run(folder):
+        return True
     return config.is_file() and "format_version" in read_object(config)
 
 

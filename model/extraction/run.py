@@ -130,7 +130,7 @@ def extract(
     try:
         surveyed = survey(text.documents)
         opened: AbstractContextManager[Computer] = (
-            closing(open_computer(path, quantity, options, log))
+            closing(open_computer(checkpoint.path, quantity, options, log))
             if cluster is None
             else on_ray(checkpoint, quantity, options, cluster, log)
         )

@@ -18,6 +18,7 @@ from logitd.model.checkpoint.checkpoint import (
     load_weights,
     read_checkpoint,
 )
+from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.device import (
     Placement,
     choose_device,
@@ -78,12 +79,14 @@ def load_model(
     """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
     (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
 
-    `log` is told when native kernels are being built. Raises CheckpointError, DeviceError (weights
-    that do not fit, beside the `slots` that they will have, are refused before they are read) and
-    KernelError.
+    `log` is told which checkpoint of a run is read, and when native kernels are being built. Raises
+    CheckpointError, DeviceError (weights that do not fit, beside the `slots` that they will have,
+    are refused before they are read) and KernelError.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
+    if is_run(path):
+        log(f"of the run {path}, the checkpoint {checkpoint.path.name}")
     check_header(checkpoint)  # from here on its sizes are those of the weights
     choice = choose_dtype(checkpoint.config, choose_device(options.device), options, log=log)
     placement = choose_placement(options.device, choice.name, options.threads)

@@ -55,19 +55,19 @@ COMMANDS = (
         "eval",
         "train:EvalSettings",
         "Measure the loss of a checkpoint on a text: per token, as perplexity, in bits per byte.",
-        "logitd eval runs/mine/best --data my-texts/",
+        "logitd eval runs/mine --data my-texts/",
     ),
     SettingsCommand(
         "merge",
         "train:MergeSettings",
         "Merge an adapter with the checkpoint that it was trained on.",
-        "logitd merge checkpoints/python-small runs/adapted/best checkpoints/merged",
+        "logitd merge checkpoints/python-small runs/adapted checkpoints/merged",
     ),
     SettingsCommand(
         "generate",
         "tools:GenerateSettings",
         "Generate text from a checkpoint in the terminal, without a server.",
-        "logitd generate 'def read(' --checkpoint runs/mine/best --seed 7",
+        "logitd generate 'def read(' --checkpoint runs/mine --seed 7",
     ),
     SettingsCommand(
         "extract",
@@ -94,7 +94,7 @@ COMMANDS = (
         "export",
         "tools:ExportSettings",
         "Export a checkpoint for other programs: Hugging Face transformers or llama.cpp.",
-        "logitd export runs/mine/best mine.gguf --to gguf",
+        "logitd export runs/mine mine.gguf --to gguf",
     ),
     SettingsCommand(
         "bench",

@@ -86,7 +86,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 CheckpointPath = Annotated[
-    Path, Field(description="checkpoint directory: one that `logitd train` or `import` wrote")
+    Path, Field(description="directory of a checkpoint, or of a run, of which the best is used")
 ]
 Device = Annotated[
     str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")

@@ -9,6 +9,7 @@ from pydantic_settings import CliPositionalArg, NoDecode
 from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.service.settings.common import (
     AsJson,
+    CheckpointPath,
     CommandSettings,
     Device,
     DType,
@@ -42,7 +43,7 @@ class ExtractSettings(CommandSettings):
     }
     flag_names: ClassVar = {"as_json": "json"}
 
-    checkpoint: CliPositionalArg[Path] = Field(description="directory")
+    checkpoint: CliPositionalArg[CheckpointPath]
     data: tuple[str, ...] = Field(
         min_length=1,
         description="text to go over: files, folders and globs (text, JSON, CSV, Parquet, "

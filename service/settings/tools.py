@@ -77,8 +77,8 @@ class InspectSettings(CommandSettings):
     )
     text: str = Field(
         "def main():",
-        description='text to run through the model of a checkpoint; token ids, "0 1 2", where it '
-        "has no vocabulary, of which these are usual",
+        description="text to run through the model of a checkpoint, or of the best of a run; token "
+        'ids, "0 1 2", where it has no vocabulary, of which these are usual',
     )
     as_json: AsJson = False
 
@@ -89,7 +89,7 @@ class ExportSettings(CommandSettings):
     command = "export"
     groups: ClassVar = {"checkpoint": "input and output"}
 
-    checkpoint: CliPositionalArg[Path] = Field(description="checkpoint directory")
+    checkpoint: CliPositionalArg[CheckpointPath]
     destination: CliPositionalArg[Path] = Field(
         description="folder to write, or file with --to gguf"
     )
@@ -129,9 +129,7 @@ class BenchSettings(CommandSettings):
     command = "bench"
     groups: ClassVar = {"checkpoint": "model", "device": "computation", "batches": "load"}
 
-    checkpoint: CliPositionalArg[Path] = Field(
-        BUNDLED_CHECKPOINT, description="checkpoint directory"
-    )
+    checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0

@@ -13,6 +13,7 @@ from logitd.model.training.configuration.presets import SaveDType, TrainingDType
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,
+    CheckpointPath,
     CommandSettings,
     Device,
     Threads,
@@ -44,7 +45,7 @@ class EvalSettings(CommandSettings):
     groups: ClassVar = {"checkpoint": "measurement", "device": "computation", "as_json": "output"}
     flag_names: ClassVar = {"as_json": "json"}
 
-    checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
+    checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     data: tuple[str, ...] = Field(
         (),
         description="text to measure on, all of it: files, folders and globs, addresses; without "
@@ -84,9 +85,11 @@ class MergeSettings(CommandSettings):
     command = "merge"
     groups: ClassVar = {"base": "paths"}
 
-    base: CliPositionalArg[Path] = Field(description="checkpoint that the adapter was trained on")
+    base: CliPositionalArg[Path] = Field(
+        description="checkpoint that the adapter was trained on, or a run of which it is the best"
+    )
     adapter: CliPositionalArg[Path] = Field(
-        description="adapter directory: one that `logitd train --lora` wrote"
+        description="directory of an adapter, or of the run of `logitd train --lora` that wrote it"
     )
     dest: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     save_dtype: SaveDType = Field("float32", description="dtype of the checkpoint's weights")

@@ -126,7 +126,7 @@ def test_every_command_does_what_the_page_says(walked: Walk) -> None:
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/generate"))["choices"][0]["text"]
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/lens"))
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/attention"))
-    assert "bits per byte" in said(walked, f"{LOGITD}eval runs/mine/best --data")
+    assert "bits per byte" in said(walked, f"{LOGITD}eval runs/mine --data")
     assert "dropout" in said(walked, f"{LOGITD}inspect runs/mine runs/other")
     both = next(text for code, text in walked.printed.items() if "for model in" in code)
     assert [line.split()[0] for line in both.splitlines()] == ["mine", "other"]

@@ -55,8 +55,8 @@ class _RunFields(BaseModel):
     )
     from_checkpoint: Path | None = Field(
         None,
-        description="fine-tune this checkpoint: its shape, vocabulary and weights, with a tenth of "
-        "the preset's learning rates and a warmup unless they are given",
+        description="fine-tune this checkpoint, or the best of this run: its shape, vocabulary and "
+        "weights, with a tenth of the preset's learning rates and a warmup unless they are given",
     )
     lora: int | None = Field(
         None,

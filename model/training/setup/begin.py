@@ -70,7 +70,11 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
     """Create a new run. On an error it leaves no directory behind."""
     # 1) Reject all that can be rejected without the text, which may have to be downloaded.
     by_minutes = chooses(config, ranks.size)
-    base = None if config.from_checkpoint is None else open_base(config.from_checkpoint)
+    base = None
+    if config.from_checkpoint is not None:
+        base = open_base(config.from_checkpoint)
+        # Of a run the checkpoint that is its best now: a resumed run needs the same.
+        config = config.model_copy(update={"from_checkpoint": base.opened.path})
     training = resolve(config, base)
     chat_template = _chat_template(training)
     share = Share.of(training, ranks)

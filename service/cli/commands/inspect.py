@@ -23,12 +23,20 @@ from logitd.service.cli.commands.generate import token_ids_of
 from logitd.service.cli.commands.inspect_runs import show_runs
 from logitd.service.settings.tools import InspectSettings
 
-ERRORS = CheckpointError, DeviceError, TokenizerError, TrainingError
+
+class InspectError(ValueError):
+    """Flags that contradict each other."""
+
+
+ERRORS = CheckpointError, DeviceError, InspectError, TokenizerError, TrainingError
 
 
 def run(settings: InspectSettings) -> int:
     paths = settings.paths
-    if any(map(is_run, paths)) or len(paths) > 1:
+    asks_for_text = "text" in settings.model_fields_set
+    if asks_for_text and len(paths) > 1:
+        raise InspectError(f"--text runs through one model, and {len(paths)} paths are given")
+    if len(paths) > 1 or (is_run(paths[0]) and not asks_for_text):
         show_runs([summarise(path) for path in paths], as_json=settings.as_json)
         return 0
     return _inspect_checkpoint(paths[0], settings)

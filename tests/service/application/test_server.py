@@ -261,7 +261,8 @@ def test_what_cannot_be_loaded_ends_it_with_a_sentence(
     settings = serve_settings(tmp_path / "nowhere", port=0)
     assert serve(settings, announce=lambda served, port: None) == 1
     assert logged_errors == [
-        f"cannot serve: {tmp_path}/nowhere does not exist; expected the directory of a checkpoint"
+        f"cannot serve: {tmp_path}/nowhere does not exist; expected the directory of a checkpoint "
+        "or of a run"
     ]
     logged_errors.clear()
 

@@ -162,7 +162,7 @@ def test_a_text_is_read_with_the_flags_of_training(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere does not exist; expected the directory of a checkpoint"),
+        (["nowhere"], "nowhere does not exist; expected the directory of a checkpoint or of a run"),
         (["CHECKPOINT", "--data", "nowhere.txt"], "nowhere.txt is not a file"),
         (["CHECKPOINT"], "lies in no run directory"),
         (["CHECKPOINT", "--device", "tpu"], "is not a device"),

@@ -97,7 +97,7 @@ def test_what_cannot_be_done_is_said(
 
 def test_no_checkpoint_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert extracted(Path("nowhere"), "--logprobs") == 1
-    assert "nowhere does not exist; expected the directory of a checkpoint" in (
+    assert "nowhere does not exist; expected the directory of a checkpoint or of a run" in (
         capsys.readouterr().err
     )
 

@@ -144,7 +144,7 @@ def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
     [
         (
             ("--checkpoint", "nowhere"),
-            "nowhere does not exist; expected the directory of a checkpoint",
+            "nowhere does not exist; expected the directory of a checkpoint or of a run",
         ),
         (("--device", "tpu"), "'tpu'"),
         (("--device", "abacus"), "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),

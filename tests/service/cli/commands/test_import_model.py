@@ -50,7 +50,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (("import", "own", "own"), "import: own exists; checkpoints are never overwritten"),
         (
             ("export", "nowhere", "x"),
-            "export: nowhere does not exist; expected the directory of a checkpoint",
+            "export: nowhere does not exist; expected the directory of a checkpoint or of a run",
         ),
         (("export", "own", "own"), "export: own exists; nothing is overwritten"),
         (

@@ -110,5 +110,6 @@ def test_a_checkpoint_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[st
     assert run(["inspect", "nowhere"]) == 1
     assert capsys.readouterr() == (
         "",
-        "logitd inspect: nowhere does not exist; expected the directory of a checkpoint\n",
+        "logitd inspect: nowhere does not exist; expected the directory of a checkpoint or of a "
+        "run\n",
     )

@@ -1,0 +1,96 @@
+"""A run in place of a checkpoint: every command that reads a checkpoint takes the best of it."""
+
+from pathlib import Path
+
+import pytest
+
+from logitd.model.checkpoint.adapter import save_adapter
+from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.llm import LLM
+from logitd.model.transformer.config import TARGETS
+from logitd.model.transformer.lora import LoraShape, trained_weights
+from logitd.service.cli.main import run
+from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
+from tests.model.transformer.test_lora import adapted
+
+COMMANDS = (
+    "generate a --checkpoint mine --max-tokens 1 --seed 1",
+    "eval mine --data text.txt",
+    "extract mine --data text.txt --out scored --logprobs",
+    "export mine exported",
+    "inspect mine --text a --json",
+    "merge mine adapted merged",
+    "train --from mine --data text.txt --out tuned --steps 1 --lora 2 --threads 1 --compile off",
+)
+BENCH = "bench mine"  # which measures the machine for seconds once it has read the model
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose best checkpoint is not its newest, and the run of an adapter of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and looked at the dog.\n" * 100)
+    for folder, best in (("mine", 1), ("adapted", 1)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "run.json").write_text("{}")
+        (tmp_path / folder / "best").symlink_to(f"step-{best}")
+    for step in (1, 2):
+        record = training_record(step=step)
+        path = tmp_path / "mine" / f"step-{step}"
+        save_tiny_checkpoint(path, tiny_gpt(seed=step), training=record)
+    (tmp_path / "mine" / "latest").symlink_to("step-2")
+    info = read_checkpoint(Path("mine"))
+    shape = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
+    save_adapter(
+        tmp_path / "adapted" / "step-1",
+        weights=trained_weights(adapted(tiny_gpt(seed=1), shape, b=0.05)),
+        shape=shape,
+        training=training_record(base={"name": "mine", "weights_sha256": info.weights_sha256}),
+        card="# a\n",
+    )
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize("path", ["mine", "mine/best"])
+def test_run_means_its_best_checkpoint(path: str, mine: Path) -> None:
+    """It is named by its folder: the link moves while the run goes on."""
+    info = read_checkpoint(Path(path))
+    assert (info.path, info.name, info.training.step) == (Path("mine/step-1"), "mine", 1)
+    (mine / "best").unlink()
+    assert read_checkpoint(Path("mine")).training.step == 2
+    with LLM("mine", threads=1) as llm:
+        assert llm.checkpoint.training.step == 2
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_takes_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command.split()) == 0, capsys.readouterr().err
+    if command.startswith("train"):
+        assert '"from_checkpoint": "mine/step-1"' in Path("tuned/run.json").read_text()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, BENCH])
+def test_command_says_that_a_run_has_saved_nothing(
+    command: str, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "best").unlink()
+    (mine / "latest").unlink()
+    assert run(command.split()) == 1
+    assert "the run mine has not saved a checkpoint" in capsys.readouterr().err
+
+
+def test_import_refuses_a_run(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", "mine", "imported"]) == 1
+    assert "mine is logitd's own" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("mine")
+def test_inspect_refuses_a_text_for_several_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "mine", "mine/step-1", "--text", "a"]) == 1
+    assert "--text" in capsys.readouterr().err
+
+
+def test_missing_path_is_named() -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        read_checkpoint(Path("nowhere"))
