@@ -2,7 +2,7 @@
 # built for every kind of processor; `logitd serve` takes the best that the one at hand can run.
 #
 #   docker build --build-arg TORCH_INDEX=cpu -t logitd .
-#   docker run --init --rm -p 127.0.0.1:8000:8000 logitd
+#   docker run --init --rm -p 127.0.0.1:8000:8000 -e LOGITD_ALLOWED_HOSTS=localhost logitd
 #
 # Without TORCH_INDEX torch comes from PyPI: the CUDA build, several GB.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm

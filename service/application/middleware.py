@@ -3,9 +3,9 @@
 From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
 the count by endpoint and status; its trace; one log line; a cap on the size of headers), CORS where
 it is asked for, `BugAnswer` (the answer to what should not have happened; inside CORS, so that a
-browser can read it), the API keys (`service/access/auth.py`), and HEAD, which becomes GET.
-Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams several times
-dearer.
+browser can read it), the Host (`service/access/hosts.py`), the API keys (`auth.py` there), and
+HEAD, which becomes GET. Starlette's BaseHTTPMiddleware would hide a client's disconnect and make
+streams several times dearer.
 """
 
 import logging

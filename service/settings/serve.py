@@ -105,6 +105,26 @@ Host = Annotated[
         "interface of this machine",
     ),
 ]
+AllowedHosts = Annotated[
+    tuple[
+        Annotated[
+            str,
+            _matches(
+                r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+",
+                "a host is *, a name or an address, without scheme, port and brackets, such as "
+                "gpt.example.org",
+            ),
+        ],
+        ...,
+    ],
+    NoDecode,
+    BeforeValidator(split_list),
+    Field(
+        description="names by which clients reach the server, separated by commas: a request whose "
+        "Host is another is answered 403; * is any. Those of the loopback and --host always are "
+        "accepted. Without API keys on a loopback address no other is, unless it is given here"
+    ),
+]
 MemoryText = Annotated[str, _parsed_by(parse_memory)]
 TargetGapText = Annotated[str, _parsed_by(parse_target_gap)]
 LossText = Annotated[str, _parsed_by(parse_loss_limit)]
@@ -195,6 +215,7 @@ class ServeSettings(CommandSettings):
     )
     host: Host = Field("127.0.0.1", description="address to bind; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    allowed_hosts: AllowedHosts = ()
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0

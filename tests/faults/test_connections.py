@@ -17,7 +17,7 @@ from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
-POST = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+POST = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 ENDLESS = {
     "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
@@ -26,7 +26,7 @@ ENDLESS = {
     "a chunk's extension": (CHUNKED + b"1;a=", b"b" * 64),
     "requests ahead of their turn": (
         b"",
-        b"GET /version HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 5 + b"\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 5 + b"\r\n",
     ),
     "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
 }

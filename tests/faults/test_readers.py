@@ -64,7 +64,7 @@ def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> Non
         raw.settimeout(1)
         raw.connect((host, int(port)))
         raw.sendall(
-            b"POST /logits HTTP/1.1\r\nHost: a\r\nAccept: application/x-npy\r\n"
+            b"POST /logits HTTP/1.1\r\nHost: localhost\r\nAccept: application/x-npy\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         while not stop.wait(PIECE / 100_000):

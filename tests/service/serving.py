@@ -307,7 +307,7 @@ def request_bytes(path: str, body: Any, *headers: str) -> bytes:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [
         f"POST {path} HTTP/1.1",
-        "Host: test",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",
         *headers,

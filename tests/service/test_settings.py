@@ -211,7 +211,9 @@ def test_a_list_can_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         "https://a.example,,https://b.example", "null", "https://", "https://a b", "**",
         "https://a.example?x", "https://a.example/path", "file:///")]
     + [("public_endpoints", one) for one in (
-        "metrics", "/metrics/", "//", "/metrics,", "/metrics,docs", "/a b", "/a?b", "*")],
+        "metrics", "/metrics/", "//", "/metrics,", "/metrics,docs", "/a b", "/a?b", "*")]
+    + [("allowed_hosts", one) for one in (
+        "http://a.example", "a.example:80", "*.a.example", "a b", "a.example,", "[::1]", "a/b")],
 )  # fmt: skip
 def test_a_wrong_item_of_a_list_is_refused(field: str, value: str) -> None:
     flag = f"--{field.replace('_', '-')}"

@@ -110,7 +110,7 @@ def test_every_key_is_accepted(locked: Serving, scheme: str, key: str) -> None:
 def test_no_other_value_is(locked: Serving, value: bytes) -> None:
     for path in ("/info", "/generate"):
         with locked.connect() as raw:  # no client sends all of these
-            head = b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path.encode()
+            head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
             raw.sendall(head + b"Authorization: " + value + b"\r\n\r\n")
             assert read_all(raw).startswith(b"HTTP/1.1 401 ")
 
@@ -129,12 +129,14 @@ def test_two_keys_at_once_are_none(locked: Serving) -> None:
 )  # fmt: skip
 def test_no_spelling_of_a_path_gets_around_it(locked: Serving, target: str) -> None:
     with locked.connect() as raw:
-        raw.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        raw.sendall(
+            f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
         assert b'"checkpoint"' not in read_all(raw)
 
 
 def test_the_answer_comes_before_the_body(locked: Serving) -> None:
-    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for more in ("Content-Length: 4000000", "Transfer-Encoding: chunked",
                  "Content-Length: 4000000\r\nExpect: 100-continue"):  # fmt: skip
         with locked.connect() as raw:

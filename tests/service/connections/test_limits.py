@@ -30,7 +30,7 @@ from tests.service.serving import (
 )
 from tests.service.spelling import long_prompt
 
-GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture

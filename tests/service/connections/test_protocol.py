@@ -36,8 +36,8 @@ from tests.service.serving import (
 )
 from tests.service.spelling import long_prompt
 
-GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
-LAST = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 LARGE: dict[str, Any] = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
 """One JSON reply of more than sockets hold."""
 WINDOW = 256 * 1024
@@ -125,7 +125,7 @@ def test_what_has_no_end_is_answered_431_after_the_bound(server: Serving, name: 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_the_bound_is_exact(server: Serving, extra: int) -> None:
     """Whatever the head consists of: a long address, or lines of any length."""
-    headers = [(b"host", b"a"), (b"connection", b"close"), (b"x-b", b"c" * 5000)]
+    headers = [(b"host", b"localhost"), (b"connection", b"close"), (b"x-b", b"c" * 5000)]
     headers += [(b"x-%d" % i, b"") for i in range(100)]
     room = MAX_HEADER_BYTES - head_size(len(b"/version"), headers) - 4 - len(b"x-a")
     headers.append((b"x-a", b"d" * (room + extra)))
@@ -169,7 +169,7 @@ sizes = st.integers(1, 3000)
 
 def chunked(body: bytes, draw: st.DrawFn) -> bytes:
     head = (
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
     size = draw(st.integers(1, 500))

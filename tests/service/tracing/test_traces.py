@@ -237,8 +237,8 @@ def test_headers_that_are_not_text_are_answered(traced: Serving, collector: Coll
     trace, _, headers = parent()
     with traced.connect() as raw:
         raw.sendall(
-            b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\nUser-Agent: \xff\\x\r\n"
-            b"traceparent: " + headers["traceparent"].encode() + b"\r\n\r\n"
+            b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"User-Agent: \xff\\x\r\ntraceparent: " + headers["traceparent"].encode() + b"\r\n\r\n"
         )
         assert read_all(raw).startswith(b"HTTP/1.1 200 ")
     (request,) = collector.trace(trace)

@@ -1,0 +1,88 @@
+"""HostCheck: refuse requests that name another host than this server.
+
+A web page may point its own domain at 127.0.0.1 (DNS rebinding). The browser then takes a server on
+the loopback for the page's own origin and lets the page read it; only the Host header still names
+the page's domain. With API keys such a page is refused for its missing key. Other pages cannot post
+anything: a body has to be application/json, for which a browser asks first (CORS).
+"""
+
+import re
+import socket
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from logitd.model.operations.prompts import clip
+from logitd.service.errors import ApiError
+from logitd.service.settings.serve import ServeSettings
+
+ANY = "*"
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
+"""An IPv6 address or another host, in lower case, and a port."""
+
+
+class HostCheck:
+    """Pure ASGI: answers 403 if a Host header is not accepted. A request without one is not from a
+    browser."""
+
+    def __init__(self, app: ASGIApp, names: Iterable[str], addresses: bool) -> None:
+        """Names of the loopback are always accepted. `addresses`: accept every IP address, which no
+        page can point elsewhere."""
+        self._app = app
+        self._names = {"localhost", *(name.lower() for name in names)}
+        self._addresses = addresses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            for name, value in scope["headers"]:
+                if name == b"host" and not self._accepts(host := value.decode("latin-1")):
+                    await _refused(host).response()(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _accepts(self, header: str) -> bool:
+        match = _HOST.fullmatch(header.strip().lower())
+        if match is None:
+            return False
+        host = match[1] or match[2]
+        return host in self._names or _is_loopback(host) or (self._addresses and _is_address(host))
+
+
+def accepted_names(settings: ServeSettings, *, loopback: bool) -> tuple[str, ...] | None:
+    """Names to accept besides the loopback's, of a server that binds the `loopback` or not; None if
+    Host is not checked."""
+    hosts = settings.allowed_hosts
+    keyless = settings.api_keys is None and settings.api_key_file is None
+    if ANY in hosts or not (hosts or (keyless and loopback)):
+        return None
+    return (settings.host, *hosts)
+
+
+def binds_loopback(host: str) -> bool:
+    """True if a server that binds this host is reached from its own machine alone."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # it cannot be bound either
+    return all(_is_loopback(str(address[0])) for *_, address in found)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ip_address(host).is_loopback
+
+
+def _refused(host: str) -> ApiError:
+    message = (
+        f"the Host {clip(host)!r} is not a name of this server; reach it as localhost, or start it "
+        "with this name in --allowed-hosts"
+    )
+    return ApiError(403, "permission_error", message, None, "host_not_allowed")
