@@ -6,15 +6,17 @@
 
 import asyncio
 import contextlib
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import fastapi_offline
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from logitd.model.version import VERSION
@@ -119,12 +121,24 @@ def _serve_playground(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     def playground() -> Response:
-        return FileResponse(static / "index.html")
+        return FileResponse(static / "index.html", headers=_page_headers())
 
 
 def _serve_docs(app: FastAPI) -> None:
     """Swagger UI from this machine's files: /docs works without a network."""
     assets = Path(fastapi_offline.__file__).parent / "static"
+    page = bytes(
+        get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="logitd",
+            swagger_js_url="/docs/assets/swagger-ui-bundle.js",
+            swagger_css_url="/docs/assets/swagger-ui.css",
+            swagger_favicon_url="/docs/assets/favicon.png",
+        ).body
+    )
+    inline = page.partition(b"<script>")[2].partition(b"</script>")[0]
+    digest = b64encode(sha256(inline).digest()).decode()
+    headers = _page_headers(f"'sha256-{digest}'")
     app.mount("/docs/assets", StaticFiles(directory=assets), name="docs-assets")
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -134,10 +148,20 @@ def _serve_docs(app: FastAPI) -> None:
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
-        return get_swagger_ui_html(
-            openapi_url="/openapi.json",
-            title="logitd",
-            swagger_js_url="/docs/assets/swagger-ui-bundle.js",
-            swagger_css_url="/docs/assets/swagger-ui.css",
-            swagger_favicon_url="/docs/assets/favicon.png",
-        )
+        return HTMLResponse(page, headers=headers)
+
+
+def _page_headers(*scripts: str) -> dict[str, str]:
+    """Headers of a page that runs the scripts of this server and the `scripts` named by their
+    hashes, asks this server alone, and is shown in no frame."""
+    sources = " ".join(("'self'", *scripts))
+    policy = (
+        f"default-src 'none'; script-src {sources}; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "Content-Security-Policy": policy,
+        "X-Frame-Options": "DENY",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }

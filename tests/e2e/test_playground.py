@@ -10,6 +10,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,7 @@ import torch
 from logitd.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
-from tests.e2e.server import ServedProcess
+from tests.e2e.server import STARTUP_SECONDS, ServedProcess
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.service.application.test_playground_files import LEAST_CONTRAST, contrast
 
@@ -86,6 +88,7 @@ def new_page(browser: Any) -> Iterator[NewPage]:
         context.grant_permissions(["clipboard-read", "clipboard-write"])
         contexts.append(context)
         page = context.new_page()
+        page.wait_for_function = partial(wait_for_value, page)
         host = urlsplit(url).netloc
 
         def note_request(request: Any) -> None:
@@ -107,6 +110,19 @@ def new_page(browser: Any) -> Iterator[NewPage]:
     for context in contexts:
         context.close()
     assert not problems
+
+
+def wait_for_value(page: Page, expression: str) -> None:
+    """Until a JavaScript expression is true. Playwright's own function evaluates text within the
+    page, which the page's policy forbids."""
+    error = pytest.importorskip("playwright.sync_api").Error
+    deadline = time.monotonic() + STARTUP_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(error):  # as while another page is loaded
+            if page.evaluate(f"Boolean({expression})"):
+                return
+        page.wait_for_timeout(20)
+    raise AssertionError(f"{expression} was not true within {STARTUP_SECONDS} s")
 
 
 @pytest.fixture
@@ -806,3 +822,21 @@ def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_pat
         page.wait_for_selector("#prompt-problem .problem")
         assert "write token ids" in page.inner_text("#prompt-problem")
         page.close()  # it would ask a server that has ended for its rates
+
+
+def test_docs_page_asks_this_server_under_its_policy(
+    server: ServedProcess, new_page: NewPage
+) -> None:
+    """No script, style or image is blocked, which would be an error of the page."""
+    page = new_page(f"{server.url}/docs")
+    page.locator(".opblock-summary", has_text="/version").click()
+    page.locator(".try-out__btn").click()
+    page.locator(".execute").click()
+    assert "200" in page.locator(".live-responses-table .response-col_status").last.inner_text()
+
+
+def test_page_runs_no_script_but_the_servers(server: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(server.url, quiet=False))
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), "
+                  "{textContent: 'window.foreign = true'}))")  # fmt: skip
+    assert page.evaluate("window.foreign") is None

@@ -143,6 +143,21 @@ def test_the_page_uses_local_files_alone(server: Serving) -> None:
         assert len(response.content) > 500, file
 
 
+@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_pages_forbid_what_they_do_not_need(server: Serving, path: str, method: str) -> None:
+    headers = server.client.request(method, path).headers
+    policy = dict(
+        part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";")
+    )
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["connect-src"] == policy["style-src"] == "'self'"
+    assert re.fullmatch(r"'self'( 'sha256-[A-Za-z0-9+/=]{44}')?", policy["script-src"])
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+
+
 def test_there_is_no_second_documentation(server: Serving) -> None:
     assert server.client.get("/redoc").status_code == 404
 
