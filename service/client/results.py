@@ -492,7 +492,8 @@ class Info:
     # Where drafts come from, tokens that a decode step verifies: `ngram`, from the text itself,
     # or `none`. Answers do not depend on it.
     speculate: str
-    dtype: str  # The dtype of the computation.
+    dtype: str  # The dtype of the computation, to which stored weights of another are rounded.
+    dtype_why: str  # `as asked` by --dtype, or the reason of the default.
     quantization: QuantizationInfo | None  # null where nothing is quantized.
     threads: int
     slots: int

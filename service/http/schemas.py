@@ -76,7 +76,10 @@ class Info(ReplyBody):
         description="Where drafts come from, tokens that a decode step verifies: `ngram`, from the "
         "text itself, or `none`. Answers do not depend on it."
     )
-    dtype: str = Field(description="The dtype of the computation.")
+    dtype: str = Field(
+        description="The dtype of the computation, to which stored weights of another are rounded."
+    )
+    dtype_why: str = Field(description="`as asked` by --dtype, or the reason of the default.")
     quantization: QuantizationInfo | None = Field(description="null where nothing is quantized.")
     threads: int
     slots: int

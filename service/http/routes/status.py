@@ -94,6 +94,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "kernels": computed.kernels,
             "speculate": settings.speculate,
             "dtype": computed.placement.dtype_name,
+            "dtype_why": computed.dtype_why,
             "quantization": None if cost is None else cost.to_dict(),
             "threads": computed.placement.threads,
             "slots": served.slots,

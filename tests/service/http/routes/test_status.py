@@ -190,6 +190,7 @@ def test_info(server: Serving) -> None:
     assert info.training["data"]["licence"] == "MIT"
     assert info.parameters == server.served.computation.parameters > 0
     assert (info.dtype, info.threads, info.slots) == ("float32", 1, 4)
+    assert info.dtype_why.startswith("auto: ")
     assert info.quantization is None
     assert info.device.startswith("cpu")
     assert (info.decoding, info.speculate) == ("torch", "none")
