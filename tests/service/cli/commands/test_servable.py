@@ -1,5 +1,6 @@
 """`logitd serve` of whatever people point it at: what is served, or the command that gets on."""
 
+import re
 import socket
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from logitd.model.transformer.config import TARGETS
 from logitd.model.transformer.lora import LoraShape, trained_weights
 from logitd.service.application.app import create_app
 from logitd.service.cli.commands.servable import checkpoint_at
+from logitd.service.cli.commands.serve import print_banner
 from logitd.service.cli.main import run
 from logitd.service.cli.program_name import program_name
 from tests.e2e.server import ServedProcess
@@ -71,11 +73,13 @@ def test_a_checkpoint_outside_a_run_has_its_folders_name(tmp_path: Path) -> None
     assert save_tiny_checkpoint(tmp_path / "step-000009").name == "step-000009"
 
 
-def test_the_name_can_be_chosen(tmp_path: Path) -> None:
+def test_the_name_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The checkpoint keeps its own."""
     path = save_tiny_checkpoint(tmp_path / "é 2").path
     with serving(path, served_model_name="team/é 1") as server:
         http = server.client
+        print_banner(server.state.models, server.port)
+        assert re.search("^model +team/é 1\ncheckpoint +é 2, ", capsys.readouterr().out, re.M)
         assert http.get("/info").json()["model"] == "team/é 1"
         assert http.get("/info").json()["checkpoint"]["name"] == "é 2"
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["team/é 1"]
