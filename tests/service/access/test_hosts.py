@@ -30,9 +30,10 @@ def server(checkpoint_path: Path) -> Any:
 
 
 def status(server: Serving, host: str, path: str = "/version", **headers: str) -> int:
-    url = f"{server.url}{path}"
-    sent = {"Host": host.encode("latin-1"), **headers}
-    return httpx.get(url, headers=sent, trust_env=False).status_code
+    sent = {
+        name.encode(): value.encode("latin-1") for name, value in {"Host": host, **headers}.items()
+    }
+    return httpx.get(f"{server.url}{path}", headers=sent, trust_env=False).status_code
 
 
 @pytest.mark.parametrize("host", LOOPBACK)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from logitd.model.checkpoint.run_folder import LOCK
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.run.directory import LOCK, RunDirectory
+from logitd.model.training.run.directory import RunDirectory
 
 HOLDER = """
 import sys

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.run_folder import LOCK
 from logitd.model.data.prepare import read_prepared
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import Event, Noticed, Prepared
-from logitd.model.training.run.directory import LOCK
 from logitd.model.training.run.summary import summarise
 from logitd.model.training.trainer import train
 from tests.model.conftest import Configure, story
