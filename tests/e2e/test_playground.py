@@ -112,17 +112,17 @@ def new_page(browser: Any) -> Iterator[NewPage]:
     assert not problems
 
 
-def wait_for_value(page: Page, expression: str) -> None:
-    """Until a JavaScript expression is true. Playwright's own function evaluates text within the
-    page, which the page's policy forbids."""
+def wait_for_value(page: Page, expression: str, timeout: float = 1e3 * STARTUP_SECONDS) -> None:
+    """Wait `timeout` ms until a JavaScript expression is true. Playwright's own function evaluates
+    text within the page, which the page's policy forbids."""
     error = pytest.importorskip("playwright.sync_api").Error
-    deadline = time.monotonic() + STARTUP_SECONDS
+    deadline = time.monotonic() + timeout / 1e3
     while time.monotonic() < deadline:
         with suppress(error):  # as while another page is loaded
             if page.evaluate(f"Boolean({expression})"):
                 return
         page.wait_for_timeout(20)
-    raise AssertionError(f"{expression} was not true within {STARTUP_SECONDS} s")
+    raise AssertionError(f"{expression} was not true within {timeout} ms")
 
 
 @pytest.fixture
