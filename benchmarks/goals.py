@@ -14,6 +14,7 @@ nothing else; the last line is JSON.
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from benchmarks.shapes import BATCHES
 from benchmarks.shapes import SHAPES as SIZES
 from benchmarks.synthetic import config_of, save_synthetic
 from benchmarks.targets import Target, table
+from logitd.model.openmp import spin_variables
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = "python-small"
@@ -109,8 +111,7 @@ def commands(
     for name in ("engine_step", "speculation", "constraints", "large_reply"):
         commands[name] = [*module(f"benchmarks.{name}"), *common]
     commands["constraints-bfloat16"] = [*commands["constraints"], "--dtype", "bfloat16"]
-    spinning = ["env", "GOMP_SPINCOUNT=10000"]  # as `logitd` sets it for itself
-    commands["busy_neighbour"] = [*spinning, *module("benchmarks.busy_neighbour")]
+    commands["busy_neighbour"] = module("benchmarks.busy_neighbour")
     return commands
 
 
@@ -146,7 +147,13 @@ def measure(name: str, command: list[str], folder: Path) -> None:
     print(f"{name}: {' '.join(command[1:])}", flush=True)
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+            command,
+            cwd=ROOT,
+            env={**os.environ, **spin_variables(os.environ)},  # as `logitd` sets them for itself
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            check=False,
         )
     if done.returncode != 0 or last_line(log) is None:
         print(f"{name}: exit code {done.returncode}, no result; see {log}", flush=True)

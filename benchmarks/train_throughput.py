@@ -17,6 +17,7 @@ else.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.optim import AdamW, Muon
 
 from logitd.model.device import Placement, keep_freed_memory, use_threads
+from logitd.model.openmp import spin_variables
 from logitd.model.training.configuration.presets import Recipe, preset
 from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
 from logitd.model.training.step.compile import choose_loss
@@ -164,7 +166,8 @@ def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
 def _in_a_process(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.train_throughput", "--one", loop]
     command += ["--presets", name, "--steps", str(steps), "--threads", str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    spin = {**os.environ, **spin_variables(os.environ)}  # as `logitd train` sets it for itself
+    done = subprocess.run(command, env=spin, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{loop} failed:\n{done.stderr}")
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -16,6 +16,7 @@ and logitd itself.
 """
 
 import logging
+import os
 import random
 import signal
 import sys
@@ -32,6 +33,7 @@ from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.ray_cluster import LOCAL, connected
 from logitd.model.extras import installation
 from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.openmp import spin_variables
 from logitd.service.application.app import create_app
 from logitd.service.cli.commands.servable import NotServable, checkpoint_at
 from logitd.service.cli.settings_command import SettingsCommand
@@ -188,7 +190,11 @@ def application(settings: RaySettings) -> serve.Application:
         # What is above waits at the proxy; logitd's own 429 is about sequences and tokens.
         max_ongoing_requests=slots + settings.max_queue,
         request_router_config=RequestRouterConfig(request_router_class=SessionRouter),
-        ray_actor_options={"num_cpus": threads, "num_gpus": settings.gpus},
+        ray_actor_options={
+            "num_cpus": threads,
+            "num_gpus": settings.gpus,
+            "runtime_env": {"env_vars": spin_variables(os.environ)},
+        },
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout + 5,
         graceful_shutdown_wait_loop_s=0.5,

@@ -33,6 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from logitd.model.openmp import spin_variables
 from logitd.service.cli import main as cli
 
 COMMANDS = ("serve", "train", "generate", "bench")
@@ -250,7 +251,7 @@ def _become(command: Command) -> None:
 def main() -> None:
     # Importing numpy starts threads, which its own handlers of a fork take care of.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    cli.wait_briefly()
+    os.environ.update(spin_variables(os.environ))
     for name in COMMANDS:
         cli.import_command(name)
     for name in BESIDES:

@@ -7,6 +7,7 @@ functions only. Joins no cluster (`ray_cluster.py`).
 """
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from logitd.model.extraction.quantities import Quantity
 from logitd.model.extraction.ray_cluster import LOCAL, connected
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.options import ComputeOptions
+from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 
 AHEAD = 3
@@ -178,6 +180,7 @@ def on_ray(
             num_gpus=1 if placed.device == "cuda" else 0,
             max_restarts=-1,
             max_task_retries=ATTEMPTS - 1,
+            runtime_env={"env_vars": spin_variables(os.environ)},
         )(ShardWorker)
         arguments = checkpoint.path.absolute(), quantity, placed
         workers = [actor.remote(*arguments) for _ in range(count)]

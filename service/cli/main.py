@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import get_completion_class
 
+from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 from logitd.service.cli.interrupts import INTERRUPTED, quits_when_interrupted
 from logitd.service.cli.settings_command import CONTEXT, SettingsCommand
@@ -189,8 +190,7 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     if isinstance(settings, int):
         return settings
-    if settings.command not in ("train", "eval"):
-        wait_briefly()
+    os.environ.update(spin_variables(os.environ))
     command = import_command(settings.command)
     try:
         code: int = command.run(settings)
@@ -230,14 +230,6 @@ def import_command(name: str) -> ModuleType:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-def wait_briefly() -> None:
-    """Let torch's threads sleep soon after their work is done, unless the environment says
-    otherwise. By default they spin for milliseconds on the cores of the native decoder's threads
-    and of other programs. OpenMP reads this when torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ from logitd.model.device import DeviceError
 from logitd.model.evaluation.text_loss import TextLoss, text_loss
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.training.configuration.config import TrainingError
+from logitd.service.cli.busy import busy_notice
 from logitd.service.settings.train import EvalSettings
 
 ERRORS = CheckpointError, DeviceError, KernelError, DataError, TrainingError
 
 
 def run(settings: EvalSettings) -> int:
+    if notice := busy_notice():
+        _log(notice)
     result = text_loss(
         settings.checkpoint,
         settings.data,
@@ -29,7 +32,7 @@ def run(settings: EvalSettings) -> int:
         threads=settings.threads,
         quantize=settings.quantize,
         kv_cache_dtype=settings.kv_cache_dtype,
-        log=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
+        log=_log,
     )
     if settings.as_json:
         print(json.dumps(facts(result), allow_nan=False))
@@ -37,6 +40,10 @@ def run(settings: EvalSettings) -> int:
     for name, value in _rows(result):
         print(f"{name:<12}{value}")
     return 0
+
+
+def _log(line: str) -> None:
+    print(f"logitd eval: {line}", file=sys.stderr)
 
 
 def facts(result: TextLoss) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from logitd.model.extraction.run import Extracted, ExtractionRequest, Progress, 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.options import ComputeOptions
+from logitd.service.cli.busy import busy_notice
 from logitd.service.settings.extract import ExtractSettings
 
 ERRORS = (
@@ -111,7 +112,10 @@ def run(settings: ExtractSettings) -> int:
         print("logitd extract: --ray-workers goes with --ray", file=sys.stderr)
         return 2
     with Interrupts() as interrupts:
-        return _run(settings, ProgressLines(interrupts))
+        progress = ProgressLines(interrupts)
+        if notice := busy_notice():
+            progress.say(notice)
+        return _run(settings, progress)
 
 
 def _run(settings: ExtractSettings, progress: ProgressLines) -> int:

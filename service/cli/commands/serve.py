@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo, is_checkpoint
 from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
 from logitd.service.application.server import serve
+from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
 from logitd.service.models.served import Models, NotLoaded, ServedModel
 from logitd.service.settings.model_source import ModelSource
@@ -40,7 +42,7 @@ def run(settings: ServeSettings) -> int:
     sources = tuple(there or named for there, named in zip(found, settings.models, strict=True))
     disable_created_metrics()  # one series less for every counter and histogram
     settings = settings.model_copy(update={"checkpoint": sources, "served_model_name": None})
-    return serve(settings, announce=print_banner)
+    return serve(settings, announce=partial(print_banner, busy=busy_notice()))
 
 
 def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | None:
@@ -72,8 +74,9 @@ def _perhaps_a_path(source: ModelSource) -> str:
     return f"\n{whole} is written ./{whole}" if source.name and Path(whole).exists() else ""
 
 
-def print_banner(models: Models, port: int) -> None:
-    """What is served, with which weights, where, and a line to try."""
+def print_banner(models: Models, port: int, busy: str | None = None) -> None:
+    """Print what is served, with which weights, where, and a line to try. `busy` is a notice of
+    when the command began: loading takes the processors too."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings
@@ -86,6 +89,7 @@ def print_banner(models: Models, port: int) -> None:
         ("service", url),
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
+        *([] if busy is None else [("load", busy)]),
     ):
         console.print(Text.assemble((f"{name:<12}", "bold"), value))
     key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""

@@ -1,5 +1,6 @@
 """The command line: help that is complete and immediate, and a sentence for every mistake."""
 
+import json
 import os
 import re
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 from logitd.service.cli.interrupts import quits_when_interrupted
-from logitd.service.cli.main import COMMANDS, main, run, wait_briefly
+from logitd.service.cli.main import COMMANDS, main, run
 from logitd.service.cli.variables import check_variables
 from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -321,16 +323,51 @@ def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_pat
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
+SPIN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+AT_TORCH = """
+import json, os, runpy, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(json.dumps(dict(os.environ)), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+"""
+"""Print the environment, and end, when torch is first imported."""
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    [
+        ({}, SPIN),
+        ({"GOMP_SPINCOUNT": "5"}, {**SPIN, "GOMP_SPINCOUNT": "5"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
 )
-def test_torchs_threads_wait_briefly_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+def test_spin_is_that_of_the_environment_else_short(
+    given: dict[str, str], expected: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(os, "environ", dict(given))
-    wait_briefly()
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
+    assert spin_variables({"HOME": "/", **given}) == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "command"),
+    [
+        *(("from logitd.service.cli.main import main; main()", c) for c in ("eval", "serve")),
+        ("from logitd.service.cli.start import main; main()", "train"),
+        ("runpy.run_module('logitd', run_name='__main__')", "bench"),
+    ],
+)
+def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_TORCH + entry, command],
+        env={name: value for name, value in os.environ.items() if name not in SPIN},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]).items() >= SPIN.items()
 
 
 # Interrupts

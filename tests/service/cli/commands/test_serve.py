@@ -45,6 +45,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]
 def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> None:
     banner = process.output[process.output.index("logitd is ready") :]
     rows = dict(re.findall(r"^(\w+) {2,}(.*?) *$", banner, flags=re.MULTILINE))
+    rows.pop("load", None)  # this machine may be busy
     assert rows == {
         "checkpoint": f"{ODD_NAME}, step 1,234, validation loss never evaluated",
         "parameters": "52,512",
@@ -60,6 +61,14 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
     }
     assert re.fullmatch(r"cpu \(.+\), 1 threads", rows["device"])
     assert re.fullmatch(r"float32 \(auto: (no native decoding, .+|.+ bfloat16)\)", rows["dtype"])
+
+
+def test_banner_says_that_the_machine_was_busy(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(checkpoint_path) as server:
+        print_banner(server.state.models, server.port, busy="load 9.4 on 2 cores")
+    assert re.search("^load +load 9.4 on 2 cores$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_banner_says_when_drafts_are_verified(

@@ -1,0 +1,30 @@
+"""Busy: a notice that other programs use this machine's processors. Standard library alone."""
+
+import os
+import time
+from pathlib import Path
+
+LOAD = Path("/proc/loadavg")
+SAMPLES, INTERVAL = 5, 0.01
+"""Readings of the runnable threads, and the seconds between two."""
+
+
+def busy_notice(file: Path = LOAD) -> str | None:
+    """A sentence if other programs take at least one processor and a quarter of all, both on
+    average over the last minute and now; else None, also where Linux's `file` is missing.
+
+    The average alone also counts a command that has just ended, the threads of now a short burst.
+    """
+    processors = os.cpu_count() or 1
+    others = []
+    try:
+        for _ in range(SAMPLES):
+            average, _, _, threads, _ = file.read_text(encoding="ascii").split()
+            others.append(int(threads.partition("/")[0]) - 1)  # this one is running
+            time.sleep(INTERVAL)
+    except (OSError, ValueError):
+        return None
+    load = float(average)
+    if min(load, sum(others) / SAMPLES) < max(0.9, processors / 4):
+        return None
+    return f"this machine is busy (load {load:.1f} on {processors} cores), so speeds are lower"
