@@ -34,13 +34,14 @@ END_OF_TEXT = "<|endoftext|>"
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
 
 SPLIT_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}[\p{L}\p{M}]*+|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]{1,64}+[\r\n]{0,64}+|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
 )
-"""How text is cut before merging, for vocabularies of our own.
+"""Split pattern of vocabularies that are learned here. A checkpoint stores its own.
 
-The shape of GPT-4's pattern with at most two digits together, and with every open-ended run of
-white space bounded: the published patterns overflow tiktoken's stack on about a million spaces.
+The shape of GPT-4's pattern. Combining marks stay with their letters, as Hindi and other scripts
+need it; at most two digits are together; every open-ended run of white space is bounded, because
+the published patterns overflow tiktoken's stack on about a million spaces.
 """
 
 TokenizerKind = Literal["bpe", "pieces", "words", "none"]

@@ -1,12 +1,14 @@
 """Learning a vocabulary, and taking one ready-made."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.vocabulary import SMALLEST, check, learn, tokenizer_sha256
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from tests.model.conftest import story
 
 LEARNED = learn([story(800)], 340)
@@ -72,6 +74,25 @@ def test_the_hash_tells_vocabularies_apart() -> None:
         ranks=LEARNED.ranks, pattern=r"\s+|\S+", special_tokens=LEARNED.special_tokens
     )
     assert tokenizer_sha256(other) != tokenizer_sha256(LEARNED)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["हिन्दी किताब मेरी बच्चे में", "தமிழ் நூல்கள்", "e\u0301te\u0301 nai\u0308ve"],
+    ids=["Hindi", "Tamil", "decomposed"],
+)
+def test_combining_marks_stay_with_their_letters(words: str) -> None:
+    text = f" {words}" * 50
+    learned = learn([text], 1024)
+    assert learned.decode(learned.encode(text)) == text
+    # Each word is frequent, so each becomes one token.
+    assert len(learned.encode(f" {words}")) == len(words.split())
+
+
+def test_bundled_checkpoint_keeps_its_pattern() -> None:
+    bundled = read_checkpoint(Path(__file__).parents[3] / "checkpoints" / "python-small")
+    assert bundled.tokenizer.pattern != SPLIT_PATTERN
+    assert bundled.tokenizer.pattern == SPLIT_PATTERN.replace(r"[\p{L}\p{M}]*+", "++")
 
 
 def test_a_pattern_that_drops_text_is_found_out() -> None:

@@ -13,7 +13,7 @@ from logitd.model.text.published import KNOWN_FILES
 from logitd.model.text.tokenizer import SPLIT_PATTERN
 
 PATTERNS = [SPLIT_PATTERN, *(pattern for pattern, _ in KNOWN_FILES.values())]
-RAGGED = st.text(st.sampled_from("abS'tT12345 \n\r\t.,()é€\u00a0"))
+RAGGED = st.text(st.sampled_from("abS'tT12345 \n\r\t.,()é€\u00a0हि\u094d\u0301"))
 
 
 def library_pieces(pattern: str, text: str) -> list[str]:
