@@ -13,6 +13,7 @@ or a part of it (`distributed/`). All modules are in `model/training/`.
 Shapes: B sequences, T positions.
 """
 
+import math
 import time
 import warnings
 from contextlib import ExitStack, closing
@@ -68,13 +69,26 @@ class TrainingResult:
     adapter_of: Path | None = None  # the base of an adapter
 
 
-def train(config: TrainingConfig, report: EventHandler = ignore_events) -> TrainingResult:
-    """Train, or with `resume` continue, and return where the run ended.
+MILESTONES = (0.01, 0.03, 0.1, 0.3)
+"""Shares of a run after which a checkpoint and samples are written in addition to the recipe's, as
+they are before the first step and after the last one."""
+MOST_FOR_A_MILESTONE = 0.02
+"""Share of the minutes above which a checkpoint takes too long for that."""
+ENDING = 1.5
+"""Seconds reserved for saving the last step, as a multiple of the last checkpoint's."""
+
+
+def train(
+    config: TrainingConfig, report: EventHandler = ignore_events, began: float | None = None
+) -> TrainingResult:
+    """Train, or with `resume` continue, and return where the run ended. `began` is the start of the
+    command by the monotonic clock, from which `minutes` count; None: now.
 
     Raises TrainingError (texts, options, runs, divergence), PresetError, ConfigError and
     DeviceError, each with a sentence for the user. Leaves the caller's random state and thread
     count as they were.
     """
+    began = time.monotonic() if began is None else began
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
         device = ranks.device(config.device)
@@ -88,11 +102,12 @@ def train(config: TrainingConfig, report: EventHandler = ignore_events) -> Train
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()
-        run = setup_run(config, ranks, report)
+        minutes = math.inf if config.minutes is None else config.minutes
+        run = setup_run(config, ranks, report, 60 * minutes - (time.monotonic() - began))
         stack.callback(run.directory.release)
         if run.training.config.tensorboard and ranks.is_main:
             report = stack.enter_context(closing(TensorBoard(report)))
-        trainer = Trainer(run, report)
+        trainer = Trainer(run, report, began)
         if config.resume:
             trainer.load()
         with ranks.connected():
@@ -104,7 +119,7 @@ def train(config: TrainingConfig, report: EventHandler = ignore_events) -> Train
 class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
-    def __init__(self, run: Run, report: EventHandler) -> None:
+    def __init__(self, run: Run, report: EventHandler, began: float) -> None:
         training, placement, ranks = run.training, run.share.placement, run.share.ranks
         self.run, self.recipe, self.length = run, training.recipe, training.length
         self.report, self.ranks = report, ranks
@@ -125,16 +140,17 @@ class Trainer:
         self.loss = choose_loss(
             Forward(self.gpt, placement, dropout=training.model.dropout),
             lambda message: report(Noticed(message)),
-            compiled=compiles(training.config.compile, placement.device),
+            compiled=compiles(training.config.compile, placement.device, self.length.minutes),
             peers=ranks if run.sharded else ALONE,
         )
         self.optimizers = Optimizers(self.gpt, self.recipe, ranks)
         # 3) The work between steps.
         self.counters = Counters()
+        self.done_before = 0.0  # the share of the run before the last step
         self.log = StepLog(Meter.measure(training.model, placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
-        self.began = time.monotonic()
+        self.began = began
 
     def load(self) -> None:
         """Load the saved state of a resumed run, if it was not killed before it first saved."""
@@ -147,24 +163,35 @@ class Trainer:
                 self._notice(f"resuming, but not bit for bit as one run would have gone: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
+        self.done_before = self.length.done(self.counters)
         self.recorder.restore(self.counters.step)
-        self.began = time.monotonic() - self.counters.seconds
+        self.began -= self.counters.seconds
 
     def fit(self) -> TrainingResult:
         """Train to the end, or until the user asks to stop."""
         self._report_start()
         stopping = "stopping after this step, then saving; once more to stop without saving"
         with StopSignals(lambda: self._notice(stopping)) as signals:
-            # 1) The loss before any step, or the work after the state of a resumed run.
+            # 1) The model before any step, or the work after the state of a resumed run.
             if self.counters.step == 0:
-                self.recorder.evaluator.evaluate(self.counters)
+                self._record(Due(state=True))
             else:
                 self.recorder.finish(Due(state=True), self.counters)
+            self._count_setup(since=self.counters.seconds)
+            if self.counters.step == 0 and self.length.clock_left(self.counters) <= 0:
+                self._notice(
+                    f"setting up took {self.counters.setup:.0f} s and left nothing of --minutes "
+                    f"{self.length.minutes:g}, so one step is taken: give more minutes"
+                )
             # 2) Steps, and between them the work that is due. The log's clock runs in steps only.
             self.log.start()
             reason = self._reason_to_stop(signals)
+            first = self.counters.step
             while reason is None:
+                before = self.counters
                 self._step()
+                if before.step == first:  # compiling and warming up
+                    self._count_setup(since=before.seconds)
                 reason = self._reason_to_stop(signals)
                 if reason is None and self._between_steps():
                     self.log.start()
@@ -176,7 +203,8 @@ class Trainer:
     def _step(self) -> None:
         """Forward, backward, update."""
         recipe, batch, device = self.recipe, self.run.share.batch, self.run.share.placement.device
-        scale = lr_scale(recipe, self.counters.step, self.length.done(self.counters))
+        self.done_before = done = self.length.done(self.counters)
+        scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
         # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
         loss = torch.zeros((), device=device)
         for first in batch.batches(self.counters.step):
@@ -193,13 +221,28 @@ class Trainer:
         # 3) Count. The loss stays on the device until a report is due.
         tokens = batch.total * self.gpt.config.context_length
         self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens)
-        self.counters = Counters(
+        self.counters = replace(
+            self.counters,
             step=self.counters.step + 1,
             tokens=self.counters.tokens + tokens,
             seconds=time.monotonic() - self.began,
         )
         if self.counters.step == 1:
             self.divergence.start(float(loss))
+
+    def _count_setup(self, since: float) -> None:
+        """Count the seconds of the run from `since` until now as setup."""
+        now = time.monotonic() - self.began
+        setup = self.counters.setup + now - since
+        self.counters = replace(self.counters, seconds=now, setup=setup)
+
+    def _record(self, due: Due) -> None:
+        """Do the work after a step, and expect the end to take as long as a checkpoint."""
+        began = time.monotonic()
+        self.recorder.record(due, self.counters, self._reports_state())
+        if due.state:
+            ending = ENDING * (time.monotonic() - began)
+            self.counters = replace(self.counters, ending=ending)
 
     def _between_steps(self) -> bool:
         """Do the work that is due after a step that is not the last. Returns whether there was
@@ -211,19 +254,29 @@ class Trainer:
         not_saved = due.state and self.divergence.suspect
         if not_saved:
             due = replace(due, state=False, evaluation=True)
-        self.recorder.record(due, self.counters, self._reports_state())
+        self._record(due)
         if not_saved:
             self._notice_not_saved()
         return True
 
     def _due(self) -> Due:
-        """The recipe's work after this step."""
+        """The recipe's work after this step, and that of a milestone."""
         step, recipe = self.counters.step, self.recipe
+        if self.length.clock_left(self.counters) < self.counters.ending:
+            return Due()  # the end does it
         return Due(
-            state=step % recipe.checkpoint_every == 0,
+            state=step % recipe.checkpoint_every == 0 or self._at_milestone(),
             evaluation=step % recipe.eval_every == 0,
             samples=step % (recipe.sample_every or recipe.eval_every) == 0,
         )
+
+    def _at_milestone(self) -> bool:
+        """True if the last step reached one of MILESTONES, and there are minutes enough for it."""
+        counters, minutes = self.counters, self.length.minutes
+        if minutes is not None and counters.ending > MOST_FOR_A_MILESTONE * 60 * minutes:
+            return False
+        done = self.length.done(counters)
+        return any(self.done_before < milestone <= done for milestone in MILESTONES)
 
     def _reports(self, due: Due) -> bool:
         """Whether the steps up to this one are reported: with any other work, and on their own."""
@@ -245,6 +298,8 @@ class Trainer:
             {"kind": "train", "step": counters.step, "tokens": counters.tokens}
             | asdict(figures)
             | {"seconds": round(counters.seconds, 3)}
+            # Rounded up, so that a run whose time was up has no time left in its metrics.
+            | ({"ending": round(counters.ending + 0.001, 3)} if self.length.minutes else {})
         )
         self.report(
             Progress(
@@ -283,14 +338,12 @@ class Trainer:
 
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
         """The same in all processes: the main one decides, or a signal to any of them."""
-        own = self._own_reason(signals)
-        code, seconds = self.ranks.all_reduce_max(
-            [
-                REASONS.index(own) if own else -1,
-                self.counters.seconds if self.ranks.is_main else 0.0,
-            ]
+        own, counters = self._own_reason(signals), self.counters
+        clock = [counters.seconds, counters.setup, counters.ending]
+        code, seconds, setup, ending = self.ranks.all_reduce_max(
+            [REASONS.index(own) if own else -1, *(clock if self.ranks.is_main else [0.0] * 3)]
         )
-        self.counters = replace(self.counters, seconds=seconds)
+        self.counters = replace(counters, seconds=seconds, setup=setup, ending=ending)
         return REASONS[int(code)] if code >= 0 else None
 
     def _own_reason(self, signals: StopSignals) -> Reason | None:
@@ -301,7 +354,7 @@ class Trainer:
             return None
         if self.length.out_of_steps(self.counters):
             return "finished"
-        if self.length.done(self.counters) >= 1:
+        if self.counters.step and self.length.clock_left(self.counters) <= 0:
             return "time is up"
         if patience is not None and self.recorder.evaluator.since_best() >= patience:
             return "no improvement"

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -179,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code, 2 for a wrong command line."""
+    began = time.monotonic()
     words = list(arguments) or ["--help"]
     if words[0] == "version":
         words[0] = "--version"
@@ -191,9 +193,14 @@ def run(arguments: Sequence[str]) -> int:
     if isinstance(settings, int):
         return settings
     os.environ.update(spin_variables(os.environ))
+    clock = ()
+    if settings.command == "train":  # its minutes count from here
+        clock = (began,)
+        if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+            click.echo("loading PyTorch")
     command = import_command(settings.command)
     try:
-        code: int = command.run(settings)
+        code: int = command.run(settings, *clock)
     except command.ERRORS as error:
         click.echo(f"logitd {settings.command}: {error}", err=True)
         return 1

@@ -76,7 +76,8 @@ class _RunFields(BaseModel):
     minutes: float | None = Field(
         None,
         gt=0,
-        description="wall-clock budget; sets the length of the run unless steps are given too, "
+        description="wall-clock budget of the whole command, from its start to the last "
+        "checkpoint; sets the length of the run unless steps are given too, "
         "and, without a preset or a size, chooses the model by this machine's speed",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -85,8 +86,9 @@ class _RunFields(BaseModel):
     )
     compile: Compile = Field(
         "auto",
-        description="torch.compile the forward and backward pass: auto does so on CUDA, and on a "
-        "CPU in runs of about a quarter of an hour or more, because compiling takes a minute",
+        description="torch.compile the forward and backward pass: auto does so on CUDA (with "
+        "--minutes from 5 on), and on a CPU in runs of about a quarter of an hour or more at the "
+        "speed of two fast cores, because compiling takes a minute or more",
     )
     shard: Shard = Field(
         "auto",

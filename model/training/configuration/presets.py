@@ -103,6 +103,21 @@ class Recipe:
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewarming:
+    """A rise of the learning rate in a run that was made longer, from where it was to where the
+    longer schedule has it, so that it does not jump.
+
+    done   share of the longer run at which it begins
+    scale  the learning rate there, as a share of the peak
+    span   share of the longer run that it takes
+    """
+
+    done: float
+    scale: float
+    span: float
+
+
 @dataclass(frozen=True)
 class Preset:
     """A model shape (all arguments of `gpt2_shape` but the vocabulary) and its recipe."""

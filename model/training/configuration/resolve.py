@@ -23,16 +23,16 @@ from logitd.model.training.configuration.config import (
     run_name,
 )
 from logitd.model.training.configuration.finetune import Base, lora_shape, resolve_finetune
-from logitd.model.training.configuration.presets import Recipe, preset
+from logitd.model.training.configuration.presets import Recipe, Rewarming, preset
 from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.stopping.length import Length
 from logitd.model.transformer.config import GPTConfig, padded
 from logitd.model.transformer.lora import LoraShape
 
-LONG_MINUTES = 15.0
-LONG_OPERATIONS = 1.5e14
-"""Length from which a run on a CPU is compiled: twice what it takes to earn the compiling back. The
-operations are those of fifteen minutes on two AVX-512 cores in bfloat16."""
+LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
+"""Length from which a run on a CPU is compiled: by the clock one and a half times, by steps twice
+what it takes to earn the compiling back, on two AVX-512 cores in bfloat16. It is in operations, as
+a slower machine also compiles more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class ResolvedTraining:
     recipe: Recipe
     model: GPTConfig
     base: Base | None = None
+    rewarming: Rewarming | None = None  # of a run that was made longer
 
     @property
     def name(self) -> str:
@@ -66,24 +67,33 @@ class ResolvedTraining:
     def tokens_per_step(self) -> int:
         return self.recipe.batch_size * self.recipe.accumulate * self.model.context_length
 
-    def with_vocabulary(self, size: int) -> "ResolvedTraining":
+    @property
+    def needs_speed(self) -> bool:
+        """True if only a measured speed tells whether the run is long enough to be compiled."""
+        by_clock = self.length.steps is None and (self.length.minutes or 0) >= LONG_MINUTES
+        return by_clock and self.config.compile == "auto"
+
+    def with_vocabulary(self, size: int, speed: float = 0.0) -> "ResolvedTraining":
         """The same run with the vocabulary's size, which is known when the text is tokenised. A
         long run is compiled, and `compile` auto is replaced, so that a resumed run computes with
-        the same kernels; in a short one auto stays, and compiles on CUDA."""
+        the same kernels; in a short one auto stays, and compiles on CUDA. `speed`: measured tokens
+        per second of a run that the clock ends (`needs_speed`)."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))
             resolved = replace(self, model=model)
-        if self.config.compile == "auto" and resolved._is_long():
+        if self.config.compile == "auto" and resolved._is_long(speed):
             resolved = replace(resolved, config=self.config.model_copy(update={"compile": "on"}))
         return resolved
 
-    def _is_long(self) -> bool:
+    def _is_long(self, speed: float) -> bool:
         steps, minutes = self.length.steps, self.length.minutes
         if minutes is not None and minutes < LONG_MINUTES:
             return False
-        operations = self.tokens_per_step * flops_per_token(self.model)
-        return steps is None or steps * operations >= LONG_OPERATIONS
+        operations = flops_per_token(self.model)
+        if steps is None:
+            return (minutes or 0) * 60 * speed * operations >= LONG_BY_CLOCK
+        return steps * self.tokens_per_step * operations >= LONG_OPERATIONS
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of run.json."""
@@ -92,18 +102,21 @@ class ResolvedTraining:
             "recipe": asdict(self.recipe),
             "model": self.model.to_dict(),
         }
+        if self.rewarming is not None:
+            document["rewarming"] = asdict(self.rewarming)
         return document if self.base is None else {**document, "base": self.base.to_dict()}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ResolvedTraining":
         """Read what `to_dict` returned. Raises KeyError, TypeError or ValueError for anything
         else."""
-        base = document.get("base")
+        base, rewarming = document.get("base"), document.get("rewarming")
         return cls(
             config=TrainingConfig(**document["config"]),
             recipe=Recipe(**document["recipe"]),
             model=GPTConfig.from_dict(document["model"]),
             base=None if base is None else Base(base["record"], base["chat_template"]),
+            rewarming=None if rewarming is None else Rewarming(**rewarming),
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.configuration.presets import Recipe, Rewarming
 from logitd.model.training.distributed.fsdp import ParamShard, gather, local, shard_of
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.optim import muon
@@ -231,9 +231,17 @@ def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay
 
 
-def lr_scale(recipe: Recipe, step: int, done: float) -> float:
+def lr_scale(recipe: Recipe, step: int, done: float, rewarming: Rewarming | None = None) -> float:
     """The learning rate of a step as a share of its peak. `done` is the share of the run that is
     done."""
+    scale = _scheduled(recipe, step, done)
+    if rewarming is None:
+        return scale
+    share = min(1.0, max(0.0, done - rewarming.done) / rewarming.span)
+    return rewarming.scale + (scale - rewarming.scale) * share
+
+
+def _scheduled(recipe: Recipe, step: int, done: float) -> float:
     rise = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
     fall = 0.0
     match recipe.decay:

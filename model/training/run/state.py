@@ -78,7 +78,7 @@ def save_state(
         "reports": dict(reports),
     }
     if ranks.is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # fails if the run was removed meanwhile
         with whole_file(path) as file:
             _write(document, file)
 

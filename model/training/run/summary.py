@@ -62,7 +62,8 @@ def summarise(path: Path) -> RunSummary:
     evals = [record for record in records if record["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
     best = min(evals, key=lambda record: float(record["val_loss"]), default=None)
-    done = length.done(Counters(step=last["step"], seconds=last["seconds"]))
+    ending = train[-1].get("ending", 0.0) if train else 0.0
+    done = length.done(Counters(step=last["step"], seconds=last["seconds"], ending=ending))
     sampled_at, samples = _samples(path / SAMPLES)
     settings = {**asdict(training.recipe), **model.to_dict(), **_adapters(training.lora)}
     base = None if training.base is None else training.base.record

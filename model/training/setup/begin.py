@@ -7,7 +7,9 @@ Reads and writes files; `model/training/configuration/resolve.py` decides what i
 build the model and takes no steps.
 """
 
+import math
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +25,13 @@ from logitd.model.data.prepare import (
 from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import ReadOptions
+from logitd.model.device import use_threads
 from logitd.model.files import CONFIG_BYTES, read_text
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import TokenizerError
 from logitd.model.training.configuration.autosize import MANY, autosize, chooses, dropout_of
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError, run_name
+from logitd.model.training.configuration.presets import Rewarming
 from logitd.model.training.configuration.resolve import (
     ResolvedTraining,
     resolve,
@@ -35,17 +39,25 @@ from logitd.model.training.configuration.resolve import (
 )
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.events import EventHandler, Noticed, Prepared
+from logitd.model.training.optim.optimizers import lr_scale
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.run import Run, Share
 from logitd.model.training.run.state import read_state
 from logitd.model.training.setup.base import open_base, reopen_base
-from logitd.model.training.setup.measure import measure_machine
+from logitd.model.training.setup.measure import measure, measure_machine
+from logitd.model.training.stopping.length import Counters
+
+REWARMING = 0.05
+"""Share of the rest of a run that was made longer, in which its learning rate rises."""
+_MEASURING = "measuring how fast this machine trains, for some seconds"
 
 
-def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
+def setup_run(
+    config: TrainingConfig, ranks: Ranks, report: EventHandler, seconds_left: float = math.inf
+) -> Run:
     """Open a new run in a directory of its own, or with `resume` one that exists. Every process
     calls this, and all return the same run, each with its own share. The main one has locked the
-    directory, and the caller releases it."""
+    directory, and the caller releases it. `seconds_left` are those of the minutes."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard is on, but there is one process, which has the whole model: start several with "
@@ -53,7 +65,10 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run
         )
     run: Run | None = None
     if ranks.is_main:
-        run = _resume(config, ranks, report) if config.resume else _create(config, ranks, report)
+        if config.resume:
+            run = _resume(config, ranks, report)
+        else:
+            run = _create(config, ranks, report, time.monotonic() + seconds_left)
     try:
         ranks.barrier()  # from here on, run.json and the text are there for the others to read
         opened = run or _join(config, ranks)
@@ -66,8 +81,9 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run
         raise
 
 
-def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
-    """Create a new run. On an error it leaves no directory behind."""
+def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
+    """Create a new run. On an error it leaves no directory behind. `deadline` is the end of the
+    minutes, by the monotonic clock."""
     # 1) Reject all that can be rejected without the text, which may have to be downloaded.
     by_minutes = chooses(config, ranks.size)
     base = None
@@ -88,8 +104,13 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
         raise TrainingError(
             f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenised"
         )
+    speed = 0.0
     if by_minutes:
-        config, notice = autosize(config, measure_machine(config), text.count_bytes)
+        seconds = max(1.0, deadline - time.monotonic())
+        report(Noticed(_MEASURING))
+        measured = measure_machine(config, seconds)
+        speed = measured.choice.tokens_per_second
+        config, notice = autosize(config, measured, text.count_bytes)
         report(Noticed(notice))
         training = resolve(config)
         share = Share.of(training, ranks)
@@ -98,6 +119,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
     # 3) Tokenise it. Now the size of the vocabulary is known, and with it the model.
     directory = RunDirectory.create(_path(config))
     try:
+        report(Noticed("tokenising the text"))
         with directory.preparing():
             prepared = prepare_text(
                 text,
@@ -108,7 +130,13 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
                 special_ids=config.special_tokens == "ids"
                 or (config.special_tokens == "auto" and chat_template is not None),
             )
-        training = training.with_vocabulary(prepared.tokenizer.vocab_size)
+        vocab_size = prepared.tokenizer.vocab_size
+        if training.needs_speed and not speed and share.placement.device.type == "cpu":
+            report(Noticed(_MEASURING))
+            model = training.with_vocabulary(vocab_size)
+            use_threads(share.placement.threads)
+            speed = ranks.size * measure(model, share.placement, deadline - time.monotonic())
+        training = training.with_vocabulary(vocab_size, speed)
         require_window(prepared, training.model.context_length)
         _check_prompts(config.prompts, prepared)
         report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
@@ -152,7 +180,9 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
     with directory.preparing():
         directory.lock()
     try:
-        training = resolve_resumed(config, directory.read_training())
+        before = directory.read_training()
+        saved = _saved_counters(directory)
+        training = _without_jump(resolve_resumed(config, before), before, saved, report)
         training = _with_open_base(training, directory)
         chat_template = _chat_template(training)
         share = Share.of(training, ranks)
@@ -163,7 +193,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
         report(Prepared(text.record, text.tokenizer.vocab_size))
         _tell_of_special_tokens(text, report)
         with directory.preparing():
-            directory.rewind(_saved_step(directory))
+            directory.rewind(saved.step)
             directory.write_training(training)
     except BaseException:
         directory.release()
@@ -274,11 +304,32 @@ def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> Reso
     return replace(training, base=reopen_base(training.base, path))
 
 
-def _saved_step(directory: RunDirectory) -> int:
-    """The step of the saved state; 0 for a run that was killed before it first saved."""
+def _saved_counters(directory: RunDirectory) -> Counters:
+    """The counters of the saved state; zeros for a run that was killed before it first saved."""
     if not directory.state.exists() and not directory.checkpoints():
-        return 0
-    return int(read_state(directory.state, mapped=True)["counters"]["step"])
+        return Counters()
+    return Counters(**read_state(directory.state, mapped=True)["counters"])
+
+
+def _without_jump(
+    training: ResolvedTraining, before: ResolvedTraining, saved: Counters, report: EventHandler
+) -> ResolvedTraining:
+    """A resumed run whose learning rate rises gradually if its new length puts it higher, as in
+    Ibrahim et al. (2024)."""
+    if training.length == before.length or not saved.step:
+        return training
+    old, new = before.length.done(saved), training.length.done(saved)
+    was = lr_scale(before.recipe, saved.step, old, before.rewarming)
+    scale = lr_scale(training.recipe, saved.step, new)
+    if scale <= was:
+        return replace(training, rewarming=None)
+    report(
+        Noticed(
+            f"the run is longer now: the learning rate rises from x {was:.2f} to x {scale:.2f} of "
+            f"its peak within {REWARMING:.0%} of what is left, and falls to the new end"
+        )
+    )
+    return replace(training, rewarming=Rewarming(done=new, scale=was, span=REWARMING * (1 - new)))
 
 
 def _chat_template(training: ResolvedTraining) -> str | None:

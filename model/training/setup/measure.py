@@ -3,8 +3,8 @@
 Chooses a size for `--minutes` by that (`model/training/configuration/autosize.py`).
 """
 
-import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -26,19 +26,25 @@ from logitd.model.training.optim.optimizers import Optimizers, initialise
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.transformer.gpt import GPT
 
-MOST_MEASURED_STEPS = 9
-"""Steps of a measurement if there is time. With 3, a moment in which another process had the cores
-made up to half of them, and decided the size of the whole run."""
+MOST_MEASURED_STEPS = 40
+LONG_ENOUGH, LONGEST = 0.25, 0.4
+"""Shares of the allowed time after which a measurement ends: if its two fastest steps agree, and in
+any case. A few steps in a row may be one bad moment, in which other programs have the processors,
+and would decide the size of the whole run."""
+AGREEMENT = 1.05
+"""Largest ratio of two steps that agree."""
 PUBLISHED = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
 """Tokens of published encodings."""
 
 
-def measure_machine(config: TrainingConfig) -> Measured:
-    """Choose the size for the minutes of a configuration, by measurements."""
+def measure_machine(config: TrainingConfig, seconds: float | None = None) -> Measured:
+    """Choose the size for the minutes of a configuration, or for the `seconds` that are left of
+    them, by measurements."""
     assert config.minutes is not None
     placement = training_placement(config.device, config.dtype or "auto", config.threads)
     use_threads(placement.threads)
-    seconds, tokenizer = config.minutes * 60, config.tokenizer or "own"
+    seconds = config.minutes * 60 if seconds is None else seconds
+    tokenizer = config.tokenizer or "own"
     published = None
     if tokenizer != "own":
         published = PUBLISHED.get(tokenizer) or published_vocabulary(tokenizer).vocab_size
@@ -57,9 +63,9 @@ def measure_machine(config: TrainingConfig) -> Measured:
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
-    """Tokens per second of real steps on random ids: the median of MOST_MEASURED_STEPS at most,
-    the first not counted. Takes no more steps than a run of `seconds` has time for, but at least
-    one."""
+    """Tokens per second of real steps on random ids: by the fastest of them, the first not counted,
+    as other programs only make steps slower. Takes no more steps than a run of `seconds` has time
+    for, but at least one."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -69,7 +75,7 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
     shape = (recipe.batch_size, model.context_length + 1)
     begun, allowed = time.perf_counter(), min(MEASURING * seconds, MEASURING_SECONDS)
     times: list[float] = []
-    while _takes_another(len(times), (time.perf_counter() - begun) / allowed):
+    while _takes_another(times[1:], (time.perf_counter() - begun) / allowed):
         ids = torch.randint(model.vocab_size, shape, generator=generator).to(placement.device)
         began = time.perf_counter()
         loss = forward.loss(ids[:, :-1], ids[:, 1:])
@@ -78,14 +84,15 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
         if placement.device.type == "cuda":  # there a call only queues the work
             torch.cuda.synchronize(placement.device)
         times.append(time.perf_counter() - began)
-    return recipe.batch_size * model.context_length / statistics.median_low(times[1:])
+    return recipe.batch_size * model.context_length / min(times[1:])
 
 
-def _takes_another(steps: int, spent: float) -> bool:
-    """Whether to measure another step after `steps` and a share of the time. A quarter of it goes
-    into steps beyond the fewest, so that larger sizes are measured as well."""
-    if steps < 2:
-        return True
-    if steps < 1 + MEASURED_STEPS:
-        return spent < 1
-    return steps < 1 + MOST_MEASURED_STEPS and spent < 0.25
+def _takes_another(times: Sequence[float], spent: float) -> bool:
+    """Whether to measure another step after counted ones of these seconds and a share of the
+    allowed time."""
+    if len(times) < MEASURED_STEPS:
+        return not times or spent < 1
+    if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:
+        return False
+    fastest, second = sorted(times)[:2]
+    return spent < LONG_ENOUGH or second > AGREEMENT * fastest

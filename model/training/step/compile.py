@@ -1,10 +1,11 @@
 """Compiling: the loss of training through `torch.compile`.
 
-On CUDA it is compiled unless `--compile off` is set. On a CPU compiling takes the better part of a
-minute and makes a step of the presets `tiny` and `small` an eighth faster
-(`python -m benchmarks.train_throughput`), so only a long run is compiled there. run.json keeps the
-decision (`ResolvedTraining.with_vocabulary`): a resumed run computes with the same kernels, hence
-the same bits. Does not compile evaluation, samples or the optimizers.
+On CUDA it is compiled unless `--compile off` is set or the minutes are few. On a CPU it takes
+the better part of a minute and makes a step of the presets `tiny` and `small` an eighth faster
+(`python -m benchmarks.train_throughput`), so only a long run is compiled there, measured by the
+operations that it will do. run.json keeps the decision (`ResolvedTraining.with_vocabulary`): a
+resumed run computes with the same kernels, hence the same bits. Does not compile evaluation,
+samples or the optimizers.
 """
 
 import logging
@@ -22,6 +23,8 @@ from logitd.model.training.step.forward import Forward
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From ids and targets, (B, T) each, to the mean loss."""
 Notice = Callable[[str], None]
+SHORTEST_MINUTES = 5.0
+"""Length of a run by the clock from which CUDA's auto compiles, which takes about a minute."""
 
 
 class CompiledLoss:
@@ -111,6 +114,8 @@ def choose_loss(forward: Forward, notice: Notice, *, compiled: bool, peers: Rank
     return CompiledLoss(forward, notice, peers=peers) if compiled else forward.loss
 
 
-def compiles(option: Compile, device: torch.device) -> bool:
-    """Whether a run compiles here; `auto`, which a short run keeps, does on CUDA alone."""
-    return option == "on" or (option == "auto" and device.type == "cuda")
+def compiles(option: Compile, device: torch.device, minutes: float | None = None) -> bool:
+    """Whether a run compiles here; `auto`, which a short run keeps, does on CUDA alone, and if the
+    clock ends the run only from SHORTEST_MINUTES on."""
+    long = minutes is None or minutes >= SHORTEST_MINUTES
+    return option == "on" or (option == "auto" and device.type == "cuda" and long)

@@ -1,9 +1,9 @@
 """Length: progress of a run and its end, by steps, by the clock, or by whichever comes first.
 
-The learning rate falls with the share of the run that is done
-(`model/training/optim/optimizers.py`), so a run that only the clock ends cools down in time as
-well. But its number of steps depends on the machine's speed: only a run of a given number of steps
-can be repeated exactly.
+The minutes are those of the whole command: setting up and saving the last step are inside. The
+learning rate falls with the share of the run that is done (`model/training/optim/optimizers.py`),
+so a run that only the clock ends cools down in time as well. But its number of steps depends on the
+machine's speed: only a run of a given number of steps can be repeated exactly.
 """
 
 import math
@@ -12,11 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counters:
-    """Progress of a run, in all sittings together."""
+    """Progress of a run, in all sittings together.
+
+    seconds  wall clock
+    setup    seconds of them before each sitting's second step: text, measuring, compiling
+    ending   seconds that saving the last step is expected to take
+    """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    setup: float = 0.0
+    ending: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,19 @@ class Length:
     def done(self, counters: Counters) -> float:
         """The share of the run that is done, 0 to 1."""
         by_steps = counters.step / self.steps if self.steps else 0.0
-        by_clock = counters.seconds / 60 / self.minutes if self.minutes else 0.0
+        trained = max(0.0, counters.seconds - counters.setup)
+        by_clock = trained and trained / max(trained, trained + self.clock_left(counters))
         return min(1.0, max(by_steps, by_clock))
+
+    def clock_left(self, counters: Counters) -> float:
+        """Seconds of the minutes that are left for steps; infinite without minutes."""
+        if self.minutes is None:
+            return math.inf
+        return self.minutes * 60 - counters.ending - counters.seconds
 
     def seconds_left(self, counters: Counters, seconds_per_step: float) -> float:
         by_steps = (self.steps - counters.step) * seconds_per_step if self.steps else math.inf
-        by_clock = self.minutes * 60 - counters.seconds if self.minutes else math.inf
-        return max(0.0, min(by_steps, by_clock))
+        return max(0.0, min(by_steps, self.clock_left(counters)))
 
     def out_of_steps(self, counters: Counters) -> bool:
         return self.steps is not None and counters.step >= self.steps

@@ -1,5 +1,6 @@
 """`logitd train`: the trainer, with its progress on the terminal."""
 
+import os
 import sys
 
 from logitd.model.data.errors import DataError
@@ -7,10 +8,11 @@ from logitd.model.data.sources.progress import Downloading
 from logitd.model.device import DeviceError, keep_freed_memory
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.presets import PresetError
-from logitd.model.training.events import Event, Progress, line
+from logitd.model.training.events import Event, Noticed, Progress, line
 from logitd.model.training.stopping.signals import errors_outlive_sigterm
 from logitd.model.training.trainer import train
 from logitd.model.transformer.config import ConfigError
+from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.program_name import program_name
 from logitd.service.settings.train import TrainSettings
 
@@ -36,15 +38,19 @@ class TerminalReporter:
         print(line(event), flush=True)
 
 
-def run(settings: TrainSettings) -> int:
+def run(settings: TrainSettings, began: float) -> int:
+    """Train; the exit code. `began` is the start of the command by the monotonic clock."""
     with errors_outlive_sigterm(TrainingError):
-        return _run(settings)
+        return _run(settings, began)
 
 
-def _run(settings: TrainSettings) -> int:
+def _run(settings: TrainSettings, began: float) -> int:
     keep_freed_memory()  # each step takes and frees the same pieces again
+    reporter = TerminalReporter()
+    if os.environ.get("RANK", "0") == "0" and (notice := busy_notice()):
+        reporter(Noticed(notice))
     try:
-        result = train(settings, TerminalReporter())
+        result = train(settings, reporter, began)
     except ERRORS as error:  # printed before a SIGTERM may end the process
         print(f"logitd train: {error}", file=sys.stderr)
         return 1

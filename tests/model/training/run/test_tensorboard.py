@@ -64,7 +64,7 @@ def test_curves_and_samples_are_those_of_the_run(configure: Configure) -> None:
         values = [value for _, value in expected]
         assert [value for _, value in scalars] == pytest.approx(values, rel=1e-6), tag
     samples = [found.Tensors(f"sample/{number}/text_summary") for number in (1, 2, 3)]
-    assert [each.step for each in samples[0]] == [4, 6, 12]
+    assert [each.step for each in samples[0]] == [0, 1, 2, 4, 6, 12]
     text = samples[2][-1].tensor_proto.string_val[0].decode()
     kept = (config.out / "samples.txt").read_text().rpartition("=== step 12\n")[2]
     assert "".join(line.removeprefix("    ") for line in text.splitlines(keepends=True)) in kept

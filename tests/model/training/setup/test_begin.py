@@ -16,7 +16,7 @@ from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.run_folder import LOCK
 from logitd.model.data.prepare import read_prepared
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.events import Event, Noticed, Prepared
+from logitd.model.training.events import Event, Noticed, Prepared, Started
 from logitd.model.training.run.summary import summarise
 from logitd.model.training.trainer import train
 from tests.model.conftest import Configure, story
@@ -60,7 +60,7 @@ def test_a_run_in_training_is_not_resumed_by_a_second_and_is_afterwards(
 def test_a_run_that_failed_leaves_no_lock_to_this_process(configure: Configure) -> None:
     class Fails:
         def __call__(self, event: Event, /) -> None:
-            if not isinstance(event, Prepared):
+            if isinstance(event, Started):
                 raise KeyError("planted")
 
     with pytest.raises(KeyError, match="planted"):

@@ -20,11 +20,11 @@ from tests.model.training.step.test_forward import EXACT, _small
 from tests.model.training.test_trainer import _losses, _state, _train_until
 
 
-def _resolved(**given: Any) -> str:
+def _resolved(speed: float = 0.0, **given: Any) -> str:
     training = resolve(TrainingConfig(**given))
     recipe = training.recipe
     vocab_size = 50_257 if recipe.tokenizer == "gpt2" else recipe.vocab_size
-    return training.with_vocabulary(vocab_size).config.compile
+    return training.with_vocabulary(vocab_size, speed).config.compile
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,10 @@ def _resolved(**given: Any) -> str:
         ({"preset": "small", "steps": 500}, "auto"),
         ({"preset": "small", "minutes": 5}, "auto"),
         ({"preset": "small", "minutes": 5, "steps": 3000}, "auto"),
-        ({"preset": "tiny", "minutes": 15}, "on"),
+        ({"preset": "tiny", "minutes": 15, "speed": 20_000}, "on"),
+        ({"preset": "tiny", "minutes": 15, "speed": 5_000}, "auto"),
+        ({"preset": "tiny", "minutes": 60, "speed": 5_000}, "on"),
+        ({"preset": "tiny", "minutes": 14, "speed": 500_000}, "auto"),
         ({"preset": "tiny", "minutes": 60, "steps": 10}, "auto"),
     ],
 )
@@ -49,19 +52,22 @@ def test_auto_is_on_where_a_run_is_long_enough_to_earn_it_back(
 
 
 @pytest.mark.parametrize(
-    ("device", "option", "expected"),
+    ("device", "option", "minutes", "expected"),
     [
-        ("cpu", "auto", False),
-        ("cpu", "off", False),
-        ("cpu", "on", True),
-        ("cuda", "auto", True),
-        ("cuda", "off", False),
+        ("cpu", "auto", None, False),
+        ("cpu", "off", None, False),
+        ("cpu", "on", 1, True),
+        ("cuda", "auto", None, True),
+        ("cuda", "auto", 5, True),
+        ("cuda", "auto", 2, False),
+        ("cuda", "on", 2, True),
+        ("cuda", "off", None, False),
     ],
 )
 def test_what_stays_auto_compiles_on_cuda_alone(
-    device: str, option: Compile, expected: bool
+    device: str, option: Compile, minutes: float | None, expected: bool
 ) -> None:
-    compiled = compiles(option, torch.device(device))
+    compiled = compiles(option, torch.device(device), minutes)
     assert compiled == expected
     forward = Forward(_small()[0], EXACT, dropout=0.0)
     loss = choose_loss(forward, lambda notice: None, compiled=compiled)
