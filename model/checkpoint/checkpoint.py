@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -428,7 +429,8 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / CONFIG} is not a JSON object")
     if document.get("kind") == "adapter":
         raise CheckpointError(
-            f"{path} holds an adapter, not a whole model: `logitd merge BASE {path} DEST` makes a "
+            f"{path} holds an adapter, not a whole model: "
+            f"`{shlex.join(['logitd', 'merge', 'BASE', str(path), 'DEST'])}` makes a "
             "checkpoint of it and of the one that it was trained on"
         )
     if (version := document.get("format_version")) != FORMAT_VERSION:

@@ -14,6 +14,7 @@ choose sides (`split.py`) or windows (`batches.py`).
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -137,7 +138,7 @@ def _tokenizer(
         ranks = text.shards[0].with_name(RANKS)
         raise TextError(
             f"{text.name} is already tokenised, so no vocabulary can be learned from it: name the "
-            f"tokenizer that wrote it, for example --tokenizer {ranks}"
+            f"tokenizer that wrote it, for example --tokenizer {shlex.quote(str(ranks))}"
         )
     pieces = (
         part

@@ -22,6 +22,7 @@ from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 from logitd.service.cli.interrupts import INTERRUPTED, quits_when_interrupted
 from logitd.service.cli.settings_command import CONTEXT, SettingsCommand
+from logitd.service.cli.terminal import say
 
 if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
@@ -197,15 +198,15 @@ def run(arguments: Sequence[str]) -> int:
     if settings.command == "train":  # its minutes count from here
         clock = (began,)
         if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
-            click.echo("loading PyTorch")
+            say("loading PyTorch")
     command = import_command(settings.command)
     try:
         code: int = command.run(settings, *clock)
     except command.ERRORS as error:
-        click.echo(f"logitd {settings.command}: {error}", err=True)
+        say(f"logitd {settings.command}: {error}", file=sys.stderr)
         return 1
     except PermissionError as error:
-        click.echo(f"logitd {settings.command}: {error.strerror}: {error.filename}", err=True)
+        say(f"logitd {settings.command}: {error.strerror}: {error.filename}", file=sys.stderr)
         return 1
     return code
 

@@ -1,6 +1,7 @@
-"""The name of this program in hints, so that users can paste them."""
+"""The name and command lines of this program in hints, so that users can paste them."""
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -20,3 +21,8 @@ def program_name() -> str:
     if Path.cwd() in script.parents[:3]:
         return str(script.relative_to(Path.cwd()))
     return str(script)
+
+
+def command(*words: object) -> str:
+    """A command line of this program, quoted for a shell."""
+    return shlex.join([program_name(), *map(str, words)])

@@ -24,6 +24,7 @@ from logitd.model.inference.load import load_model
 from logitd.model.inference.options import ComputeOptions
 from logitd.model.machine import measure_machine, surroundings
 from logitd.model.version import VERSION
+from logitd.service.cli.terminal import say
 from logitd.service.client import AsyncClient, LogitdError
 from logitd.service.settings.tools import BenchSettings
 
@@ -36,7 +37,7 @@ Arrivals = list[tuple[float, int]]
 def run(settings: BenchSettings) -> int:
     """Print a line for each rate, and last the report as JSON."""
     report = measure(settings)
-    print("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
+    say("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
     return 0
 
 
@@ -147,4 +148,4 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _log(line: str) -> None:
-    print(f"logitd bench: {line}", file=sys.stderr, flush=True)
+    say(f"logitd bench: {line}", file=sys.stderr)

@@ -13,6 +13,7 @@ from logitd.model.evaluation.text_loss import TextLoss, text_loss
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.training.configuration.config import TrainingError
 from logitd.service.cli.busy import busy_notice
+from logitd.service.cli.terminal import say
 from logitd.service.settings.train import EvalSettings
 
 ERRORS = CheckpointError, DeviceError, KernelError, DataError, TrainingError
@@ -38,12 +39,12 @@ def run(settings: EvalSettings) -> int:
         print(json.dumps(facts(result), allow_nan=False))
         return 0
     for name, value in _rows(result):
-        print(f"{name:<12}{value}")
+        say(f"{name:<12}{value}")
     return 0
 
 
 def _log(line: str) -> None:
-    print(f"logitd eval: {line}", file=sys.stderr)
+    say(f"logitd eval: {line}", file=sys.stderr)
 
 
 def facts(result: TextLoss) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.convert.exporting import export_model
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.device import DeviceError
+from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import ExportSettings
 
 ERRORS = ConvertError, CheckpointError, DeviceError, OSError
@@ -16,7 +17,7 @@ def run(settings: ExportSettings) -> int:
         to=settings.to,
         dtype=settings.dtype,
         pre=settings.pre,
-        log=print,
+        log=say,
     )
-    print(f"{settings.destination} is written")
+    say(f"{settings.destination} is written")
     return 0

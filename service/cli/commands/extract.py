@@ -21,6 +21,7 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.options import ComputeOptions
 from logitd.service.cli.busy import busy_notice
+from logitd.service.cli.terminal import redraw, say
 from logitd.service.settings.extract import ExtractSettings
 
 ERRORS = (
@@ -84,7 +85,7 @@ class ProgressLines:
         text = _line(event)
         if isinstance(event, Progress | Downloading):
             if self._in_place:
-                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+                redraw(text, sys.stderr)
                 self._open_line = True
                 return
             if (now := time.monotonic()) < self._next:
@@ -95,7 +96,7 @@ class ProgressLines:
     def say(self, text: str) -> None:
         """A line of its own."""
         self.end()
-        print(f"logitd extract: {text}", file=sys.stderr, flush=True)
+        say(f"logitd extract: {text}", file=sys.stderr)
 
     def end(self) -> None:
         """Leave the line that is redrawn."""
@@ -106,7 +107,7 @@ class ProgressLines:
 
 def run(settings: ExtractSettings) -> int:
     if refusal := _unclear(settings):
-        print(f"logitd extract: {refusal}", file=sys.stderr)
+        say(f"logitd extract: {refusal}", file=sys.stderr)
         return 2
     if settings.ray_workers and not settings.ray:
         print("logitd extract: --ray-workers goes with --ray", file=sys.stderr)
@@ -146,7 +147,7 @@ def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
     except KeyboardInterrupt:
         return _stopped(settings, progress)
     progress.end()
-    print(json.dumps(facts(result), allow_nan=False) if settings.as_json else _summary(result))
+    say(json.dumps(facts(result), allow_nan=False) if settings.as_json else _summary(result))
     return 0
 
 

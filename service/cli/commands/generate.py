@@ -8,7 +8,8 @@ import sys
 
 from logitd.model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
 from logitd.model.text.tokenizer import NO_VOCABULARY
-from logitd.service.cli.program_name import program_name
+from logitd.service.cli.program_name import command
+from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import GenerateSettings
 
 ERRORS = InvalidRequest, LoadError
@@ -67,7 +68,7 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
     if (ids := token_ids_of(settings.prompt)) is None:
         raise InvalidRequest(
             f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and {NO_VOCABULARY}: "
-            f'for example {program_name()} generate "0 1 2"',
+            f"for example {command('generate', '0 1 2')}",
             "prompt",
         )
     return ids
@@ -87,8 +88,8 @@ def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    say(text, end="")
 
 
 def _log(line: str) -> None:
-    print(f"logitd generate: {line}", file=sys.stderr)
+    say(f"logitd generate: {line}", file=sys.stderr)

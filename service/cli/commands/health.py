@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 
+from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -30,17 +31,17 @@ def run(settings: HealthSettings) -> int:
     except urllib.error.HTTPError as error:
         with error:
             said = _status(error.read(LONGEST))
-            print(f"logitd health: {url}: {error.code} {said or STRANGER}", file=sys.stderr)
+            say(f"logitd health: {url}: {error.code} {said or STRANGER}", file=sys.stderr)
         return 1
     except HTTPException:  # it does not speak HTTP
         said = None
     except (OSError, ValueError) as error:  # nobody listens, too late, no URL
-        print(f"logitd health: {url}: {getattr(error, 'reason', error)}", file=sys.stderr)
+        say(f"logitd health: {url}: {getattr(error, 'reason', error)}", file=sys.stderr)
         return 1
     if said is None:
-        print(f"logitd health: {url}: {STRANGER}", file=sys.stderr)
+        say(f"logitd health: {url}: {STRANGER}", file=sys.stderr)
         return 1
-    print(said)
+    say(said)
     return 0
 
 

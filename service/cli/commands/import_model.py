@@ -12,7 +12,8 @@ from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
-from logitd.service.cli.program_name import program_name
+from logitd.service.cli.program_name import command
+from logitd.service.cli.terminal import say
 from logitd.service.settings.imports import ImportSettings
 
 ERRORS = ConvertError, CheckpointError, OSError
@@ -37,54 +38,54 @@ def run(settings: ImportSettings) -> int:
         ),
         check=settings.check,
         ignored_settings=settings.ignore_setting,
-        log=print,
+        log=say,
     )
     config = checkpoint.config
-    print(
+    say(
         f"{checkpoint.path}: {config.n_layer} layers, width {config.d_model}, context "
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}"
     )
-    print(f"\nserve it:  {program_name()} serve {checkpoint.path}")
+    say(f"\nserve it:  {command('serve', checkpoint.path)}")
     return 0
 
 
 def for_serving(source: Path, *, may_import: bool) -> Path | None:
     """The checkpoint of a model of somebody else's: imported now, or there already and from this
     very source. None, with the reason on stderr, where it may not or cannot be imported."""
-    destination, name = IMPORTED / _name(source), program_name()
+    destination = IMPORTED / _name(source)
     try:
         if not importable(source):
             kinds = ", ".join(SUFFIXES)
-            print(
+            say(
                 f"logitd serve: {source} is neither a checkpoint nor a model that may be imported: "
                 f"a file of weights ({kinds}) or a folder with one. The bundled checkpoint is "
-                f"served by\n\n  {name} serve",
+                f"served by\n\n  {command('serve')}",
                 file=sys.stderr,
             )
             return None
     except (ConvertError, OSError) as error:  # its config.json is not even JSON
-        print(f"logitd serve: {error}", file=sys.stderr)
+        say(f"logitd serve: {error}", file=sys.stderr)
         return None
     if not may_import:
-        print(
+        say(
             f"logitd serve: {source} is not a checkpoint of logitd, but it may be imported:\n\n"
-            f"  {name} import {source} {destination}\n  {name} serve {destination}\n\n"
-            f"or both in one: {name} serve {source} --import",
+            f"  {command('import', source, destination)}\n  {command('serve', destination)}\n\n"
+            f"or both in one: {command('serve', source, '--import')}",
             file=sys.stderr,
         )
         return None
     try:
         if not destination.exists():
             import_model(
-                source, destination, roles=RoleOptions(draft=draft_of(destination)), log=print
+                source, destination, roles=RoleOptions(draft=draft_of(destination)), log=say
             )
         elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
             raise CheckpointError(
                 f"{destination} exists and is not from {source}: name another destination, "
-                f"{name} import {source} DEST"
+                f"{command('import', source, 'DEST')}"
             )
     except ERRORS as error:
-        print(f"logitd serve: {error}", file=sys.stderr)
+        say(f"logitd serve: {error}", file=sys.stderr)
         return None
     return destination
 

@@ -21,6 +21,7 @@ from logitd.model.transformer.stages import stages_of
 from logitd.model.transformer.trace import TracedStage, trace
 from logitd.service.cli.commands.generate import token_ids_of
 from logitd.service.cli.commands.inspect_runs import show_runs
+from logitd.service.cli.terminal import visible
 from logitd.service.settings.tools import InspectSettings
 
 
@@ -113,7 +114,7 @@ def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
         *((f"data: {key}", str(value)) for key, value in training.data.items()),
         *((f"model: {key}", str(value)) for key, value in checkpoint.config.to_dict().items()),
     ):
-        table.add_row(Text(name, "bold"), Text(value))
+        table.add_row(Text(visible(name), "bold"), Text(visible(value)))
     return table
 
 

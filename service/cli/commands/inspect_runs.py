@@ -12,6 +12,7 @@ from rich.text import Text
 
 from logitd.model.training.events import duration
 from logitd.model.training.run.summary import RunSummary, differences
+from logitd.service.cli.terminal import visible
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
@@ -29,7 +30,7 @@ def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
         console.print(_settings(runs, different))
     for run in runs:
         for note in run.notes:
-            console.print(Text(f"{run.path}: {note}", "bold"))
+            console.print(Text(visible(f"{run.path}: {note}"), "bold"))
 
 
 def _show_one(console: Console, run: RunSummary) -> None:
@@ -37,11 +38,11 @@ def _show_one(console: Console, run: RunSummary) -> None:
     table.add_column()
     table.add_column(overflow="fold")
     for name, value in _rows(run):
-        table.add_row(Text(name, "bold"), Text(value))
+        table.add_row(Text(name, "bold"), Text(visible(value)))
     console.print(table)
     for sample in run.samples:
         console.print(Text(f"\n--- sample at step {run.sampled_at:,}", "bold"))
-        console.print(Text(sample))
+        console.print(Text(visible(sample)))
 
 
 def _rows(run: RunSummary) -> list[tuple[str, str]]:
@@ -77,8 +78,8 @@ def _comparison(runs: Sequence[RunSummary]) -> Table:
     )
     for name, run in zip(_names(runs), runs, strict=True):
         table.add_row(
-            Text(name),
-            run.preset,
+            Text(visible(name)),
+            visible(run.preset),
             f"{run.parameters:,}",
             f"{run.step:,}",
             f"{run.tokens:,}",
@@ -91,10 +92,10 @@ def _comparison(runs: Sequence[RunSummary]) -> Table:
 
 
 def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]]) -> Table:
-    columns = (Column(name, overflow="fold") for name in _names(runs))
+    columns = (Column(Text(visible(name)), overflow="fold") for name in _names(runs))
     table = Table(Column("setting", overflow="fold"), *columns, title="what differs")
     for name, values in different.items():
-        table.add_row(name, *(Text(_value(value)) for value in values))
+        table.add_row(name, *(Text(visible(_value(value))) for value in values))
     return table
 
 

@@ -3,7 +3,8 @@
 from logitd.model.checkpoint.adapter import merge
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError
-from logitd.service.cli.program_name import program_name
+from logitd.service.cli.program_name import command
+from logitd.service.cli.terminal import say
 from logitd.service.settings.train import MergeSettings
 
 ERRORS = CheckpointError, DeviceError, OSError
@@ -11,6 +12,6 @@ ERRORS = CheckpointError, DeviceError, OSError
 
 def run(settings: MergeSettings) -> int:
     info = merge(settings.base, settings.adapter, settings.dest, save_dtype=settings.save_dtype)
-    print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
-    print(f"\nserve it:  {program_name()} serve {info.path}")
+    say(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
+    say(f"\nserve it:  {command('serve', info.path)}")
     return 0

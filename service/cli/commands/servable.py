@@ -6,14 +6,13 @@ of other people's making are the business of `import_model.py`.
 
 import difflib
 import json
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
 from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run, may_become_run
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
-from logitd.service.cli.program_name import program_name
+from logitd.service.cli.program_name import command
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
 """Where checkpoints and runs usually are, below the working directory."""
@@ -67,15 +66,15 @@ def _of_run(run: Path, link: str | None) -> Path:
         return run
     raise NotServable(
         f"{run} is a run that has not saved a checkpoint yet. While it trains, the first one is "
-        f"awaited by\n\n  {_command('serve', run, '--follow', BEST)}\n\n"
-        f"Otherwise it goes on with\n\n  {_command('train', '--resume', '--out', run)}"
+        f"awaited by\n\n  {command('serve', run, '--follow', BEST)}\n\n"
+        f"Otherwise it goes on with\n\n  {command('train', '--resume', '--out', run)}"
     )
 
 
 def _not_followed(path: Path, link: str) -> str:
     """What is to be followed is not a run."""
     if is_run(path.parent):
-        follow = _command("serve", path.parent, "--follow", link)
+        follow = command("serve", path.parent, "--follow", link)
         return f"{path} is one checkpoint of a run; what is followed is the run:\n\n  {follow}"
     return (
         f"--follow {link} serves what a training saves next, and {path} is not the folder of a run"
@@ -94,7 +93,7 @@ def _refuse_adapter(path: Path, base: str) -> Path:
     merged = path.resolve().with_name("merged") if base == "BASE" else path.parent / "merged"
     raise NotServable(
         f"{path} is an adapter, which is served when it is merged with its base:\n\n"
-        f"  {_command('merge', base, path, merged)}\n  {_command('serve', merged)}"
+        f"  {command('merge', base, path, merged)}\n  {command('serve', merged)}"
     )
 
 
@@ -112,13 +111,13 @@ def _not_within(path: Path) -> Path:
     if path.name in (CONFIG, WEIGHTS, RANKS, CARD) and is_checkpoint(path.parent):
         raise NotServable(
             f"{path} is one file of a checkpoint, which is a folder:\n\n"
-            f"  {_command('serve', path.parent)}"
+            f"  {command('serve', path.parent)}"
         )
     if path.suffix in TEXTS:
         run = Path("runs") / path.stem
         raise NotServable(
             f"{path} is a text, and what is served is a model; one is trained on it by\n\n"
-            f"  {_command('train', '--data', path, '--out', run)}\n  {_command('serve', run)}"
+            f"  {command('train', '--data', path, '--out', run)}\n  {command('serve', run)}"
         )
     return path
 
@@ -128,14 +127,14 @@ def _not_above(path: Path) -> Path:
     children = sorted(path.iterdir())
     if not children:
         raise NotServable(
-            f"{path} is empty. The bundled checkpoint is served by\n\n  {_command('serve')}\n\n"
-            f"and one of your own by\n\n  {_command('train', '--out', path)}\n"
-            f"  {_command('serve', path)}"
+            f"{path} is empty. The bundled checkpoint is served by\n\n  {command('serve')}\n\n"
+            f"and one of your own by\n\n  {command('train', '--out', path)}\n"
+            f"  {command('serve', path)}"
         )
     if within := [child for child in children if is_checkpoint(child) or is_run(child)]:
         raise NotServable(f"{path} is not a checkpoint, but has some in it:\n\n{_listed(within)}")
     if is_run(path.parent):
-        raise NotServable(f"{path} is a part of a run:\n\n  {_command('serve', path.parent)}")
+        raise NotServable(f"{path} is a part of a run:\n\n  {command('serve', path.parent)}")
     return path
 
 
@@ -154,16 +153,12 @@ def _mistyped(path: Path) -> str:
     if known:
         return f"{path} does not exist. Here is what can be served:\n\n{_listed(known)}"
     return (
-        f"{path} does not exist. The bundled checkpoint is served by\n\n  {_command('serve')}\n\n"
-        f"and one of your own after\n\n  {_command('train', '--out', path)}"
+        f"{path} does not exist. The bundled checkpoint is served by\n\n  {command('serve')}\n\n"
+        f"and one of your own after\n\n  {command('train', '--out', path)}"
     )
 
 
 def _listed(paths: Iterable[Path]) -> str:
-    lines = [f"  {_command('serve', path)}" for path in paths]
+    lines = [f"  {command('serve', path)}" for path in paths]
     more = "" if len(lines) <= MOST_NAMED else f"\n  ... and {len(lines) - MOST_NAMED} more"
     return "\n".join(lines[:MOST_NAMED]) + more
-
-
-def _command(*words: str | Path) -> str:
-    return f"{program_name()} {shlex.join(map(str, words))}"

@@ -27,6 +27,7 @@ from logitd.model.memory import format_bytes
 from logitd.service.application.server import serve
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
+from logitd.service.cli.terminal import say, visible
 from logitd.service.models.served import Models, NotLoaded, ServedModel
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
@@ -53,10 +54,10 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
     except NotFollowed:
         raise
     except NotServable as problem:
-        print(f"logitd serve: {problem}{_perhaps_a_path(source)}", file=sys.stderr)
+        say(f"logitd serve: {problem}{_perhaps_a_path(source)}", file=sys.stderr)
         return None
     if checkpoint != source.path:
-        print(
+        say(
             f"logitd serve: of the run {source.path}, the checkpoint {checkpoint.name}",
             file=sys.stderr,
         )
@@ -71,7 +72,11 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
 def _perhaps_a_path(source: ModelSource) -> str:
     """A hint where NAME=PATH is the path of something."""
     whole = f"{source.name}={source.path}"
-    return f"\n{whole} is written ./{whole}" if source.name and Path(whole).exists() else ""
+    return (
+        f"\n{whole} is written {shlex.quote(f'./{whole}')}"
+        if source.name and Path(whole).exists()
+        else ""
+    )
 
 
 def print_banner(models: Models, port: int, busy: str | None = None) -> None:
@@ -91,7 +96,7 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
         ("metrics", f"{url}/metrics"),
         *([] if busy is None else [("load", busy)]),
     ):
-        console.print(Text.assemble((f"{name:<12}", "bold"), value))
+        console.print(Text.assemble((f"{name:<12}", "bold"), visible(value)))
     key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
     body: dict[str, Any] = {"model": first.name} if models.several else {}
     body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}

@@ -13,7 +13,8 @@ from logitd.model.training.stopping.signals import errors_outlive_sigterm
 from logitd.model.training.trainer import train
 from logitd.model.transformer.config import ConfigError
 from logitd.service.cli.busy import busy_notice
-from logitd.service.cli.program_name import program_name
+from logitd.service.cli.program_name import command
+from logitd.service.cli.terminal import redraw, say
 from logitd.service.settings.train import TrainSettings
 
 ERRORS = DataError, TrainingError, PresetError, ConfigError, DeviceError
@@ -29,13 +30,13 @@ class TerminalReporter:
 
     def __call__(self, event: Event, /) -> None:
         if isinstance(event, Progress | Downloading) and self._in_place:
-            print(f"\r\x1b[K{line(event)}", end="", flush=True)
+            redraw(line(event), sys.stdout)
             self._open_line = True
             return
         if self._open_line:
             print()
             self._open_line = False
-        print(line(event), flush=True)
+        say(line(event))
 
 
 def run(settings: TrainSettings, began: float) -> int:
@@ -52,17 +53,17 @@ def _run(settings: TrainSettings, began: float) -> int:
     try:
         result = train(settings, reporter, began)
     except ERRORS as error:  # printed before a SIGTERM may end the process
-        print(f"logitd train: {error}", file=sys.stderr)
+        say(f"logitd train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the second one: the first lets the trainer save
         print("logitd train: stopped without saving", file=sys.stderr)
         return 130
     if result.rank == 0:  # of several processes, one speaks
         if result.reason == "interrupted":
-            print(f"\nstopped at step {result.step:,}: go on with")
-            print(f"           {program_name()} train --resume --out {result.run}")
+            say(f"\nstopped at step {result.step:,}: go on with")
+            say(f"           {command('train', '--resume', '--out', result.run)}")
         if result.adapter_of is not None:
-            print(f"\nmerge it:  {program_name()} merge {result.adapter_of} {result.best} DEST")
+            say(f"\nmerge it:  {command('merge', result.adapter_of, result.best, 'DEST')}")
         else:
-            print(f"\nserve it:  {program_name()} serve {result.run}")
+            say(f"\nserve it:  {command('serve', result.run)}")
     return 0
