@@ -194,7 +194,7 @@ def run(arguments: Sequence[str]) -> int:
     if isinstance(settings, int):
         return settings
     os.environ.update(spin_variables(os.environ))
-    clock = ()
+    clock: tuple[float, ...] = ()
     if settings.command == "train":  # its minutes count from here
         clock = (began,)
         if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks

@@ -1,11 +1,11 @@
 """Shared by the settings of all commands: where values come from, and flags of one meaning."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
@@ -31,6 +31,8 @@ class CommandSettings(BaseSettings):
     command     name of the command
     groups      titles of the groups of flags in the help, by the first field of each
     flag_names  additional flags of fields, without dashes
+    needs       fields that do nothing unless earlier fields have some values: a test of these, and
+                the reason, with the way out
     """
 
     model_config = SettingsConfigDict(
@@ -43,6 +45,17 @@ class CommandSettings(BaseSettings):
     command: ClassVar[str]
     groups: ClassVar[Mapping[str, str]] = {}
     flag_names: ClassVar[Mapping[str, str]] = {}
+    needs: ClassVar[Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]] = {}
+
+    @field_validator("*")
+    @classmethod
+    def _refuse_idle(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if name in cls.needs and value != cls.model_fields[name].default:
+            acts, reason = cls.needs[name]
+            if not acts(info.data):
+                raise ValueError(reason)
+        return value
 
     @classmethod
     def variables(cls, field: str) -> tuple[str, str]:

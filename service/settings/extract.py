@@ -42,6 +42,9 @@ class ExtractSettings(CommandSettings):
         "device": "computation",
     }
     flag_names: ClassVar = {"as_json": "json"}
+    needs: ClassVar = {
+        "ray_workers": (lambda given: given.get("ray"), "it needs --ray"),
+    }
 
     checkpoint: CliPositionalArg[CheckpointPath]
     data: tuple[str, ...] = Field(

@@ -160,6 +160,12 @@ ModelSources = Annotated[
 ]
 
 
+_HAS_KEYS = (
+    lambda given: given.get("api_keys") or given.get("api_key_file"),
+    "it limits each API key, and there are none: set api-key-file or LOGITD_API_KEYS",
+)
+
+
 class ServeSettings(CommandSettings):
     """Settings of `logitd serve`."""
 
@@ -177,6 +183,24 @@ class ServeSettings(CommandSettings):
         "log_level": "logs and traces",
     }
     flag_names: ClassVar = {"import_model": "import"}
+    needs: ClassVar = {
+        "follow_interval": (lambda given: given.get("follow"), "it needs --follow"),
+        "max_quantization_loss": (
+            lambda given: (given.get("quantize"), given.get("kv_cache_dtype")) != ("none", "auto"),
+            "it bounds the cost of --quantize and --kv-cache-dtype, and nothing is quantized: give "
+            "one of them too",
+        ),
+        "kv_cache_memory": (
+            lambda given: given.get("slots") is None,
+            "it sets the number of slots, and so does --slots: give one",
+        ),
+        "key_per_minute": _HAS_KEYS,
+        "key_at_once": _HAS_KEYS,
+        "trace_ratio": (
+            lambda given: given.get("otlp_endpoint"),
+            "it is a share of the traces, which need otlp-endpoint",
+        ),
+    }
 
     checkpoint: CliPositionalArg[ModelSources] = Field(
         (ModelSource(BUNDLED_CHECKPOINT),),
@@ -395,40 +419,6 @@ class ServeSettings(CommandSettings):
                 "a key has at least 16 ASCII letters, digits and signs, without blanks; "
                 "`openssl rand -hex 24` makes a good one"
             )
-        return value
-
-    @field_validator("key_per_minute", "key_at_once")
-    @classmethod
-    def _requires_api_keys(cls, value: int, info: ValidationInfo) -> int:
-        if value and not (info.data.get("api_keys") or info.data.get("api_key_file")):
-            raise ValueError(
-                "it limits each API key, and there are none: set api-key-file or LOGITD_API_KEYS"
-            )
-        return value
-
-    @field_validator("trace_ratio")
-    @classmethod
-    def _requires_traces(cls, value: float, info: ValidationInfo) -> float:
-        if value != 1 and not info.data.get("otlp_endpoint"):
-            raise ValueError("it is a share of the traces, which need otlp-endpoint")
-        return value
-
-    @field_validator("max_quantization_loss")
-    @classmethod
-    def _requires_quantization(cls, value: str, info: ValidationInfo) -> str:
-        exact = (info.data.get("quantize"), info.data.get("kv_cache_dtype")) == ("none", "auto")
-        if value != ACCEPTED_LOSS and exact:
-            raise ValueError(
-                "it bounds the cost of --quantize and --kv-cache-dtype, and nothing is quantized: "
-                "give one of them too"
-            )
-        return value
-
-    @field_validator("kv_cache_memory")
-    @classmethod
-    def _excludes_slots(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("slots") is not None:
-            raise ValueError("it sets the number of slots, and so does --slots: give one")
         return value
 
     @field_validator("served_model_name")

@@ -41,11 +41,22 @@ BatchSizes = Annotated[
 ]
 
 
+_NOT_GREEDY = (
+    lambda given: given.get("temperature") != 0,
+    "it does nothing with temperature 0, which is greedy: give one of them",
+)
+_WITHOUT_URL = (
+    lambda given: given.get("url") is None,
+    "the address of the server has it: give either the address or --host and --port",
+)
+
+
 class GenerateSettings(CommandSettings):
     """Settings of `logitd generate`."""
 
     command = "generate"
     groups: ClassVar = {"prompt": "text", "device": "computation"}
+    needs: ClassVar = dict.fromkeys(("top_k", "top_p", "seed"), _NOT_GREEDY)
 
     prompt: CliPositionalArg[str] = Field(
         description='text to continue; token ids, "0 1 2", where the model has no vocabulary'
@@ -88,6 +99,12 @@ class ExportSettings(CommandSettings):
 
     command = "export"
     groups: ClassVar = {"checkpoint": "input and output"}
+    needs: ClassVar = {
+        "pre": (
+            lambda given: given.get("to") == "gguf",
+            "it names a split pattern in GGUF files: give --to gguf",
+        ),
+    }
 
     checkpoint: CliPositionalArg[CheckpointPath]
     destination: CliPositionalArg[Path] = Field(
@@ -109,6 +126,7 @@ class HealthSettings(CommandSettings):
 
     command = "health"
     groups: ClassVar = {"url": "server", "live": "question"}
+    needs: ClassVar = dict.fromkeys(("host", "port"), _WITHOUT_URL)
 
     url: CliPositionalArg[str | None] = Field(
         None, description="of the server; if not given the one of --host and --port"

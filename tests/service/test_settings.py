@@ -159,6 +159,33 @@ def test_impossible_values_are_refused(field: str, value: object) -> None:
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
 
 
+@pytest.mark.parametrize(
+    ("command", "idle", "acting"),
+    [
+        ("generate a", "--temperature 0 --top-k 3", "--top-k 3"),
+        ("generate a", "--temperature 0 --top-p 0.5", "--top-p 0.5"),
+        ("generate a", "--temperature 0 --seed 1", "--temperature 0 --top-k 0"),
+        ("export a b", "--pre qwen2", "--pre qwen2 --to gguf"),
+        ("health http://a", "--port 9000", "--port 8000"),
+        ("health http://a", "--host 10.0.0.1", ""),
+        ("extract a --data b --out c", "--ray-workers 2", "--ray-workers 2 --ray local"),
+        ("serve", "--follow-interval 9", "--follow-interval 9 --follow best"),
+        ("serve", "--max-quantization-loss 1%", "--max-quantization-loss 1% --quantize int4"),
+        ("serve", "--slots 3 --kv-cache-memory 50%", "--kv-cache-memory 50%"),
+        ("serve", "--key-at-once 3", "--key-at-once 3 --api-key-file a"),
+        ("serve", "--trace-ratio 0.5", "--trace-ratio 0.5 --otlp-endpoint http://a:4318"),
+    ],
+)
+def test_a_flag_that_does_nothing_next_to_another_is_refused(
+    command: str, idle: str, acting: str
+) -> None:
+    name, *arguments = command.split()
+    flag = next(word for word in reversed(idle.split()) if word.startswith("--"))
+    with pytest.raises(ClickException, match=f"^{flag}: "):
+        parsed(name, *arguments, *idle.split())
+    parsed(name, *arguments, *acting.split())
+
+
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -0.1])
 def test_impossible_temperatures_are_refused(temperature: float) -> None:
     with pytest.raises(ValidationError):

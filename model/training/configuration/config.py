@@ -7,6 +7,7 @@ with what it returns. Does not import torch and opens no file.
 """
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,6 +142,17 @@ class TrainingConfig(_AllFields):
         return self.model_dump(mode="json", include=names, exclude_unset=True)
 
 
+NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "cooldown": ("decay", ("linear",)),
+    "final_lr": ("decay", ("linear", "cosine")),
+    "momentum": ("optimizer", ("muon",)),
+    "rope_theta": ("positions", ("rotary",)),
+    "rotary_dim": ("positions", ("rotary",)),
+    "rope_scaling": ("positions", ("rotary",)),
+    "vocab_size": ("tokenizer", ("own", "the checkpoint's")),
+    "save_dtype": ("lora", (None,)),  # adapters are saved in float32
+}
+"""Fields that do nothing unless another field has one of some values, the usual one first."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),

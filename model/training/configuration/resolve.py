@@ -15,6 +15,7 @@ from typing import Any
 from logitd.model.convert.family import nearest, objections
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.training.configuration.config import (
+    NEEDS,
     RECIPE_FIELDS,
     RESUMABLE,
     SHAPE_FIELDS,
@@ -126,11 +127,6 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     given = config.given()
     start = preset(config.preset)
     recipe = replace(start.recipe, **_only(given, RECIPE_FIELDS))
-    if recipe.tokenizer != "own" and "vocab_size" in given:
-        raise TrainingError(
-            f"vocab_size is {given['vocab_size']}, but the tokenizer {recipe.tokenizer!r} has its "
-            "own size: remove vocab_size, or set tokenizer to 'own'"
-        )
     lora = lora_shape(given)
     if base is not None:
         recipe, model = resolve_finetune(given, recipe, base.opened.config, lora)
@@ -143,7 +139,28 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
         model = start.config(recipe.vocab_size, **_only(given, SHAPE_FIELDS))
         if config.exportable:
             model = replace(model, **_exportable_changes(model, given))
-    return ResolvedTraining(config=config, recipe=recipe, model=model, base=base)
+    resolved = ResolvedTraining(config=config, recipe=recipe, model=model, base=base)
+    _refuse_idle(given, resolved)
+    return resolved
+
+
+def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
+    """Raise TrainingError for a given field that does nothing next to the others."""
+    recipe, steps = training.recipe, training.length.steps
+    values = {**training.model.to_dict(), **asdict(recipe), "lora": given.get("lora")}
+    for name in sorted(given.keys() & NEEDS.keys()):
+        other, acting = NEEDS[name]
+        if values[other] not in acting:
+            instead = f"set {other} to {acting[0]}" if acting[0] else f"remove {other}"
+            raise TrainingError(
+                f"{name} is {given[name]}, but does nothing while {other} is {values[other]}: "
+                f"remove {name}, or {instead}"
+            )
+    if "warmup" in given and steps is not None and recipe.warmup >= steps:
+        raise TrainingError(
+            f"warmup is {recipe.warmup}, but the run has {steps} steps, so the learning rate never "
+            f"reaches its peak: set warmup below {steps}, or steps above {recipe.warmup}"
+        )
 
 
 def resolve_resumed(config: TrainingConfig, before: ResolvedTraining) -> ResolvedTraining:

@@ -142,7 +142,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
         _warn_of_share(recipe.val_fraction, prepared, report)
         _tell_of_special_tokens(prepared, report)
-        _warn_of_repetition(training, prepared, report)
+        _warn_of_steps(training, prepared, report)
 
         # 4) Write down what was decided.
         with directory.preparing():
@@ -266,12 +266,17 @@ def _tell_of_special_tokens(text: PreparedText, report: EventHandler) -> None:
     report(Noticed(f"the text has the names of special tokens ({listed}), and that {became}"))
 
 
-def _warn_of_repetition(
-    training: ResolvedTraining, text: PreparedText, report: EventHandler
-) -> None:
-    """Say how often the steps pass the text, if that is too often for a model without dropout.
-    Without a number of steps it is not known yet."""
-    steps, model = training.length.steps, training.model
+def _warn_of_steps(training: ResolvedTraining, text: PreparedText, report: EventHandler) -> None:
+    """Say how often the steps pass the text, if that is too often for a model without dropout, and
+    if a preset's warmup is longer than the run. Without a number of steps it is not known yet."""
+    steps, model, warmup = training.length.steps, training.model, training.recipe.warmup
+    if steps is not None and warmup >= steps:
+        report(
+            Noticed(
+                f"the warmup of the preset is {warmup:,} steps and the run has {steps:,}, so the "
+                "learning rate never reaches its peak: give --warmup"
+            )
+        )
     if steps is None or model.dropout:
         return
     often = steps * training.tokens_per_step / text.train.count

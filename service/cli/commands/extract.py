@@ -109,9 +109,6 @@ def run(settings: ExtractSettings) -> int:
     if refusal := _unclear(settings):
         say(f"logitd extract: {refusal}", file=sys.stderr)
         return 2
-    if settings.ray_workers and not settings.ray:
-        print("logitd extract: --ray-workers goes with --ray", file=sys.stderr)
-        return 2
     with Interrupts() as interrupts:
         progress = ProgressLines(interrupts)
         if notice := busy_notice():

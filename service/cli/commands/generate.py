@@ -36,7 +36,7 @@ def run(settings: GenerateSettings) -> int:
             code = 1
         except KeyboardInterrupt:
             code = 130
-    print(f"\n(seed {seed})", file=sys.stderr)
+    say(f"\n(seed {seed})", file=sys.stderr)
     return code
 
 

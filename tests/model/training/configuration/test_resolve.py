@@ -1,10 +1,11 @@
 """What a configuration comes to."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.config import NEEDS, TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.configuration.resolve import resolve, resolve_resumed
 from logitd.model.transformer.config import ConfigError, RopeScaling
@@ -37,9 +38,31 @@ def test_what_goes_with_other_positions_alone_is_refused_before_the_text_is_read
     assert resolve(TrainingConfig(preset="tiny", rotary_dim=32)).model.rotary_dim == 32
 
 
-def test_a_size_beside_a_published_vocabulary_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"vocab_size .*500.*gpt2"):
-        resolve(TrainingConfig(tokenizer="gpt2", vocab_size=500))
+@pytest.mark.parametrize(
+    ("given", "field", "other"),
+    [
+        ({"tokenizer": "gpt2", "vocab_size": 500}, "vocab_size", "tokenizer is gpt2"),
+        ({"decay": "cosine", "cooldown": 0.1}, "cooldown", "decay is cosine"),
+        ({"preset": "nanogpt", "cooldown": 0.1}, "cooldown", "decay is cosine"),
+        ({"decay": "constant", "final_lr": 0.5}, "final_lr", "decay is constant"),
+        ({"optimizer": "adamw", "momentum": 0.1}, "momentum", "optimizer is adamw"),
+        ({"positions": "learned", "rope_theta": 5.0}, "rope_theta", "positions is learned"),
+        ({"warmup": 100, "steps": 6}, "warmup", "6 steps"),
+    ],
+)
+def test_a_field_that_does_nothing_next_to_another_is_refused(
+    given: dict[str, Any], field: str, other: str
+) -> None:
+    with pytest.raises(TrainingError, match=f"^{field} is {given[field]}, but .*{other}"):
+        resolve(TrainingConfig(**given))
+    others = {name: value for name, value in given.items() if name != field}
+    resolve(TrainingConfig(**others))
+    resolve(TrainingConfig(**{field: given[field]}))
+
+
+def test_fields_that_need_another_and_what_they_need_exist() -> None:
+    for name, (other, _) in NEEDS.items():
+        assert {name, other} <= TrainingConfig.model_fields.keys()
 
 
 def test_a_resumed_run_may_be_lengthened_but_not_changed() -> None:

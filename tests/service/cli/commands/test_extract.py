@@ -70,7 +70,6 @@ def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixt
         (["--lens", "--stages", "embedding"], 2, "--lens and --stages"),
         (["--lens", "--logprobs"], 2, "--logprobs and --lens"),
         (["--lens", "--top-k", "300"], 1, "top_k.*300.*257"),
-        (["--logprobs", "--ray-workers", "2"], 2, "--ray-workers.*--ray"),
         (["--top-k", "300"], 1, "top_k.*300.*257"),
         (["--stages", "logits"], 1, "--top-k K"),
         (["--logprobs", "--stride", "128"], 1, "1 to 127"),
