@@ -486,6 +486,9 @@ class Info:
     parameters: int
     device: str
     decoding: str  # How decode steps are computed.
+    # Why decode steps are computed in plain torch, if that was not asked for: what the native
+    # kernels do not cover, or how CUDA graphs failed their self-check.
+    decoding_note: str | None
     # Which native kernels were loaded: their target, and whether they were compiled now or
     # before, or prebuilt; null without any.
     kernels: str | None

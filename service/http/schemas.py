@@ -68,6 +68,10 @@ class Info(ReplyBody):
     parameters: int
     device: str
     decoding: str = Field(description="How decode steps are computed.")
+    decoding_note: str | None = Field(
+        description="Why decode steps are computed in plain torch, if that was not asked for: what "
+        "the native kernels do not cover, or how CUDA graphs failed their self-check."
+    )
     kernels: str | None = Field(
         description="Which native kernels were loaded: their target, and whether they were "
         "compiled now or before, or prebuilt; null without any."

@@ -21,6 +21,7 @@ from logitd.model.inference.kernels.cpu.library import (
     load_library,
 )
 from logitd.model.inference.kernels.cpu.targets import target_named
+from logitd.model.inference.kernels.cuda.check import find_fault
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
@@ -159,7 +160,7 @@ def choose_decode_path(
         )
     weight = gpt.token_embedding.weight
     if weight.device.type == "cuda" and kernels != "native" and not named and quantize == "none":
-        return cuda_path(kernels, batch_invariant=batch_invariant)
+        return cuda_path(gpt, kernels, batch_invariant=batch_invariant)
     try:
         library = _native(gpt.config, weight.device, weight.dtype, kernels, kernel_target, log)
     except KernelsUnavailable as error:
@@ -176,17 +177,40 @@ def choose_decode_path(
     return _native_path(library, weight.dtype, quantize=quantize, threads=threads, named=named)
 
 
-def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
-    """How a GPU decodes: recorded steps, or torch where that is asked for."""
-    if kernels != "torch":
+def cuda_path(
+    gpt: GPT,
+    kernels: KernelChoice,
+    *,
+    batch_invariant: bool,
+    make: Callable[..., Decoder] = GraphDecoder,
+) -> DecodePath:
+    """Decoding on a GPU: by `make` if its decoders pass the self-check, else in plain torch, with
+    the fault as the note. Raises KernelError if that rules out `batch_invariant`."""
+    if kernels == "torch":
+        if batch_invariant:
+            raise KernelError(
+                "kernels is torch, whose bits depend on the batch on CUDA, and batch_invariant is "
+                "asked for; set kernels to auto"
+            )
+        return DecodePath.plain(PlainDecoder, "torch")
+    make = partial(make, batch_invariant=batch_invariant)
+    fault = find_fault(gpt, make, batch_invariant=batch_invariant)
+    try:
+        torch.cuda.empty_cache()  # frees what the check used; fails if the check broke the device
+    except RuntimeError as error:
+        raise KernelError(
+            f"the self-check of CUDA graphs left the device unusable for this process ({fault}); "
+            "set kernels to torch"
+        ) from error
+    if fault is None:
         name = "CUDA graphs, batch-invariant" if batch_invariant else "CUDA graphs"
-        return DecodePath.plain(partial(GraphDecoder, batch_invariant=batch_invariant), name)
+        return DecodePath.plain(make, name)
     if batch_invariant:
         raise KernelError(
-            "kernels is torch, whose bits depend on the batch on CUDA, and batch_invariant is "
-            "asked for; set kernels to auto"
+            f"CUDA graphs failed their self-check ({fault}), and in plain torch bits depend on the "
+            "batch on CUDA; unset batch_invariant, or set device to cpu"
         )
-    return DecodePath.plain(PlainDecoder, "torch")
+    return DecodePath.plain(PlainDecoder, "torch", f"CUDA graphs failed their self-check: {fault}")
 
 
 def instructions(library: NativeLibrary) -> str:

@@ -91,6 +91,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "parameters": computed.parameters,
             "device": computed.device,
             "decoding": computed.decoding,
+            "decoding_note": computed.decoding_note,
             "kernels": computed.kernels,
             "speculate": settings.speculate,
             "dtype": computed.placement.dtype_name,

@@ -1,16 +1,10 @@
 """Sampling on a device: tokens of all rows of a step at once, without asking the host in between.
 
-Steps 7 to 11 of what `model/inference/sampling/sampler.py` defines, like
-`model/inference/sampling/sample.py`, its twin, which reads values from the device several times.
-Here every row takes the same way and every shape is known beforehand: so it can be recorded as a
-CUDA graph, and one transfer brings the tokens.
-
-How the rows are sampled is uploaded packed, some 64-bit integers for each row (`pack`). The uniform
-numbers are among them: Philox depends on nothing that the device computes, and ten rounds of it
-would be some seventy small kernels there; on the host they are computed while the forward runs.
-
-On a GPU sums run in another order than on a CPU, so a uniform number within a rounding of an edge
-may fall on the other side of it. On a CPU the tokens are the twin's.
+Steps 7 to 11 of `model/inference/sampling/sampler.py`, like its twin `sampling/sample.py`, which
+reads values from the device; here all rows take the same way, with shapes known beforehand, so that
+it can be recorded. A row's uniform number is uploaded with its parameters (`pack`): on the device
+Philox would be seventy small kernels. On a GPU sums run in another order, so a number within a
+rounding of an edge may fall on its other side; on a CPU the tokens are the twin's.
 
 Shapes: R rows, V vocabulary.
 """
@@ -31,7 +25,7 @@ FIELDS = 6
 _GREEDY, _DIVISOR, _FLOOR, _TOP_K, _TOP_P, _UNIFORM = range(FIELDS)
 
 NO_TOKEN = -1
-"""Stands for the token of a row that is not finite."""
+"""Token of a row that is not finite."""
 
 
 class SamplingKind(IntEnum):
@@ -80,7 +74,7 @@ def sample_rows(logits: Tensor, computed: Tensor, packed: Tensor, kind: Sampling
         probs = scaled.double().softmax(dim=-1)
         random = pick(probs, probs.cumsum(dim=-1), floats[:, _UNIFORM])
         token_ids = torch.where(packed[:, _GREEDY] != 0, token_ids, random)
-    return torch.where(usable, token_ids, NO_TOKEN)
+    return token_ids.masked_fill(~usable, NO_TOKEN)
 
 
 def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
@@ -88,7 +82,7 @@ def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) 
     floors are (R,). The arithmetic is that of `filtered` in the twin."""
     width = logits.shape[-1]
     values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
-    count = torch.where(top_k == 0, width, top_k).clamp(max=width)
+    count = top_k.masked_fill(top_k == 0, width).clamp(max=width)
     kth = values.gather(-1, count[:, None] - 1)  # (R, 1)
     values = values.masked_fill(values < kth, -math.inf)
     probs = values.double().softmax(dim=-1)

@@ -1,31 +1,26 @@
-"""A late device: what it is given is done when somebody waits for it, in the order it came in.
+"""A late device: a stream whose work is done when somebody waits for it, in the order it came in.
 
-So on a CPU too, whoever reads a result without waiting for it gets an old one, and whoever writes
-into a buffer that a copy has yet to read sends something else. What is not given to it, but
-computed at once, comes behind all that it was given before, as on a device's one stream.
+So a result that is read without waiting is an old one on a CPU too. What is computed at once comes
+behind all that the device was given before, as on a stream.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from logitd.model.inference.kernels.base import Prefilled, PrefillInput
-from logitd.model.inference.kernels.cuda import pinned
-from logitd.model.inference.kernels.cuda.capture import Compute
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
-from logitd.model.inference.kernels.cuda.pinned import Buffer
+from logitd.model.inference.kernels.cuda.stream import Compute, Download, Integers
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.transformer.gpt import GPT
 
 
 class LateDevice:
-    """A queue of work; a `Capture`, too."""
+    """A queue of work; a `Stream`."""
 
     def __init__(self) -> None:
         self._queue: deque[Compute] = deque()
@@ -39,11 +34,6 @@ class LateDevice:
     def idle(self) -> bool:
         return not self._queue
 
-    def give(self, work: Compute) -> int:
-        """Queue some work; the mark behind it."""
-        self._queue.append(work)
-        return self.given
-
     def wait(self, mark: int) -> None:
         with torch.inference_mode():
             while self.done < mark:
@@ -54,33 +44,30 @@ class LateDevice:
         self.wait(self.given)
 
     def record(self, compute: Compute) -> Compute:
-        def replay() -> None:
-            self.give(compute)
+        return lambda: self._queue.append(compute)
 
-        return replay
+    def upload(self, values: Integers, target: Tensor) -> None:
+        memory = torch.from_numpy(values.copy())
+        self._queue.append(partial(_copy, target, memory))
 
+    def download(self, source: Tensor) -> Download:
+        memory = torch.full_like(source, -7)
+        self._queue.append(partial(_copy, memory, source))
+        mark = self.given
 
-class LateBuffer(Buffer):
-    """Pinned memory of a late device."""
+        def integers() -> list[int]:
+            self.wait(mark)
+            values: list[int] = memory.tolist()
+            return values
 
-    def __init__(self, late: LateDevice, device: torch.device, *shape: int) -> None:
-        super().__init__(device, *shape)
-        self._late, self._mark = late, 0
-
-    def wait(self) -> None:
-        self._late.wait(self._mark)
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        copy = super()._copy
-        self._mark = self._late.give(lambda: copy(target, source))
+        return integers
 
 
 class LateDecoder(GraphDecoder):
     """A graph decoder whose steps are done late."""
 
     def __init__(self, late: LateDevice, gpt: GPT, cache: KVCache, **options: Any) -> None:
-        with late_buffers(late):
-            super().__init__(gpt, cache, capture=late, **options)
+        super().__init__(gpt, cache, stream=late, **options)
         self.late = late
         clear_behind, copy_prefix = cache.clear_behind, cache.copy_prefix
 
@@ -104,13 +91,9 @@ class LateDecoder(GraphDecoder):
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         logits = super().decode(token_ids, slots, positions)
-        self.late.finish()  # whoever gets them computes with them at once
+        self.late.finish()  # the caller computes with them at once
         return logits
 
 
-@contextmanager
-def late_buffers(late: LateDevice) -> Iterator[None]:
-    """Make buffers of a late device inside the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pinned, "Buffer", partial(LateBuffer, late))
-        yield
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.kernels.base import Decoder
+from logitd.model.inference.kernels.select import DecodePath, cuda_path
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.version import VERSION
@@ -193,7 +195,7 @@ def test_info(server: Serving) -> None:
     assert info.dtype_why.startswith("auto: ")
     assert info.quantization is None
     assert info.device.startswith("cpu")
-    assert (info.decoding, info.speculate) == ("torch", "none")
+    assert (info.decoding, info.decoding_note, info.speculate) == ("torch", None, "none")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
     assert (info.prefill_chunk, info.target_gap) == (256, "4x")
@@ -207,6 +209,28 @@ def test_info(server: Serving) -> None:
         "max_reply_elements": 2**24,
         "max_body_bytes": 2**22,
     }
+
+
+def test_info_and_log_say_why_cuda_graphs_do_not_serve(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The choice that is made on a GPU, with a decoder that cannot be made."""
+
+    def broken(*_: Any, **__: Any) -> Decoder:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def chosen(gpt: GPT, *_: Any, **__: Any) -> DecodePath:
+        return cuda_path(gpt, "auto", batch_invariant=False, make=broken)
+
+    monkeypatch.setattr("logitd.model.inference.load.choose_decode_path", chosen)
+    with caplog.at_level("WARNING"), serving(checkpoint_path) as server:
+        info = Info.model_validate(server.client.get("/info").json())
+        assert server.generate("a", max_tokens=2, ignore_eos=True)
+    assert info.decoding == "torch"
+    told = [record.getMessage() for record in caplog.records if "torch" in record.getMessage()]
+    assert len(told) == 1
+    for text in (info.decoding_note or "", *told):
+        assert "self-check: RuntimeError: operation not permitted" in text
 
 
 def test_info_says_whether_drafts_are_verified(checkpoint_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Self-check: hold a decoder against plain torch on the same device, before it serves.
+
+Both decode the same tokens behind a few prompts. Checked are logits of several numbers of rows and
+lengths of keys, tokens of every kind of sampling, steps launched ahead and, if asked for, batch
+invariance. Does not check the sizes that requests reach later.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from logitd.model.inference.kernels.base import Decoder, PrefillInput
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import SamplingRow, SamplingRows, sampling_rows
+from logitd.model.transformer.gpt import GPT
+
+PROMPTS = (5, 32, 77, 126)
+"""Tokens of the prompts. Decoding leads the last to more keys than the smallest recording has."""
+STEPS = 3
+POSITIONS = 160
+"""Length of a slot, so that the check takes little memory even if the context is long."""
+GREEDY, RANDOM, FILTERED = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.01)
+"""Temperature, top_k, top_p and min_p."""
+
+
+class CheckFailed(Exception):
+    """A decoder computes something else than it should; the message has the numbers."""
+
+
+def find_fault(
+    gpt: GPT, make: Callable[[GPT, KVCache], Decoder], *, batch_invariant: bool
+) -> str | None:
+    """Why decoders of `make` may not serve this model on its device; None if they may."""
+    weight = gpt.token_embedding.weight
+    config = replace(gpt.config, context_length=min(gpt.config.context_length, POSITIONS))
+    longest = config.context_length - 2 * STEPS
+    try:
+        if longest < 1:
+            raise CheckFailed(f"it needs a context_length of {2 * STEPS + 1}")
+        prompts = [
+            [(7 * place + slot) % config.vocab_size for place in range(min(length, longest))]
+            for slot, length in enumerate(PROMPTS)
+        ]
+        cache = partial(KVCache, config, len(prompts), device=weight.device, dtype=weight.dtype)
+        fast, plain = make(gpt, cache()), PlainDecoder(gpt, cache())
+        try:
+            allowed = tolerance(weight.dtype)
+            compare(fast, plain, prompts, allowed, batch_invariant=batch_invariant)
+        finally:
+            fast.close()
+    except Exception as error:  # any failure: plain torch can serve
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest root mean square error of a row's logits, in standard deviations of that row. Another
+    order of additions makes some 0.01 in bfloat16 and 1e-6 in float32, another token about 1."""
+    return 2 * math.sqrt(torch.finfo(dtype).eps)
+
+
+@torch.inference_mode()
+def compare(
+    fast: Decoder,
+    plain: Decoder,
+    prompts: list[list[int]],
+    allowed: float,
+    *,
+    batch_invariant: bool,
+) -> None:
+    """Raise CheckFailed unless two decoders compute the same, up to `allowed`. Both have an empty
+    slot for each prompt and 2 * STEPS tokens more."""
+    slots, positions = list(range(len(prompts))), [len(prompt) for prompt in prompts]
+    pieces = [PrefillInput(prompt, slot, 0) for slot, prompt in enumerate(prompts)]
+    expected, found = (
+        decoder.head(torch.cat([done.hidden[-1:] for done in decoder.prefill(pieces)]))
+        for decoder in (plain, fast)
+    )  # (B, V)
+    _hold("prompts", found, expected, allowed)
+    for step in range(STEPS):
+        token_ids = expected.argmax(-1).tolist()
+        expected = plain.decode(token_ids, slots, positions).clone()
+        found = fast.decode(token_ids, slots, positions)
+        _hold(f"step {step}", found, expected, allowed)
+        for way in (GREEDY, RANDOM, FILTERED):
+            rows = _rows(way, positions)
+            if (given := fast.sample(found, found, rows)) != plain.sample(found, found, rows):
+                raise CheckFailed(f"step {step}: sampling {way} gives other tokens, {given}")
+        found, row = found.clone(), slice(step, step + 1)
+        alone = fast.decode(token_ids[row], slots[row], positions[row])
+        _hold(f"step {step}, one row", alone, expected[row], allowed)
+        if batch_invariant and not torch.equal(alone, found[row]):
+            raise CheckFailed(f"step {step}: a row has other bits alone than among {len(slots)}")
+        positions = [position + 1 for position in positions]
+    if (launcher := fast.launcher) is not None:
+        token_ids, later = expected.argmax(-1).tolist(), [position + 1 for position in positions]
+        first = launcher.launch(token_ids, slots, positions, _rows(GREEDY, positions))
+        second = launcher.launch_next(slots, slots, later, _rows(GREEDY, later))
+        launched = [first(), second()]
+        for given, at in zip(launched, (positions, later), strict=True):
+            token_ids = fast.decode(token_ids, slots, at).argmax(-1).tolist()
+            if given != token_ids:
+                raise CheckFailed(f"launched ahead, a step gives {given}, not {token_ids}")
+
+
+def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
+    """Hold rows of logits (R, V) against those expected, and the likeliest token of each: it is the
+    same, or nearly as likely."""
+    spread = expected.std(-1).clamp(min=1e-6)
+    off = (found - expected).square().mean(-1).sqrt() / spread
+    likeliest = expected.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
+    behind = (expected.amax(-1) - likeliest) / spread
+    for what, worst, most in (
+        ("logits", float(off.max()), allowed),
+        ("a greedy token", float(behind.max()), 4 * allowed),
+    ):
+        if not worst <= most:  # NaN fails too
+            raise CheckFailed(
+                f"{name}: {what} {worst:.2g} standard deviations off, {most:.2g} allowed"
+            )
+
+
+def _rows(way: tuple[float, int, float, float], positions: list[int]) -> SamplingRows:
+    """Rows sampled one way, behind these positions."""
+    return sampling_rows(SamplingRow(*way, seed=1, position=at + 1, index=0) for at in positions)

@@ -1,0 +1,103 @@
+"""Streams: the work of a device in its order, without the host waiting for it.
+
+`CudaStream` records work as a CUDA graph, of which one call starts hundreds of kernels, and copies
+by pinned memory. `DirectStream` computes at once, on any device: the same work without the gain,
+for tests without a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+WARM_UP = 2
+"""Runs before a recording, in which libraries choose kernels and take their workspace."""
+
+Compute = Callable[[], None]
+Integers = npt.NDArray[np.int64]
+Download = Callable[[], list[int]]
+"""Waits for integers of the device, and for nothing queued after their copy."""
+
+
+class Stream(Protocol):
+    """Queues work behind all that it was given before."""
+
+    def record(self, compute: Compute) -> Compute:
+        """Return a function that queues what `compute` does, on tensors that keep their place and
+        without asking the device for a number. `compute` may run before this returns, so running
+        it twice must have the effect of running it once."""
+
+    def upload(self, values: Integers, target: Tensor) -> None:
+        """Queue the copy of `values` into a tensor of the device. They may change afterwards."""
+
+    def download(self, source: Tensor) -> Download:
+        """Queue the copy of integers of the device, (R,)."""
+
+
+class DirectStream:
+    """Every call computes, one operation after the other."""
+
+    def record(self, compute: Compute) -> Compute:
+        return compute
+
+    def upload(self, values: Integers, target: Tensor) -> None:
+        target.copy_(torch.from_numpy(values))
+
+    def download(self, source: Tensor) -> Download:
+        values: list[int] = source.tolist()  # now: the next step overwrites them
+        return lambda: values
+
+
+class CudaStream:
+    """CUDA graphs in one memory pool: a graph may overwrite the intermediate results of another, so
+    all of them together take hardly more than the largest. Lasting results go into tensors made
+    outside. Pinned memory is torch's, which reuses it when the copies from and to it are done.
+
+    Source: PyTorch's notes on CUDA graphs (warm-up on a side stream, a shared pool).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all: libraries keep a workspace for every stream that they have seen.
+        self._side = torch.cuda.Stream(device)
+
+    def record(self, compute: Compute) -> Compute:
+        with torch.cuda.device(self._device):
+            main, side = torch.cuda.current_stream(), self._side
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    compute()
+            main.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Thread-local: other threads may use the device meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
+                compute()
+        return graph.replay
+
+    def upload(self, values: Integers, target: Tensor) -> None:
+        target.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+    def download(self, source: Tensor) -> Download:
+        memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        memory.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self._device))
+
+        def integers() -> list[int]:
+            copied.synchronize()
+            values: list[int] = memory.tolist()
+            return values
+
+        return integers
+
+
+def padded(rows: Integers, count: int) -> Integers:
+    """Rows (R, ...) and copies of the first one, `count` in all, as one piece of memory."""
+    return np.ascontiguousarray(np.concatenate((rows, rows[:1].repeat(count - len(rows), axis=0))))
