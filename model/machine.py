@@ -2,7 +2,7 @@
 
 Both are measured with the threads and on the device that the model gets, by stock operations that
 do nothing else. Neighbours on the same hardware take from both, and from one minute to the next
-not alike: so measure before and after what is compared with it, and take the better of each.
+not alike.
 """
 
 import math
@@ -59,14 +59,6 @@ def measure_machine(
     return Machine(
         read_bandwidth=read_bandwidth(placement.device, nbytes),
         matrix_rate=matrix_rate(placement.device, placement.dtype, width),
-    )
-
-
-def best_of(*machines: Machine) -> Machine:
-    """The better of each figure."""
-    return Machine(
-        read_bandwidth=max(machine.read_bandwidth for machine in machines),
-        matrix_rate=max(machine.matrix_rate for machine in machines),
     )
 
 

@@ -1,2 +1,1 @@
-"""What a GPU gives: whether it computes what is promised, and how fast. `python -m benchmarks.gpu
---help`."""
+"""The run on a GPU: what it computes, held against the CPU, and how fast it serves and trains."""

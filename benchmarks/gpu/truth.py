@@ -1,369 +1,215 @@
-"""What has to be true on a GPU before its speed means anything.
-
-Everything is held to the CPU or to the same device without recordings: logits, greedy texts,
-replayed steps in changing batches, overlapped steps, the same bits alone and in any batch, and
-memory that does not grow. Each check yields findings; one that does not hold is a failure.
-"""
+"""Whether a GPU computes what is promised: each part yields checks that hold or do not."""
 
 import random
-import resource
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.plan import Finding
+from benchmarks.gpu.part import Finding, Setting
 from benchmarks.synthetic import synthetic_gpt
-from logitd.model.checkpoint.checkpoint import load_checkpoint
-from logitd.model.evaluation.quantization_loss import decode_nats
+from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.device import choose_device, disable_cudnn_attention
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.events import FinishEvent, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.engine.runner import DecoderMaker
-from logitd.model.inference.kernels.base import Collect
-from logitd.model.inference.kernels.cuda.capture import DirectCalls
+from logitd.model.inference.kernels.cuda.check import find_fault, tolerance
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.cuda.stream import DirectStream
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.options import Speculation
 from logitd.model.inference.sampling.params import SamplingParams
-from logitd.model.inference.sampling.sample import SamplingRows
-from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.transformer.config import MODERN, gpt2_shape
+from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 CPU = torch.device("cpu")
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"""Of a loss, as a share of the CPU's in float32."""
-LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Of any one logit, in standard deviations of them all."""
-RANDOM_CONTEXT = 256
-RANDOM_VOCABULARY = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much is checked."""
-
-    positions: int
-    prompts: int
-    tokens: int
-    requests: int
-    steps: int
-
-
-FULL = Size(positions=512, prompts=20, tokens=64, requests=64, steps=100_000)
-SMALL = Size(positions=16, prompts=2, tokens=8, requests=4, steps=20)
+DTYPES = (torch.float32, torch.bfloat16)
 SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9})
-ASKING: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"frequency_penalty": 0.5})
-"""Requests that need no logits processing, and some that do."""
-WARM_UP = 0.1
-"""Share of the steps after which everything has been allocated that ever will be."""
+PROCESSED: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"frequency_penalty": 0.5})
+"""Requests whose logits are processed before they are sampled from."""
+MEMORY_SECONDS = 12.0
 
 
-def logits(device: torch.device, size: Size) -> Iterator[Finding]:
-    """The loss of the bundled checkpoint on this very file: prefilled at once, and decoded one
-    position after the other, in both kinds of numbers."""
-    _, exact_gpt, ids = _bundled(CPU, torch.float32)
-    inputs, targets = ids[None, : size.positions], ids[None, 1 : size.positions + 1]
-    exact = _forward_nats(exact_gpt, inputs, targets)
-    for dtype, tolerance in TOLERANCES.items():
-        _, gpt, _ = _bundled(device, dtype)
-        name = str(dtype).removeprefix("torch.")
-        for way, nats in (
-            ("forward", _forward_nats(gpt, inputs.to(device), targets.to(device))),
-            ("decoded", decode_nats(gpt, inputs, targets, GraphDecoder)),
-        ):
-            apart = abs(nats / exact - 1)
-            yield Finding(
-                "logits",
-                f"{name} {way}",
-                f"loss {nats / size.positions:.5f}, on the CPU in float32 "
-                f"{exact / size.positions:.5f}: {apart:.5%} apart, {tolerance:.2%} allowed",
-                {"relative": apart, "allowed": tolerance},
-                apart <= tolerance,
-            )
-
-
-def random_weights(device: torch.device, size: Size) -> Iterator[Finding]:
-    """The logits of models that learned nothing, of both families: the largest distance to the
-    CPU's in float32, by forward and by decode steps."""
-    positions = min(size.positions, RANDOM_CONTEXT)
-    ids = torch.randint(RANDOM_VOCABULARY, (1, positions), generator=torch.manual_seed(0))
-    for family, shape in (("gpt-2", {}), ("modern", {**MODERN, "n_kv_head": 2})):
-        config = gpt2_shape(
-            vocab_size=RANDOM_VOCABULARY, context_length=RANDOM_CONTEXT, n_layer=4, n_head=4,
-            d_model=256, **shape,
-        )  # fmt: skip
-        exact_gpt = synthetic_gpt(config)
-        with torch.inference_mode():
-            exact = exact_gpt(ids).logits[0]  # (T, V)
-        for dtype, tolerance in LOGIT_TOLERANCES.items():
-            gpt = synthetic_gpt(config).to(dtype).to(device)
-            with torch.inference_mode():
-                forward = gpt(ids.to(device)).logits[0].float().cpu()
-            for way, logits in (("forward", forward), ("decoded", _decoded(gpt, ids))):
-                apart = float((logits - exact).abs().max() / exact.std())
-                yield Finding(
-                    "random",
-                    f"{family}, {str(dtype).removeprefix('torch.')} {way}",
-                    f"logits at most {apart:.2g} standard deviations from the CPU's in float32, "
-                    f"{tolerance:.2g} allowed",
-                    {"apart": apart, "allowed": tolerance},
-                    apart <= tolerance,
-                )
-
-
-def greedy(device: torch.device, size: Size) -> Iterator[Finding]:
-    """Greedy texts in float32: the CPU's, token for token."""
-    asked: list[GenerationRequest] = []
-    texts = []
-    decoders: tuple[tuple[torch.device, DecoderMaker], ...]
-    decoders = ((CPU, PlainDecoder), (device, GraphDecoder))
-    for where, make in decoders:
-        _, gpt, ids = _bundled(where, torch.float32)
-        asked = [
-            _request(f"{i}", ids[20 * i : 20 * i + 5 + i].tolist(), size.tokens, temperature=0.0)
-            for i in range(size.prompts)
-        ]
-        texts.append(_run(gpt, make, asked))
-    same = sum(texts[0][request.request_id] == texts[1][request.request_id] for request in asked)
-    yield Finding(
-        "greedy",
-        "float32",
-        f"{same} of {len(asked)} texts of {size.tokens} tokens are the CPU's",
-        {"same": same, "of": len(asked)},
-        same == len(asked),
-    )
-
-
-def replay(device: torch.device, size: Size) -> Iterator[Finding]:
-    """Recorded steps against the same steps called one by one: requests that come and are aborted
-    at any time, so that rows, slots and lengths change and slots are used again."""
-    for dtype in TOLERANCES:
-        _, gpt, ids = _bundled(device, dtype)
-        for drafts in ("none", "ngram"):
-            ways: tuple[DecoderMaker, ...]
-            ways = (GraphDecoder, partial(GraphDecoder, capture=DirectCalls()))
-            results = [_mixed(gpt, make, ids, size, drafts) for make in ways]
-            same = sum(token_id == other for token_id, other in zip(*results, strict=True))
-            yield Finding(
-                "replay",
-                f"{str(dtype).removeprefix('torch.')}, drafts {drafts}",
-                f"{same} of {len(results[0])} sequences have the bits of steps without recording",
-                {"same": same, "of": len(results[0])},
-                same == len(results[0]),
-            )
-
-
-class Counted(GraphDecoder):
-    """Keeps record of the steps that are launched behind others: the row count of each."""
-
-    def __init__(self, behind: list[int], gpt: GPT, cache: KVCache, **options: Any) -> None:
-        super().__init__(gpt, cache, **options)
-        self._behind = behind
-
-    def launch_next(
-        self,
-        rows: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        sampling: SamplingRows,
-    ) -> Collect:
-        self._behind.append(len(rows))
-        return super().launch_next(rows, slots, positions, sampling)
-
-
-def overlap(device: torch.device, size: Size) -> Iterator[Finding]:
-    """Steps launched before the tokens of those before them are known, against the same steps
-    that wait: the same tokens. Sequences end by their length, so that all steps have the same rows;
-    batch-invariant some are aborted, too, and their rows are in a step that is under
-    way."""
-    for dtype in TOLERANCES:
-        _, gpt, ids = _bundled(device, dtype)
-        for invariant in (False, True):
-            behind: list[int] = []
-            ways: tuple[DecoderMaker, ...] = (
-                partial(Counted, behind, batch_invariant=invariant),
-                partial(GraphDecoder, batch_invariant=invariant, overlap=False),
-            )
-            given, expected = (
-                _mixed(gpt, make, ids, size, "none", kinds=SAMPLED, ends_early=invariant)
-                for make in ways
-            )
-            same = sum(token_id == other for token_id, other in zip(given, expected, strict=True))
-            yield Finding(
-                "overlap",
-                f"{str(dtype).removeprefix('torch.')}, "
-                f"{'batch-invariant, some aborted' if invariant else 'of any size'}",
-                f"{same} of {len(given)} sequences have the tokens of steps that wait; "
-                f"{len(behind)} steps were launched early",
-                {"same": same, "of": len(given), "overlapped": len(behind)},
-                same == len(given) and bool(behind),
-            )
-
-
-def invariance(device: torch.device, size: Size) -> Iterator[Finding]:
-    """Batch-invariant: the same bits alone and in a batch; and how often without it."""
-    for dtype in TOLERANCES:
-        _, gpt, ids = _bundled(device, dtype)
-        for invariant in (True, False):
-            make = partial(GraphDecoder, batch_invariant=invariant)
-            rng = random.Random(0)
-            asked = [
-                _request(str(i), _piece(rng, ids, 150), size.tokens, logprobs=2, seed=i)
-                for i in range(size.requests)
-            ]
-            together = _run(gpt, make, asked)
-            checked = asked[:: max(1, len(asked) // 16)]
-            same = sum(
-                _run(gpt, make, [request])[request.request_id] == together[request.request_id]
-                for request in checked
-            )
-            yield Finding(
-                "invariance",
-                f"{str(dtype).removeprefix('torch.')}, {'on' if invariant else 'off'}",
-                f"{same} of {len(checked)} sequences have the bits that they have alone",
-                {"same": same, "of": len(checked)},
-                same == len(checked) if invariant else None,
-            )
-
-
-def memory(device: torch.device, size: Size) -> Iterator[Finding]:
-    """What is held after a tenth of so many steps, and at their end: the same load again and
-    again."""
-    _, gpt, ids = _bundled(device, torch.bfloat16)
-    engine = Engine(gpt, EngineConfig(slots=8), make_decoder=GraphDecoder)
-    steps, rounds, warm = 0, 0, None
-    try:
-        while steps < size.steps:
-            if warm is None and steps >= WARM_UP * size.steps:
-                warm = _held_bytes(device)
-            rng = random.Random(0)  # the same load each time: the same recordings
-            for i in range(size.requests):
-                engine.add(_request(f"{rounds} {i}", _piece(rng, ids, 100), size.tokens, seed=i))
-            while engine.has_work():
-                engine.step()
-                steps += 1
-            rounds += 1
-        assert warm is not None
-        grown = _held_bytes(device) - warm
-    finally:
-        engine.close()
-    allowed = 0 if device.type == "cuda" else 64 * 2**20  # a process's peak is not exact
-    yield Finding(
-        "memory",
-        f"{steps:,} steps, {rounds} times the same load",
-        f"{grown / 2**20:.1f} MiB more than after a tenth of them",
-        {"grown_bytes": grown, "steps": steps},
-        grown <= allowed,
-    )
-
-
-CHECKS = (logits, random_weights, greedy, replay, overlap, invariance, memory)
-
-
-def _bundled(device: torch.device, dtype: torch.dtype) -> tuple[Tokenizer, GPT, torch.Tensor]:
-    """The bundled checkpoint, and the ids of this file."""
-    info, gpt = load_checkpoint(BUNDLED, device=device, dtype=dtype)
-    text = Path(__file__).read_text(encoding="utf-8")
-    return info.tokenizer, gpt, torch.tensor(info.tokenizer.encode(text))
-
-
-def _decoded(gpt: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """Logits (T, V) in float32 on the CPU, each position of ids (1, T) by a decode step."""
-    weight = gpt.token_embedding.weight
-    cache = KVCache(gpt.config, 1, device=weight.device, dtype=weight.dtype)
-    decoder = GraphDecoder(gpt, cache)
-    try:
-        rows = [
-            decoder.decode([token_id], [0], [position])[0].to("cpu", copy=True)
-            for position, token_id in enumerate(ids[0].tolist())
-        ]
-    finally:
-        decoder.close()
-    return torch.stack(rows)
+def checked(setting: Setting) -> Iterator[Finding]:
+    """The self-check that a server makes at its start."""
+    for dtype in DTYPES:
+        for name, gpt in models(setting, dtype).items():
+            for invariant in (False, True):
+                began = time.perf_counter()
+                make = partial(GraphDecoder, batch_invariant=invariant)
+                fault = find_fault(gpt, make, batch_invariant=invariant)
+                figures = {"fault": fault, "in s": time.perf_counter() - began}
+                yield Finding(case(name, dtype, invariant), figures, fault is None)
 
 
 @torch.inference_mode()
-def _forward_nats(gpt: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    logprobs = gpt(inputs).logits.double().log_softmax(dim=-1)
-    return -float(logprobs.gather(-1, targets[..., None]).sum())
+def logits(setting: Setting) -> Iterator[Finding]:
+    """Logits of a text, computed at once and by decode steps: their distance to the CPU's in
+    float32, in standard deviations of a row."""
+    ids = torch.tensor(text())[None, : 16 if setting.tiny else 256]
+    exact = {name: gpt(ids).logits[0] for name, gpt in models(CPU_ONLY, torch.float32).items()}
+    for dtype in DTYPES:
+        for name, gpt in models(setting, dtype).items():
+            device, expected = gpt.token_embedding.weight.device, exact[name]
+            decoder = GraphDecoder(gpt, KVCache(gpt.config, 1, device=device, dtype=dtype))
+            rows = [
+                decoder.decode([token_id], [0], [at])[0].to("cpu", copy=True)
+                for at, token_id in enumerate(ids[0].tolist())
+            ]
+            decoder.close()
+            forward = gpt(ids.to(device)).logits[0].float().cpu()
+            for way, found in (("at once", forward), ("decoded", torch.stack(rows))):
+                off = (found - expected).square().mean(-1).sqrt() / expected.std(-1)
+                figures = {"off": float(off.max()), "allowed": tolerance(dtype)}
+                holds = figures["off"] <= figures["allowed"]
+                yield Finding(f"{case(name, dtype)}, {way}", figures, holds)
 
 
-def _piece(rng: random.Random, ids: torch.Tensor, longest: int) -> list[int]:
-    start, length = rng.randrange(len(ids) - longest), rng.randint(1, longest)
-    piece: list[int] = ids[start : start + length].tolist()
-    return piece
+def greedy(setting: Setting) -> Iterator[Finding]:
+    """Greedy texts in float32: the CPU's, token for token."""
+    asked = requests(setting, [{"temperature": 0.0}])
+    exact, gpt = (models(one, torch.float32)["bundled"] for one in (CPU_ONLY, setting))
+    yield same("the CPU's texts", play(exact, PlainDecoder, asked), play(gpt, GraphDecoder, asked))
 
 
-def _request(name: str, token_ids: Sequence[int], tokens: int, **options: Any) -> GenerationRequest:
-    options = {"seed": 0} | options
-    params = SamplingParams(max_tokens=tokens, **options)
-    return GenerationRequest(request_id=name, token_ids=tuple(token_ids), params=params)
+def recorded(setting: Setting) -> Iterator[Finding]:
+    """Recorded steps against the same steps one by one. Requests come and are aborted at any time,
+    so that rows, slots and lengths change and slots are used again."""
+    asked = requests(setting, (*SAMPLED, *PROCESSED))
+    directly = partial(GraphDecoder, stream=DirectStream())
+    drafts: Speculation
+    for dtype in DTYPES:
+        gpt = models(setting, dtype)["bundled"]
+        for drafts in ("none", "ngram"):
+            run = partial(play, gpt, asked=asked, drafts=drafts, staggered=True, aborts=True)
+            yield same(f"{dtype}, drafts {drafts}", run(directly), run(GraphDecoder))
 
 
-def _run(gpt: GPT, make: DecoderMaker, asked: Sequence[GenerationRequest]) -> dict[str, list[Any]]:
-    """Tokens with their logprobs, by request: all together, in eight slots."""
-    engine = Engine(gpt, EngineConfig(slots=8), make_decoder=make)
-    answers: dict[str, list[Any]] = {request.request_id: [] for request in asked}
-    try:
-        for request in asked:
-            engine.add(request)
+def overlap(setting: Setting) -> Iterator[Finding]:
+    """Steps launched ahead against steps that wait. Sequences end early only batch-invariant:
+    launched ahead, a step still has the row of a sequence that has ended."""
+    asked = requests(setting, SAMPLED)
+    for dtype in DTYPES:
+        gpt = models(setting, dtype)["bundled"]
+        for invariant in (False, True):
+            make = partial(GraphDecoder, batch_invariant=invariant)
+            run = partial(play, gpt, asked=asked, staggered=True, aborts=invariant)
+            waiting = run(partial(make, overlap=False))
+            yield same(case("bundled", dtype, invariant), waiting, run(make))
+
+
+def invariance(setting: Setting) -> Iterator[Finding]:
+    """Batch-invariant: the same bits alone and in a batch; and how often so without it."""
+    asked = requests(setting, [{**kind, "logprobs": 2} for kind in SAMPLED])
+    some = slice(None, None, max(1, len(asked) // 8))
+    for dtype, invariant in ((DTYPES[0], True), (DTYPES[1], True), (DTYPES[1], False)):
+        gpt = models(setting, dtype)["bundled"]
+        make = partial(GraphDecoder, batch_invariant=invariant)
+        alone = [play(gpt, make, [one])[0] for one in asked[some]]
+        finding = same(case("bundled", dtype, invariant), alone, play(gpt, make, asked)[some])
+        yield finding if invariant else replace(finding, holds=None)
+
+
+def memory(setting: Setting) -> Iterator[Finding]:
+    """Memory of the device that the same load takes at its end and took at its second time."""
+    gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
+    engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=GraphDecoder), list[int]()
+    end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
+    while len(held) < 3 or time.monotonic() < end:
+        for one in asked:
+            engine.add(replace(one, request_id=f"{len(held)} {one.request_id}"))
         while engine.has_work():
-            for event in engine.step().events:
-                if isinstance(event, TokenEvent):
-                    answers[event.request_id].append((event.token_id, event.chosen, event.top))
-    finally:
-        engine.close()
-    return answers
+            list(tokens_of(engine))
+        held.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+    engine.close()
+    figures = {"times": len(held), "bytes": held[1], "more bytes": held[-1] - held[1]}
+    yield Finding("the same load", figures, held[-1] <= held[1])
 
 
-def _mixed(
+CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
+
+
+def models(setting: Setting, dtype: torch.dtype) -> dict[str, GPT]:
+    """The bundled checkpoint, and a GPT-2 with random weights and the same vocabulary."""
+    disable_cudnn_attention()  # as a server does
+    torch.set_num_threads(1)  # with more, a CPU's float32 products do not treat rows alike
+    device = choose_device(setting.device)
+    info, gpt = load_checkpoint(BUNDLED, device=device, dtype=dtype)
+    config = gpt2_shape(
+        vocab_size=info.config.vocab_size, context_length=512, n_layer=4, n_head=4, d_model=256
+    )
+    return {"bundled": gpt, "gpt-2": synthetic_gpt(config).to(dtype).to(device)}
+
+
+def case(name: str, dtype: torch.dtype, batch_invariant: bool = False) -> str:
+    return f"{name}, {dtype}" + ", batch-invariant" * batch_invariant
+
+
+def text() -> list[int]:
+    """This file in the bundled checkpoint's tokens."""
+    return read_checkpoint(BUNDLED).tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))
+
+
+def requests(setting: Setting, kinds: Sequence[dict[str, Any]]) -> list[GenerationRequest]:
+    """Requests of several kinds and lengths, the same each time."""
+    count, most = (4, 8) if setting.tiny else (40, 64)
+    rng, ids, asked = random.Random(0), text(), []
+    for number in range(count):
+        start, length = rng.randrange(len(ids) - 200), rng.randint(1, 200)
+        params = SamplingParams(max_tokens=rng.randint(1, most), seed=number, **rng.choice(kinds))
+        prompt = tuple(ids[start : start + length])
+        asked.append(GenerationRequest(request_id=str(number), token_ids=prompt, params=params))
+    return asked
+
+
+def play(
     gpt: GPT,
     make: DecoderMaker,
-    ids: torch.Tensor,
-    size: Size,
-    drafts: Any,
+    asked: Sequence[GenerationRequest],
     *,
-    kinds: Sequence[dict[str, Any]] = (*SAMPLED, *ASKING),
-    ends_early: bool = True,
+    drafts: Speculation = "none",
+    staggered: bool = False,
+    aborts: bool = False,
 ) -> list[list[Any]]:
-    """The tokens of requests of many kinds, some aborted if sequences may end before their length;
-    the same play for the same arguments."""
-    engine = Engine(gpt, EngineConfig(slots=6, speculate=drafts), make_decoder=make)
+    """Tokens and logprobs of each request: all at once, or some steps apart, some aborted."""
+    engine = Engine(gpt, EngineConfig(slots=8, speculate=drafts), make_decoder=make)
+    answers: dict[str, list[Any]] = {one.request_id: [] for one in asked}
     rng = random.Random(1)
-    answers: dict[str, list[Any]] = {}
 
     def step() -> None:
-        for event in engine.step().events:
-            if isinstance(event, TokenEvent):
-                answers[event.request_id].append((event.token_id, event.chosen))
+        for token in tokens_of(engine):
+            answers[token.request_id].append((token.token_id, token.chosen, token.top))
 
-    try:
-        for number in range(size.requests):
-            name = str(number)
-            answers[name] = []
-            options = dict(rng.choice(kinds))
-            asked = _request(name, _piece(rng, ids, 200), rng.randint(1, size.tokens), **options)
-            engine.add(replace(asked, params=replace(asked.params, seed=number)))
-            for _ in range(rng.randrange(6)):
-                step()
-            if ends_early and rng.random() < 0.25:
-                engine.abort(str(rng.randrange(number + 1)))
-        while engine.has_work():
+    for number, one in enumerate(asked):
+        engine.add(one)
+        for _ in range(rng.randrange(6) if staggered else 0):
             step()
-    finally:
-        engine.close()
+        if aborts and rng.random() < 0.25:
+            engine.abort(str(rng.randrange(number + 1)))
+    while engine.has_work():
+        step()
+    engine.close()
     return list(answers.values())
 
 
-def _held_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def tokens_of(engine: Engine) -> Iterator[TokenEvent]:
+    """The tokens of a step. Raises RuntimeError if a sequence failed."""
+    for event in engine.step().events:
+        if isinstance(event, FinishEvent) and event.error is not None:
+            raise RuntimeError(event.error)
+        if isinstance(event, TokenEvent):
+            yield event
+
+
+def same(name: str, expected: list[list[Any]], found: list[list[Any]]) -> Finding:
+    """Whether sequences have the same tokens and logprobs."""
+    equal = sum(one == other for one, other in zip(expected, found, strict=True))
+    return Finding(name, {"equal": equal, "of": len(expected)}, equal == len(expected))

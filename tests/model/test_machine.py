@@ -11,8 +11,6 @@ import torch
 from logitd.model import machine
 from logitd.model.device import choose_placement
 from logitd.model.machine import (
-    Machine,
-    best_of,
     matrix_rate,
     processor_name,
     read_bandwidth,
@@ -71,10 +69,6 @@ def test_a_slow_machine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 def test_both_are_real() -> None:
     assert 0 < read_bandwidth(CPU, nbytes=2**20) < math.inf
     assert 0 < matrix_rate(CPU, torch.float32, width=64) < math.inf
-
-
-def test_the_better_of_each_figure_counts() -> None:
-    assert best_of(Machine(3.0, 10.0), Machine(5.0, 7.0)) == Machine(5.0, 10.0)
 
 
 def test_surroundings_are_in_the_words_of_info() -> None:

@@ -1,0 +1,112 @@
+"""How fast a device is: its limits, `logitd serve` under a closed loop, and `logitd train`."""
+
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx
+from uvicorn.loops.auto import auto_loop_factory
+
+from benchmarks.closed_loop import Load, Question, Target, measure
+from benchmarks.gpu.part import Finding, Setting
+from benchmarks.shapes import SHAPES
+from benchmarks.started_server import started_server
+from benchmarks.synthetic import config_of, save_synthetic
+from logitd.model.checkpoint.checkpoint import RANKS
+from logitd.model.device import choose_placement
+from logitd.model.machine import measure_machine, surroundings
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = (1, 8, 32, 128)
+TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
+              "--accumulate=1", "--eval-batches=1", "--compile=off", "--threads=1")  # fmt: skip
+SET_UP_SECONDS = 60.0
+"""Of a training run, besides its minutes: the text, compiling, and the checkpoint at the end."""
+GRACE_SECONDS = 20.0
+"""For a training run that was told to stop."""
+
+
+def machine(setting: Setting) -> Iterator[Finding]:
+    """The rates at which the device reads memory and multiplies matrices at best."""
+    placement = choose_placement(setting.device, "bfloat16")
+    sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
+    found = measure_machine(placement, **sizes)
+    figures = {"GB/s": found.read_bandwidth / 1e9, "TFLOP/s": found.matrix_rate / 1e12}
+    yield Finding("limits", {**figures, **asdict(surroundings(placement))})
+
+
+def served(setting: Setting) -> Iterator[Finding]:
+    """A server of random weights, and clients that ask again as soon as they were answered."""
+    name, prompt, tokens = ("small", 16, 16) if setting.tiny else ("124m", 256, 128)
+    seconds, warm_up = (1.0, 0.5) if setting.tiny else (10.0, 5.0)
+    question = Question(
+        prompt_tokens=prompt, tokens=tokens, shared=0.0, seconds=seconds, warm_up=warm_up
+    )
+    with tempfile.TemporaryDirectory(prefix="logitd-gpu-") as folder:
+        path = Path(folder) / name
+        save_synthetic(path, config_of(SHAPES[name]))
+        flags = ["--checkpoint", str(path), "--device", setting.device, "--dtype", "bfloat16"]
+        flags += ["--slots", str(max(CLIENTS)), *(["--threads", "1"] if setting.tiny else [])]
+        with started_server(*flags) as server:
+            info = httpx.get(f"{server.url}/info", trust_env=False).json()
+            how = {key: info[key] for key in ("device", "decoding", "decoding_note", "slots")}
+            yield Finding(name, how, info["decoding_note"] is None)
+            for clients in CLIENTS:
+                asked = measure(
+                    [Target(name, server.url)], [Load(clients=clients)], question,
+                    vocab_size=256, rounds=1,
+                )  # fmt: skip
+                with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+                    (figures,) = runner.run(asked)
+                times = {
+                    f"{name} {percentile} ms": 1e3 * seconds
+                    for name, spread in (("TTFT", figures.first_token), ("gap", figures.gap))
+                    for percentile, seconds in (asdict(spread) if spread else {}).items()
+                }
+                counts = {"requests": figures.requests, "failed requests": figures.failed}
+                rate = {"tokens/s": figures.tokens_per_second, "client CPU": figures.client_cpu}
+                yield Finding(
+                    f"{name}, {clients} clients", {**rate, **times, **counts}, not figures.failed
+                )
+
+
+def trained(setting: Setting) -> Iterator[Finding]:
+    """`logitd train --preset gpt2-124m` with a vocabulary of GPT-2's size that needs no download.
+    Rates are those of the second half of the run, which does not compile."""
+    with tempfile.TemporaryDirectory(prefix="logitd-gpu-") as folder:
+        model, run = Path(folder) / "model", Path(folder) / "run"
+        save_synthetic(model, config_of(SHAPES["small" if setting.tiny else "124m"]))
+        command = [sys.executable, "-m", "logitd", "train", "--preset", "gpt2-124m", "--out",
+                   str(run), "--tokenizer", str(model / RANKS), "--device", setting.device,
+                   "--minutes", str(setting.train_seconds / 60), "--log-every", "1",
+                   "--sample-tokens", "1", *(TINY_MODEL if setting.tiny else ())]  # fmt: skip
+        said = Path(folder) / "train.log"
+        with said.open("wb") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                process.wait(setting.train_seconds + SET_UP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)  # what was measured by now counts
+                process.wait(GRACE_SECONDS)
+            finally:
+                process.kill()
+        log = run / "metrics.jsonl"
+        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        steps = [record for line in lines if (record := json.loads(line))["kind"] == "train"]
+        if not steps:
+            raise RuntimeError(f"the trainer made no step: {said.read_text(errors='replace')}")
+        second_half = steps[len(steps) // 2 :]
+        rates = {
+            name: statistics.median(record[key] for record in second_half)
+            for name, key in (("tokens/s", "tokens_per_second"), ("mfu", "matrix_share"))
+        }
+        ends = {"steps": steps[-1]["step"], "in s": steps[-1]["seconds"]}
+        losses = {"first loss": steps[0]["loss"], "last loss": steps[-1]["loss"]}
+        yield Finding("preset gpt2-124m", {**rates, **ends, **losses})
