@@ -13,8 +13,6 @@ Batch-invariant, every step has the largest sizes, and prefill goes a block at a
 kernel and no division of work depends on the number of sequences or their lengths. That a kernel
 treats its rows alike is checked on the device (`check.py`).
 
-On a CPU the same code runs without recording, for its tests.
-
 Shapes: B rows of a step, H = n_head, K = n_kv_head, G = H / K, D = head_dim, V = vocab_size,
 N = keys looked at.
 """
@@ -159,14 +157,13 @@ class GraphDecoder:
         sampled_in: Sequence[int] | None = None,
     ) -> None:
         """Start a forward on known tokens, or on those sampled last, by their rows."""
-        count = len(slots)
         for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
             self._cache.clear_behind(slot, position + 1)
             self._cache.wrote(slot, position + 1)
-        rows = bucket(self._row_buckets, count)
+        rows = bucket(self._row_buckets, len(slots))
         keys = bucket(self._key_buckets, max(positions) + 1)
         in_place = self._reads_in_place(slots)
-        unknown = [0] * count
+        unknown = [0] * len(slots)
         where = (token_ids or unknown, slots, positions, sampled_in or unknown)
         self._stream.upload(padded(np.array(where).T, rows), self._where[:rows])
         if sampled_in is not None:

@@ -92,8 +92,7 @@ class CudaStream:
 
         def integers() -> list[int]:
             copied.synchronize()
-            values: list[int] = memory.tolist()
-            return values
+            return list(memory.tolist())
 
         return integers
 

@@ -1,8 +1,5 @@
 """A late device: a stream whose work is done when somebody waits for it, in the order it came in.
-
-So a result that is read without waiting is an old one on a CPU too. What is computed at once comes
-behind all that the device was given before, as on a stream.
-"""
+So a result that is read without waiting is an old one on a CPU too."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -47,8 +44,7 @@ class LateDevice:
         return lambda: self._queue.append(compute)
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        memory = torch.from_numpy(values.copy())
-        self._queue.append(partial(_copy, target, memory))
+        self._queue.append(partial(_copy, target, torch.from_numpy(values.copy())))
 
     def download(self, source: Tensor) -> Download:
         memory = torch.full_like(source, -7)
@@ -57,8 +53,7 @@ class LateDevice:
 
         def integers() -> list[int]:
             self.wait(mark)
-            values: list[int] = memory.tolist()
-            return values
+            return list(memory.tolist())
 
         return integers
 
@@ -68,8 +63,7 @@ class LateDecoder(GraphDecoder):
 
     def __init__(self, late: LateDevice, gpt: GPT, cache: KVCache, **options: Any) -> None:
         super().__init__(gpt, cache, stream=late, **options)
-        self.late = late
-        clear_behind, copy_prefix = cache.clear_behind, cache.copy_prefix
+        self.late, clear_behind, copy_prefix = late, cache.clear_behind, cache.copy_prefix
 
         def clear(slot: int, length: int) -> None:
             if cache._written[slot] > length:

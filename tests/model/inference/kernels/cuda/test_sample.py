@@ -1,7 +1,6 @@
 """Sampling on a device against its twin, `sampling/sample.py`: on a CPU the same tokens, row
 by row."""
 
-import dataclasses
 import math
 
 import pytest
@@ -10,21 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitd.model.inference.kernels.cuda.sample import (
-    NO_TOKEN,
-    SamplingKind,
-    filtered_rows,
-    kind_of,
-    pack,
-    pick,
-    sample_rows,
-)
-from logitd.model.inference.sampling.sample import (
-    SamplingRow,
-    filtered,
-    sample_tokens,
-    sampling_rows,
-)
+from logitd.model.inference.kernels.cuda import sample as on_device
+from logitd.model.inference.kernels.cuda.sample import SamplingKind
+from logitd.model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, ways
 from tests.profiles import examples
 
@@ -32,11 +19,11 @@ from tests.profiles import examples
 def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> list[int | None]:
     """The tokens, which every kind that serves the rows gives."""
     sampling = sampling_rows(several)
-    packed = torch.from_numpy(pack(sampling))
-    kinds = [kind for kind in SamplingKind if kind >= kind_of(sampling)]
-    given = [sample_rows(logits, computed, packed, kind).tolist() for kind in kinds]
+    packed = torch.from_numpy(on_device.pack(sampling))
+    kinds = [kind for kind in SamplingKind if kind >= on_device.kind_of(sampling)]
+    given = [on_device.sample_rows(logits, computed, packed, kind).tolist() for kind in kinds]
     assert given == given[:1] * len(kinds)
-    return [None if token_id == NO_TOKEN else token_id for token_id in given[0]]
+    return [None if token_id == on_device.NO_TOKEN else token_id for token_id in given[0]]
 
 
 @settings(max_examples=examples(300))
@@ -69,14 +56,7 @@ def test_row_that_is_not_finite_has_no_token(bad: float) -> None:
     computed = torch.zeros(3, 65)
     computed[1, 64] = bad
     first, second, third = sampled(torch.zeros(3, 65), computed, [GREEDY, PLAIN, PLAIN])
-    assert (first, second) == (0, None)
-    assert third is not None
-
-
-def test_row_whose_every_id_is_forbidden_ends_in_bounds() -> None:
-    logits, computed = torch.full((3, 65), -math.inf), torch.zeros(3, 65)
-    several = [GREEDY, PLAIN, dataclasses.replace(PLAIN, top_k=3, top_p=0.5)]
-    assert sampled(logits, computed, several) == [0, 0, 0]
+    assert (first, second, third is None) == (0, None, False)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +68,4 @@ def test_dropped_ids_are_not_sampled_at_the_edges_of_the_interval(
     """Sums of a GPU are made of pieces and may fall by a rounding."""
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
     cumulated = torch.tensor([[0.0, 0.5, 0.5 + 2**-52, 1.0, 1.0]], dtype=torch.float64)
-    assert pick(probs, cumulated, torch.tensor([number]).double()).tolist() == [expected]
-
-
-def test_top_p_of_1_drops_nothing_that_rounding_has_left_no_room_for() -> None:
-    logits = torch.tensor([[0.0, -40.0, -45.0, -50.0]])  # the first one's share rounds to 1
-    top_k, top_p = torch.tensor([3]), torch.tensor([1.0], dtype=torch.float64)
-    left = filtered_rows(logits, top_k, top_p, torch.tensor([-math.inf]))
-    expected = filtered(logits, sampling_rows([dataclasses.replace(PLAIN, top_k=3)]))
-    assert torch.equal(left, expected)
-    assert left.isfinite().tolist() == [[True, True, True, False]]
+    assert on_device.pick(probs, cumulated, torch.tensor([number]).double()).tolist() == [expected]
