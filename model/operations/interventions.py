@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, model_validator
 
-from logitd.model.inference.engine.cost import split_activations
+from logitd.model.inference.engine.cost import output_elements, split_activations
 from logitd.model.inference.engine.requests import Activations, OutputsRequest
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import (
@@ -304,6 +304,14 @@ def _read(
         )
         for reading in wanted
     }
+    elements = sum(output_elements(each, subject.config) for each in requests.values())
+    if subject.max_elements is not None and elements > subject.max_elements:
+        raise InvalidRequest(
+            f"what is read from other prompts has {elements} elements; {subject.max_elements} are "
+            "allowed. Read fewer prompts, stages, heads or positions, or raise "
+            "--max-reply-elements",
+            PARAM,
+        )
     try:
         computed = yield Compute(list(requests.values()))
     except InvalidRequest as error:

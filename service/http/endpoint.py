@@ -119,8 +119,8 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
                 computed = await context.compute(step.requests, more=True)
             except InvalidRequest as error:
                 step = planning.throw(error)  # it names the field that asked for them
-            else:
-                step = await _advance(planning, computed, in_thread=in_thread)
+            else:  # which may be much
+                step = await _advance(planning, computed, in_thread=True)
     finally:
         planning.close()
     return cast(Plan, step)

@@ -53,6 +53,10 @@ PRODUCTS_PER_ELEMENT = 2**5
 """Multiplications of a matrix product that take as long as one element."""
 TAPPED_PASSES = 2
 """Plain passes that take as long as one whose stages are recorded or changed, without changes."""
+TAPPED_TOKEN = 12
+"""Tokens of a plain prompt that take as long as one that is generated with interventions."""
+SHORTEST_PASS = 128
+"""Tokens of a plain prompt that take as long as a pass of an attribution over a single one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ def step_cost(request: Request, config: GPTConfig) -> StepCost:
 def prices(request: Request, config: GPTConfig) -> list[int]:
     """Tokens of each sequence of a request: a plain prompt that takes as long has as many."""
     if isinstance(request, AttributionRequest):
-        return [(request.task.position + 1) * request.task.passes]
+        return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)
     if not is_tapped(request) and not _is_processed(request):
         return lengths
@@ -103,7 +107,8 @@ def prices(request: Request, config: GPTConfig) -> list[int]:
     rows = len(request.positions) if isinstance(request, OutputsRequest) else 0
     token = count_elements(config).block_matrices / PRODUCTS_PER_ELEMENT  # elements of one token
     outputs = rows * cost.output / token
-    generated = _generated(request) * (passes + cost.row / token)
+    each = TAPPED_TOKEN if passes > 1 else 1
+    generated = _generated(request) * (each + cost.row / token)
     return [
         math.ceil(length * (passes + cost.position / token) + outputs + generated)
         for length in lengths

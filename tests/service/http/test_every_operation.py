@@ -154,6 +154,22 @@ def test_what_is_too_large_for_a_reply_is_refused_with_both_sizes(
     eventually(lambda: small.served.reply_budget.used == 0)
 
 
+@pytest.mark.parametrize("name", ["generate", "probs", "sweep"])
+def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
+    """Guards against a small body that reads gigabytes of other prompts."""
+
+    def reads(prompt: str) -> dict[str, Any]:
+        change = {"stage": "blocks.*.output", "operation": "add", "positions": [-1],
+                  "from": {"prompt": prompt, "positions": "all"}}  # fmt: skip
+        field = {"vary": change} if name == "sweep" else {"interventions": [change]}
+        return {**SMALLEST[name], **field}
+
+    error = small.refused(f"/{name}", reads("x" * 67))
+    assert error.param == "interventions"
+    assert "6432 elements; 6400 are allowed" in error.message
+    assert small.post(f"/{name}", reads("x" * 66)).status_code == 200
+
+
 # One file more
 
 

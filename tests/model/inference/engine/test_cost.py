@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.engine.cost import (
+    SHORTEST_PASS,
     output_elements,
     position_elements,
     prices,
@@ -15,6 +17,7 @@ from logitd.model.inference.engine.cost import (
 )
 from logitd.model.inference.engine.requests import (
     AttentionWeights,
+    AttributionRequest,
     HiddenStates,
     Logits,
     OutputsRequest,
@@ -137,6 +140,14 @@ def test_interventions_cost_their_number(request_: Any, change: Intervention) ->
     assert first - each >= 2 * plain - 2, "plain code alone takes twice as long"
     assert each > 0
     assert many == pytest.approx(first + 99 * each, rel=0.01)
+
+
+@pytest.mark.parametrize(("position", "tokens"), [(0, SHORTEST_PASS), (199, 200)])
+def test_passes_of_attributions_cost_as_long_prompts_do(position: int, tokens: int) -> None:
+    task = AttributionTask(position=position, methods=("integrated_gradients",), steps=1000)
+    request = AttributionRequest(request_id="a", token_ids=(1,) * 200, task=task)
+    assert prices(request, SHAPE) == [tokens * task.passes]
+    assert task.passes >= 2000
 
 
 def test_listed_positions_cost_less_than_all() -> None:
