@@ -10,18 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from logitd.model.files import VOCABULARY_BYTES, read_regular
-from logitd.model.text.tokenizer import END_OF_TEXT, PUBLISHED, Tokenizer, TokenizerError
+from logitd.model.text.tokenizer import (
+    CL100K_PATTERN,
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    PUBLISHED,
+    Tokenizer,
+    TokenizerError,
+)
 
 _FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
 
 KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": (  # gpt2, r50k_base
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        GPT2_PATTERN,
         {END_OF_TEXT: 50256},
     ),
     "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": (  # cl100k_base
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        CL100K_PATTERN,
         {END_OF_TEXT: 100257, **_FIM, "<|endofprompt|>": 100276},
     ),
 }

@@ -33,6 +33,12 @@ from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 END_OF_TEXT = "<|endoftext|>"
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
 
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+"""Split patterns of published encodings."""
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}[\p{L}\p{M}]*+|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]{1,64}+[\r\n]{0,64}+|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
@@ -43,6 +49,13 @@ The shape of GPT-4's pattern. Combining marks stay with their letters, as Hindi 
 need it; at most two digits are together; every open-ended run of white space is bounded, because
 the published patterns overflow tiktoken's stack on about a million spaces.
 """
+KNOWN_PATTERNS = frozenset(
+    (
+        *(SPLIT_PATTERN, GPT2_PATTERN, CL100K_PATTERN),
+        SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*+", r"\p{L}++"),  # of older checkpoints
+    )
+)
+"""Patterns that take time in proportion to a text and leave nothing of it out."""
 
 TokenizerKind = Literal["bpe", "pieces", "words", "none"]
 """How a text becomes ids.
@@ -242,7 +255,7 @@ class Tokenizer:
         """Whether its pattern takes time in proportion to a text; one from a file may not."""
         if self._pieces is not None:
             return self._pieces.is_known
-        return self.pattern == SPLIT_PATTERN or not self.has_text
+        return self.pattern in KNOWN_PATTERNS or not self.has_text
 
     @property
     def end_of_text(self) -> int | None:
@@ -281,6 +294,7 @@ class Tokenizer:
         with self._teaching():
             ids = self._encoding.encode_ordinary(text)
         self._check_complete(ids, at)
+        self._check_whole(ids, text)
         return ids
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
@@ -289,9 +303,22 @@ class Tokenizer:
             return list(map(self.encode, texts))
         with self._teaching():
             batch = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
-        for ids in batch:
+        for ids, text in zip(batch, texts, strict=True):
             self._check_complete(ids, 0)
+            self._check_whole(ids, text)
         return batch
+
+    def _check_whole(self, ids: Sequence[int], text: str) -> None:
+        """Raise TokenizerError if the pattern, which is not a known one, leaves out characters."""
+        assert self._encoding is not None
+        if self.pattern in KNOWN_PATTERNS:
+            return
+        whole = text.encode(errors="replace")
+        if len(kept := self._encoding.decode_bytes(list(ids))) < len(whole):
+            raise TokenizerError(
+                f"the split pattern {self.pattern[:60]!r} keeps {len(kept)} of the text's "
+                f"{len(whole)} bytes"
+            )
 
     @contextmanager
     def _teaching(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 
+from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.text import pieces
 from logitd.model.text.tokenizer import (
     END_OF_TEXT,
@@ -441,6 +442,8 @@ def test_pattern_that_takes_too_long_is_stopped(
 def test_known_patterns_take_time_in_proportion() -> None:
     assert TOKENIZER.cuts_in_time
     assert Tokenizer.without_text(9).cuts_in_time
+    bundled = Path(__file__).parents[3] / "checkpoints" / "python-small"
+    assert read_checkpoint(bundled).tokenizer.cuts_in_time  # by an earlier pattern
     for cut in pieces.CUTS:
         tokenizer = Tokenizer(
             ranks={b" a": 0, b" a b": 1}, special_tokens={}, kind="words",
@@ -462,6 +465,19 @@ def test_pattern_that_leaves_something_out_is_noticed() -> None:
             spaced.encode(text)
         with pytest.raises(TokenizerError, match=f"'b'.*character {place}"):
             bare.encode(text)
+    dropping = replace_pattern(TOKENIZER, r"\p{L}+|\s+")
+    for call in (
+        lambda: dropping.encode("x = 1"),
+        lambda: dropping.encode_batch(["x = 1"], threads=1),
+    ):
+        with pytest.raises(TokenizerError, match="3 of the text's 5 bytes"):
+            call()
+    assert dropping.decode(dropping.encode("x y")) == "x y"
+
+
+def replace_pattern(tokenizer: Tokenizer, pattern: str) -> Tokenizer:
+    special = tokenizer.special_tokens
+    return Tokenizer(ranks=tokenizer.ranks, pattern=pattern, special_tokens=special)
 
 
 def test_model_without_a_vocabulary() -> None:
