@@ -92,9 +92,11 @@ def read_map_file(path: Path) -> MapFile:
                 f"line {number} of {path} has {dots:,} dots; {MOST_DOTS} are the most it may have"
             )
     try:
-        document = _Document.model_validate(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        parsed = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise ConvertError(f"{path} is not TOML: {error}") from error
+    try:
+        document = _Document.model_validate(parsed)
     except ValidationError as error:
         raise ConvertError(f"{path}: {_first_error(error)}") from error
     names = {

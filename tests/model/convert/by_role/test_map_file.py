@@ -235,6 +235,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[files]\nskip = []", r"files\.skip"),
         ("[files]\ntransposed = ['up']", r"files\.transposed.* is 'up'.*mlp_up"),
         ("[tensors", "TOML"),
+        ("a = " + "9" * 50_000, "TOML"),
         (f"a = 1\nb{'.b' * 50_000} = 1", r"50,000 dots; 100"),
         ("x = 1\n[a" + ".'b'" * 50_000 + "]", r"50,000 dots; 100"),
     ],
