@@ -190,6 +190,12 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
                     "--port 0 takes a free one",
                     settings.port,
                 )
+            elif isinstance(reason, OSError):
+                logger.error(
+                    "--host %s is not an address of this machine: 127.0.0.1 is reached from this "
+                    "machine alone, 0.0.0.0 from everywhere",
+                    settings.host,
+                )
             return 1
     served = state.models.served
     answered = bool(served) and all(model.engine.failure is None for model in served)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from click.core import ParameterSource
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 from pydantic_settings import CliPositionalArg, SettingsError
@@ -147,7 +147,9 @@ def _sentence(ctx: click.Context, settings: type[CommandSettings], problem: Erro
     flag = field.upper() if isinstance(param, click.Argument) else param.opts[0]
     if problem["type"] == "missing":
         return f"{flag} is required"
-    message = f"{message} (given: {problem['input']!r})"
+    annotation = settings.model_fields[field].annotation
+    if SecretStr not in (annotation, *get_args(annotation)):
+        message = f"{message} (given: {problem['input']!r})"
     if ctx.get_parameter_source(field) is ParameterSource.COMMANDLINE:
         return f"{flag}: {message}"
     own, shared = settings.variables(field)

@@ -85,7 +85,12 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
                 f"{command('import', source, 'DEST')}"
             )
     except ERRORS as error:
-        say(f"logitd serve: {error}", file=sys.stderr)
+        importing = command("import", source, destination)
+        say(
+            f"logitd serve: {error}\n\nserve takes no flags of an import; with them it is\n\n"
+            f"  {importing} ...\n  {command('serve', destination)}",
+            file=sys.stderr,
+        )
         return None
     return destination
 

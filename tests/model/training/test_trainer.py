@@ -192,6 +192,9 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
         read_checkpoint(tmp_path / run / "latest").weights_sha256 for run in ("straight", "broken")
     ]
     assert weights[0] == weights[1]
+    events: list[Event] = []
+    train(TrainingConfig(out=one.out, resume=True), events.append)
+    assert [e.message for e in events if isinstance(e, Noticed) and "over at step 12" in e.message]
     straight, broken = _losses(tmp_path / "straight"), _losses(tmp_path / "broken")
     there = {each[:2] for each in straight}
     assert straight == [each for each in broken if each[:2] in there]

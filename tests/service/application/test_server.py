@@ -255,6 +255,16 @@ def test_a_port_in_use_ends_it_with_a_sentence(
 
 
 @pytest.mark.usefixtures("signals_as_before")
+def test_a_host_of_another_machine_is_named(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    settings = serve_settings(checkpoint_path, host="192.0.2.1", port=0)
+    assert serve(settings, announce=lambda served, port: None) == 1
+    assert "--host 192.0.2.1" in logged_errors[-1]
+    logged_errors.clear()
+
+
+@pytest.mark.usefixtures("signals_as_before")
 def test_what_cannot_be_loaded_ends_it_with_a_sentence(
     tmp_path: Path, logged_errors: list[str]
 ) -> None:

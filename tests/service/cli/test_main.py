@@ -129,6 +129,13 @@ def test_a_wrong_command_line_exits_2_and_names_the_flag(
     assert re.search(reason, last)
 
 
+def test_a_secret_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--admin-key", "my secret"]) == 2
+    err = capsys.readouterr().err
+    assert "--admin-key" in err
+    assert "secret" not in err.replace("secrets", "")
+
+
 def test_every_problem_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--port", "-1", "--slots", "0"]) == 2
     err = capsys.readouterr().err
