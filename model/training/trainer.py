@@ -187,6 +187,12 @@ class Trainer:
             self.log.start()
             reason = self._reason_to_stop(signals)
             first = self.counters.step
+            if first and reason in ("finished", "time is up"):
+                self._notice(
+                    f"the run is over at step {first:,}, after {self.counters.seconds / 60:.1f} "
+                    "minutes in all: to go on, give more --steps or --minutes, which count the "
+                    "whole run"
+                )
             while reason is None:
                 before = self.counters
                 self._step()
