@@ -18,7 +18,6 @@ import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.added import (
-    AddedVocabulary,
     merged_texts,
     read_added,
     require_members,
@@ -133,7 +132,7 @@ def tokenizer_of_document(
         notes=notes,
         end_known=added.end is not None,
     )
-    _try(foreign, added, model, path)
+    _try(foreign, model, path)
     return foreign
 
 
@@ -315,10 +314,8 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
         raise ConvertError(f"{path}: post_processor is {kind!r:.60}; it may change ids")
 
 
-def _try(
-    foreign: ForeignTokenizer, added: AddedVocabulary, model: Mapping[str, Any], path: Path
-) -> None:
-    """Raise ConvertError unless a built text gets the source's ids, and comes back from them."""
+def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
+    """Raise ConvertError unless a built text gets the source's ids, and none of it is left out."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # some characters are not there
         text = "".join(
@@ -326,9 +323,10 @@ def _try(
             for character in text
             if all(bytes([byte]) in tokenizer.tokens for byte in character.encode())
         )
-    ids = tokenizer.encode(text)
-    if not added.flags and tokenizer.decode(ids) != text:
-        raise ConvertError(f"{path}: the split pattern {tokenizer.pattern!r} leaves characters out")
+    try:
+        ids = tokenizer.encode(text)
+    except TokenizerError as error:  # its pattern leaves characters out
+        raise ConvertError(f"{path}: {error}") from error
     order = foreign.order or range(tokenizer.vocab_size)
     characters, pairs = byte_characters(), _pairs(model, path)
     expected = list[int]()

@@ -17,7 +17,7 @@ from logitd.model.inference.attribution.attribute import Attributing, attribute
 from logitd.model.inference.attribution.task import METHODS, AttributionTask, kept_elements
 from logitd.model.inference.engine import runner
 from logitd.model.inference.engine.attributions import AT_ONCE
-from logitd.model.inference.engine.cost import output_elements, prices
+from logitd.model.inference.engine.cost import SHORTEST_PASS, output_elements, prices
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.errors import InvalidRequest
@@ -268,16 +268,15 @@ def test_new_weights_wait_for_those_that_came_before() -> None:
 
 
 def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
-    text = len(PROMPT)
+    text, counted = len(PROMPT), max(len(PROMPT), SHORTEST_PASS)
     for request, passes in (
         (ask(), 3),
         (ask(methods=("direct",)), 1),
         (ask(methods=("integrated_gradients",), steps=10), 1 + 1 + 30),
         (ask(methods=METHODS, steps=10), 3 + 1 + 30),
     ):
-        assert prices(request, gpt.config) == [passes * text]
-        assert run(gpt, request)["why", 0].ended.price == passes * text
-    assert prices(ask(position=9), gpt.config) == [30]
+        assert prices(request, gpt.config) == [passes * counted]
+        assert run(gpt, request)["why", 0].ended.price == passes * counted
     task = ask().task
     assert output_elements(ask(), gpt.config) == kept_elements(task, gpt.config)
     assert kept_elements(task, gpt.config) > text * gpt.config.n_layer * gpt.config.d_model

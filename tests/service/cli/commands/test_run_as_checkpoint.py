@@ -63,7 +63,10 @@ def test_run_means_its_best_checkpoint(path: str, mine: Path) -> None:
 
 
 @pytest.mark.usefixtures("mine")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, marks=[pytest.mark.slow] * each.startswith("train")) for each in COMMANDS],
+)
 def test_command_takes_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command.split()) == 0, capsys.readouterr().err
     if command.startswith("train"):
