@@ -9,7 +9,7 @@ alone.
 from collections.abc import Mapping
 
 SHORT_SPIN: Mapping[str, str] = {
-    "GOMP_SPINCOUNT": "1000",  # rounds; GNU's library, in torch's wheels for Linux
+    "GOMP_SPINCOUNT": "10000",  # rounds; GNU's library, in torch's wheels for Linux
     "KMP_BLOCKTIME": "1",  # milliseconds; LLVM's and Intel's, in torch on macOS and from conda
 }
 

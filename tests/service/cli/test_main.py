@@ -330,7 +330,7 @@ def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_pat
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
-SPIN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 AT_TORCH = """
 import json, os, runpy, sys
 class Finder:
