@@ -131,7 +131,7 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> t
 
 @dataclass(frozen=True)
 class Cost:
-    """Of steps in which all sequences have a constraint."""
+    """Times of steps in which all sequences have a constraint."""
 
     sequences: int
     free_us: float
@@ -140,7 +140,7 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """Of a constrained step, in the matchers."""
+        """Share of a constrained step that the matchers take."""
         return self.matching_us / self.constrained_us
 
     @property

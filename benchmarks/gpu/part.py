@@ -1,4 +1,4 @@
-"""What a part of the run is given, and what it yields. Standard library only."""
+"""Part: input and output of one part of the run. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where to run. `tiny`: sizes that any machine runs, whose times mean nothing."""
+    """Device to run on. `tiny`: sizes for any machine; their times are not comparable."""
 
     device: str
     tiny: bool

@@ -1,4 +1,4 @@
-"""How fast a device is: its limits, `logitd serve` under a closed loop, and `logitd train`."""
+"""Speed: limits of a device, `logitd serve` under a closed loop, and `logitd train`."""
 
 import asyncio
 import json
@@ -28,9 +28,9 @@ CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
               "--accumulate=1", "--eval-batches=1", "--compile=off", "--threads=1")  # fmt: skip
 SET_UP_SECONDS = 60.0
-"""Of a training run, besides its minutes: the text, compiling, and the checkpoint at the end."""
+"""Time of a training run outside its minutes: text, compilation and the last checkpoint."""
 GRACE_SECONDS = 20.0
-"""For a training run that was told to stop."""
+"""Time for a training run to end after it was told to stop."""
 
 
 def machine(setting: Setting) -> Iterator[Finding]:

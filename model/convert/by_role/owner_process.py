@@ -65,7 +65,7 @@ class Values(dict[str, Any]):
 class Attempt:
     """One way to make the model.
 
-    top     values that names at the top of the file get, whatever it says
+    top     values that override names at the top of the file
     over    values that parameters get, whatever their defaults
     values  values of what has no default
     asked   names that the code wants values for, over all attempts
