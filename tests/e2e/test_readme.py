@@ -27,7 +27,7 @@ from tests.model.inference.served import forward_as_served
 
 ROOT = Path(__file__).parent.parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
-DOCUMENTS = [ROOT / "README.md", ROOT / "service" / "README.md"]
+DOCUMENTS = [ROOT / name for name in ("README.md", "service/README.md", "service/operate.md")]
 ADDRESS = "127.0.0.1:8000"
 
 
