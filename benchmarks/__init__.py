@@ -1,1 +1,1 @@
-"""Measurements, each a command; results with machine and date stand in README.md beside them."""
+"""Measurements, each a command. Results with machine and date are in README.md and LAB.md."""

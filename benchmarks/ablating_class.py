@@ -1,4 +1,4 @@
-"""What a class that ablates heads does to those who read streams meanwhile.
+"""Cost of a class that ablates heads for clients that read streams meanwhile.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
@@ -25,7 +25,7 @@ from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0
-"""Of each part, before and during."""
+"""Duration of each part, before and during the ablations."""
 MAX_TOKENS = 400
 
 
@@ -46,7 +46,7 @@ class Reader:
         }
 
     def alone(self) -> str:
-        """What the stream is without anybody else."""
+        """Return the stream of the same request alone."""
         with httpx.Client(base_url=self._url, timeout=600, trust_env=False) as client:
             return self._read(client)
 

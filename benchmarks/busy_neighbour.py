@@ -1,4 +1,4 @@
-"""What a process that spins on one of the cores costs.
+"""Cost of a process that spins on one of the cores.
 
     python -m benchmarks.busy_neighbour [--shape 124m|30m|CHECKPOINT] [--threads N]
 
@@ -36,7 +36,7 @@ PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a mean step of `batch` sequences, and of a prompt: alone, and beside another."""
+    """Mean seconds of a step of `batch` sequences, and of a prompt, alone and with a neighbour."""
 
     batch: int
     step: float
@@ -77,7 +77,7 @@ class Load:
         self._asked += 1
 
     def prompts(self, seconds: float) -> float:
-        """Mean seconds of a prompt, over so many seconds."""
+        """Mean seconds per prompt, over `seconds`."""
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             self.ask(max_tokens=1)
@@ -87,7 +87,7 @@ class Load:
         return (time.perf_counter() - began) / count
 
     def steps(self, seconds: float) -> float:
-        """Mean seconds of a step in which all sequences decode, over so many seconds of these."""
+        """Mean seconds per step in which all sequences decode, over `seconds` of such steps."""
         taken: list[float] = []
         while sum(taken) < seconds:
             for _ in range(self.batch):

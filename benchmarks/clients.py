@@ -273,7 +273,7 @@ def lm_eval_client() -> Checks:
 
 
 def open_webui_calls() -> Checks:
-    """What Open WebUI sends to an OpenAI connection, by hand."""
+    """Send by hand what Open WebUI sends to an OpenAI connection."""
 
     def send(path: str, body: Any = None) -> str:
         content = None if body is None else json.dumps(body).encode()
@@ -316,7 +316,7 @@ CLIENTS: dict[str, Callable[[], Checks]] = {
 
 
 BY_HAND = "Open WebUI"
-"""What is not run itself."""
+"""Clients that are not run."""
 
 
 def row(client: str, what: str, check: Callable[[], Any]) -> str:

@@ -1,4 +1,4 @@
-"""Clients that ask again as soon as they were answered, or at a rate: what each waits for.
+"""Latency and throughput for clients that ask again when answered, or at a fixed rate.
 
     python -m benchmarks.closed_loop [--serve FLAGS ...] [--url URL ...] [--peer SERVER ...]
                                      [--clients 8 32] [--rate R ...] [--prompt-tokens N]
@@ -86,7 +86,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a server serves, and by whose name it says so."""
+    """The served model, and its name in requests."""
 
     name: str
     owner: str
@@ -94,7 +94,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many clients in a closed loop, or so many requests a second in an open one."""
+    """A number of clients in a closed loop, or a rate of requests per second in an open loop."""
 
     clients: int | None = None
     rate: float | None = None
@@ -106,7 +106,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What each request asks for, and for how long they come. `seconds` count, after `warm_up`."""
+    """Shape of each request, and the duration of the load. `seconds` count, after `warm_up`."""
 
     prompt_tokens: int
     tokens: int
@@ -117,7 +117,7 @@ class Question:
 
 @dataclass(slots=True)
 class Observed:
-    """What one target did under one load, in all rounds so far: seconds, and tokens in them."""
+    """Results of one target under one load in all rounds so far: seconds and tokens."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -148,7 +148,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Rates per second, times in seconds; None where nothing came to an end."""
+    """Rates per second, times in seconds; None if no request finished."""
 
     target: str
     load: str

@@ -1,4 +1,4 @@
-"""What a constraint costs each step, and each mask.
+"""Cost of constraints per step and per mask.
 
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 

@@ -1,4 +1,4 @@
-"""What it costs that the batch changes nothing (ARCHITECTURE.md).
+"""Cost of batch invariance (ARCHITECTURE.md).
 
     python -m benchmarks.determinism [--shape 124m|30m|CHECKPOINT] [--dtype bfloat16] [--threads N]
 
@@ -58,7 +58,7 @@ PRODUCTS = ("qkv", "attention_out", "mlp_up", "mlp_down", "head")
 BATCHES = (1, 2, 3, 5, 8)
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Of a matrix (N, C), a row (C,) and a bias (N,)."""
+"""Product of a matrix (N, C) and a row (C,), plus a bias (N,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class NativePrice:
 
     @property
     def products(self) -> float:
-        """What the promise costs in products, as a share of the step; below 0: nothing."""
+        """Cost of batch invariance in products, as a share of the step; at most 0 means none."""
         return (sum(self.ours.values()) - sum(self.fastest.values())) / self.step
 
     @property
     def bound(self) -> float:
-        """What it costs at most, whoever writes the kernels."""
+        """Upper bound of that cost for any kernels."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property
@@ -134,7 +134,7 @@ def one_pass(gpt: GPT, product: Product) -> dict[str, float]:
 
 @torch.inference_mode()
 def fastest_products(gpt: GPT) -> dict[str, float]:
-    """Of each kind the faster of both ways, each the median of some passes."""
+    """Time per kind of product: the faster of two ways, each the median of several passes."""
     fastest = dict.fromkeys(PRODUCTS, float("inf"))
     for product in (by_linear, by_vector):
         passes = [one_pass(gpt, product) for _ in range(PASSES)]
@@ -154,7 +154,7 @@ def fastest_sampling(gpt: GPT) -> float:
 
 
 def native_price(gpt: GPT, threads: int) -> NativePrice | None:
-    """None where the model is not decoded natively."""
+    """None if the model is not decoded natively."""
     path = choose_decode_path(gpt, threads=threads)
     if not path.name.startswith("native"):
         return None
@@ -219,7 +219,7 @@ def padding_price(gpt: GPT, sequences: int) -> float:
 
 @torch.inference_mode()
 def prefill_price(gpt: GPT) -> PrefillPrice:
-    """Of a prompt of some blocks, without its head."""
+    """Times of a prompt of several blocks, without the head."""
     config, length = gpt.config, prompt_length(gpt)
     weight = gpt.token_embedding.weight
     cache = KVCache(config, 1, device=weight.device, dtype=weight.dtype)

@@ -1,4 +1,4 @@
-"""What a step of the engine costs besides its forward pass, decoding in plain torch.
+"""Cost of an engine step outside its forward pass, decoding in plain torch.
 
     python -m benchmarks.engine_step [--checkpoint DIRECTORY] [--threads N]
 

@@ -1,4 +1,4 @@
-"""What `logitd extract --logprobs` reaches of the rate at which the engine computes prompts.
+"""Rate of `logitd extract --logprobs` as a share of the engine's rate of prompts.
 
     python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
 
@@ -36,12 +36,12 @@ from logitd.model.machine import surroundings
 
 PROMPT_TOKENS = 256
 BYTES_PER_TOKEN = 3
-"""Of source code, in the vocabulary of `python-small`; roughly, to choose how much text is read."""
+"""Approximate bytes per token of source code in the vocabulary of `python-small`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of `tokens`: seconds of the processor, all threads together, and by the clock."""
+    """Time for `tokens`: processor seconds of all threads, and wall-clock seconds."""
 
     tokens: int
     processor: float
@@ -60,7 +60,7 @@ class Stopwatch:
 
 
 def write_text(folder: Path, tokens: int) -> Path:
-    """About so many tokens of Python's own sources, whole documents, as JSON lines."""
+    """Write about `tokens` tokens of Python's own sources, whole documents, as JSON lines."""
     path, left = folder / "text.jsonl", tokens * BYTES_PER_TOKEN
     with path.open("w", encoding="utf-8") as file:
         for document in open_text(["builtin:python"]).documents:

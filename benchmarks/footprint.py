@@ -1,4 +1,4 @@
-"""What a server takes: seconds until it is ready, and memory besides weights and KV cache.
+"""Seconds until a server is ready, and its memory besides weights and KV cache.
 
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
                                    [--dtype DTYPE] [--quantize KIND] [--ready-only]

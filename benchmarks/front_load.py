@@ -1,4 +1,4 @@
-"""Front load: what a client feels of a server, whatever stands before its engine.
+"""Front load: latency and throughput of a server as a client sees them, proxies included.
 
 A short request alone, the first token of a stream alone, and several streams at once. Prompts are
 new each time, so no prefix is copied. The client, on the same machine, is
@@ -42,12 +42,12 @@ class FrontLoad:
     """The same load, with other prompts each round."""
 
     def __init__(self, *, requests: int, streams: int, tokens: int) -> None:
-        """`requests` one after the other, then `streams` at once of so many `tokens`."""
+        """`requests` in sequence, then `streams` at once of `tokens` each."""
         self._requests, self._streams, self._tokens = requests, streams, tokens
         self._prompts = _prompts()
 
     def round(self, url: str, processes: Sequence[int]) -> Felt:
-        """Ask a server, which consists of these. Raises RuntimeError where a stream failed."""
+        """Ask a server, which consists of these. Raises RuntimeError if a stream failed."""
         return asyncio.run(self._round(url, processes))
 
     async def _round(self, url: str, processes: Sequence[int]) -> Felt:
@@ -88,7 +88,7 @@ def _prompts() -> Iterator[Sequence[int]]:
 
 
 def processor_seconds(processes: Sequence[int]) -> float:
-    """That processes have taken so far, by the kernel's count, which is in hundredths."""
+    """Processor seconds of the processes so far; the kernel counts hundredths."""
     ticks = 0
     for pid in processes:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -97,14 +97,14 @@ def processor_seconds(processes: Sequence[int]) -> float:
 
 
 def medians(rounds: Sequence[Felt]) -> Felt:
-    """Of each figure its median over the rounds."""
+    """Median of each figure over the rounds."""
     return Felt(
         *(statistics.median(getattr(one, part.name) for one in rounds) for part in fields(Felt))
     )
 
 
 def ratios(first: Sequence[Felt], second: Sequence[Felt]) -> dict[str, float]:
-    """Of each figure the median of what the second is times the first, round by round."""
+    """Median over the rounds of the second's figure divided by the first's."""
     return {
         part.name: statistics.median(
             getattr(b, part.name) / getattr(a, part.name)

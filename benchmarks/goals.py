@@ -39,7 +39,7 @@ FLAGS = {
     "int8": ("--dtype", "bfloat16", "--quantize", "int8"),
     "int4": ("--dtype", "bfloat16", "--quantize", "int4"),
 }
-"""How logitd is asked for a dtype. int8 and int4 are the matrices, the rest is bfloat16 then."""
+"""Flags of logitd for a dtype. int8 and int4 are the matrices, the rest is bfloat16 then."""
 DTYPES = tuple(FLAGS)
 CLOSED_LOOP = "124m"
 """The shape on which other servers are asked in a closed loop."""
@@ -116,7 +116,7 @@ def commands(
 
 
 def dtypes_of(servers: Sequence[PeerServer]) -> list[str]:
-    """Those in which other servers are measured, each once."""
+    """Dtypes in which other servers are measured, each once."""
     return [dtype for dtype in DTYPES if any(server.dtype == dtype for server in servers)]
 
 
@@ -130,7 +130,7 @@ def checkpoint_of(shape: str, folder: Path) -> Path:
 
 
 def make_checkpoints(folder: Path) -> None:
-    """Random weights of the shapes that are not bundled, where they are not there yet."""
+    """Write random weights of the shapes that are not bundled, unless they exist."""
     for shape in SHAPES:
         path = checkpoint_of(shape, folder)
         if not path.exists():
@@ -139,7 +139,7 @@ def make_checkpoints(folder: Path) -> None:
 
 
 def measure(name: str, command: list[str], folder: Path) -> None:
-    """Run a command unless its result is there; a result appears whole or not at all."""
+    """Run a command unless its result exists. A result is written completely or not at all."""
     log = folder / f"{name}.log"
     if log.with_suffix(".txt").exists():
         print(f"{name}: measured already", flush=True)
@@ -162,7 +162,7 @@ def measure(name: str, command: list[str], folder: Path) -> None:
 
 
 def last_line(path: Path) -> Any:
-    """The JSON that a command prints last; None where there is none."""
+    """Return the last line of a command's output as JSON; None if there is none."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     try:
         return json.loads(lines[-1])
@@ -206,7 +206,7 @@ def targets(
 
 
 def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
-    """Of each dtype: decode at each batch, and prefill of one prompt. Then streams over HTTP."""
+    """Compare each dtype with peers: decode at each batch, one prompt, then streams over HTTP."""
     peers, serving = results.get(f"peers-{shape}"), results.get(f"serving-{shape}")
     for dtype in DTYPES:
         for kind, batch in (*(("decode", batch) for batch in BATCHES), ("prefill", 1)):
@@ -222,7 +222,7 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
 
 
 def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[Target]:
-    """Of each dtype and number of clients: tokens per second beside those of other servers. Where
+    """Compare tokens per second with other servers, per dtype and number of clients. Where
     one of them has failed requests there is no ratio."""
     for dtype in dtypes_of(servers):
         ours = f"logitd serve {shlex.join(FLAGS[dtype])}"
@@ -254,7 +254,7 @@ def rows_at(result: Any, place: str, where: Mapping[str, Any]) -> list[Any]:
 
 
 def over_best(rates: Mapping[str, float], ours: str) -> float | None:
-    """Our rate over the best of the others'; None where one of the two is missing."""
+    """Our rate over the best rate of the others; None if either is missing."""
     others = [rate for name, rate in rates.items() if name != ours]
     return rates[ours] / max(others) if ours in rates and others else None
 

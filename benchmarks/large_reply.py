@@ -1,4 +1,4 @@
-"""What a large reply of logits costs the server and everybody else.
+"""Cost of a large reply of logits for the server and other clients.
 
     python -m benchmarks.large_reply [--threads N]
 
@@ -113,7 +113,7 @@ def ask(url: str, accept: str) -> tuple[float, float]:
 
 
 def measure(url: str, pid: int, accept: str) -> dict[str, Any]:
-    """One reply beside one stream of tokens."""
+    """Read one reply next to one stream of tokens."""
     tokens = TokenWatch(url)
     while len(tokens.times) < 20:
         time.sleep(0.05)

@@ -252,7 +252,7 @@ def summed(steps: Sequence[WatchedStep]) -> WatchedStep:
 
 
 def middle_half(steps: Sequence[WatchedStep]) -> list[WatchedStep]:
-    """Those that are neither among the shortest nor among the longest quarter; one at least."""
+    """Values outside the shortest and the longest quarter; at least one."""
     ordered = sorted(steps, key=lambda step: step.seconds)
     quarter = len(ordered) // 4
     return ordered[quarter : len(ordered) - quarter]

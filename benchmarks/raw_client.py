@@ -1,4 +1,4 @@
-"""RawClient: streams over plain HTTP, whose tokens it counts and does not read.
+"""RawClient: streams over plain HTTP whose tokens are counted and not parsed.
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. Where both run on the same processors, that slows what is measured. Here httptools, whose
@@ -34,26 +34,26 @@ from logitd.service.client.streaming import END, EventDecoder
 from logitd.service.client.transport import settings_of
 
 SILENT_SECONDS = 600.0
-"""A stream that brings nothing for as long has failed."""
+"""Seconds without an event after which a stream has failed."""
 
 Counter = Callable[[Any], int]
-"""How many tokens an event of a stream brings: its JSON, in the order of the events. Raises
-StreamFailed for what the server says went wrong, and LookupError, TypeError, ValueError or
-AttributeError where it says nothing that can be read."""
+"""Count the tokens of a stream's event: its JSON, in the order of the events. Raises
+StreamFailed for an error that the server reports, and LookupError, TypeError, ValueError or
+AttributeError for an event that cannot be parsed."""
 
 
 class Dialect(Protocol):
-    """How servers of one kind are asked for streams."""
+    """Request format of one kind of server."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What each request has besides the usual."""
+        """Additional fields of each request."""
 
     def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
-        """What asks for `tokens` after a prompt, with nothing that ends them earlier."""
+        """Return a body that asks for exactly `tokens` tokens after a prompt."""
 
     def counter(self, prompt: Sequence[int]) -> Counter:
-        """What counts the tokens of one reply."""
+        """Return a counter for the tokens of one reply."""
 
 
 class _Native:
@@ -196,12 +196,12 @@ class _Reply:
         return self._headers.get("x-request-id", "")
 
     def _fail(self, error: Exception) -> None:
-        """Nothing more will come, or nothing more counts."""
+        """End the stream: no more events are counted."""
         if not self.ended.done():
             self.ended.set_exception(error)
 
     def _take(self, data: bytes) -> None:
-        """Take in an event."""
+        """Parse one event and count its tokens."""
         try:
             count = self._count(orjson.loads(data))
         except StreamFailed as failed:
@@ -226,7 +226,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another request can be sent: nothing is on its way any more."""
+        """True if no request is in flight."""
         reply = self._reply
         return self._open and (
             reply is None or (reply.complete and reply.parser.should_keep_alive())

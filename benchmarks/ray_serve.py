@@ -47,8 +47,8 @@ class Measured:
 
 @contextmanager
 def on_ray(*flags: str) -> Iterator[tuple[str, list[int]]]:
-    """`deploy.ray_serve` with these flags, ready when the block begins: its address, and its
-    processes. Raises RuntimeError where it does not come up."""
+    """Run `deploy.ray_serve` with these flags; yield its address and processes when it is ready.
+    Raises RuntimeError if it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -81,7 +81,7 @@ def _read(descriptor: int) -> str:
 
 
 def processes_of(mark: str) -> list[int]:
-    """Those that inherited the variable."""
+    """Processes that inherited the variable."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -107,7 +107,7 @@ def held(processes: list[int]) -> float:
 def compare(
     urls: Mapping[str, str], pids: Mapping[str, list[int]], rounds: int
 ) -> tuple[dict[str, Measured], dict[str, float]]:
-    """What each is like, after a round that warms; every other round the other one begins. And how
+    """Measure both after a warm-up round; they alternate in who begins. And how
     the second is beside the first: the median ratios of each figure."""
     load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
     felt: dict[str, list[Felt]] = {name: [] for name in urls}

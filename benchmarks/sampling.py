@@ -1,4 +1,4 @@
-"""What sampling costs: microseconds a row of logits, for each filter, natively and in plain torch.
+"""Cost of sampling: microseconds per row of logits for each filter, native and in plain torch.
 
     python -m benchmarks.sampling [--vocab-size 50257] [--rows 32] [--spread 1 3] [--threads N]
 

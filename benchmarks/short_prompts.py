@@ -1,4 +1,4 @@
-"""What short prompts gain by sharing the products of a step.
+"""Gain of short prompts that share the products of a step.
 
     python -m benchmarks.short_prompts [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                        [--quantize int8|int4] [--lengths N ...] [--rounds N]

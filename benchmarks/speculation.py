@@ -1,4 +1,4 @@
-"""What drafts gain where a text repeats itself, and cost where it does not.
+"""Gain of drafts on repetitive text, and their cost on other text.
 
     python -m benchmarks.speculation [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                      [--rounds N]

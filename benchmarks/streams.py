@@ -122,7 +122,7 @@ async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> St
 
 
 def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
-    """Tokens per second from when the last stream began to when the first one ended: those that
+    """Tokens per second between the start of the last stream and the end of the first: those that
     came after the one and not after the other. None where a stream failed, because then there was
     no whole batch, and where the first had ended before the last began."""
     if any(record.failure is not None for record in records):

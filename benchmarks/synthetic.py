@@ -29,7 +29,7 @@ LLAMA: Mapping[str, Any] = {
     "bias": False,
     "qkv_bias": False,
 }
-"""Overrides that make `gpt2_shape` a Llama, but for the heads and the widths."""
+"""Overrides that turn `gpt2_shape` into a Llama, except for heads and widths."""
 
 
 RANDOM = TrainingRecord(

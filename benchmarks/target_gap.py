@@ -1,4 +1,4 @@
-"""What `--target-gap` does to streams: gaps, first tokens and tokens per second, in processor time.
+"""Effect of `--target-gap` on streams: gaps, first tokens and tokens per second, in processor time.
 
     python -m benchmarks.target_gap [--shape 124m|30m|CHECKPOINT] [--dtype float32|bfloat16]
                                     [--clients 8] [--slots N] [--requests N] [--prompt-tokens N]
@@ -41,7 +41,7 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """So many clients at once, and of each so many requests that count. Where there are fewer slots
+    """Number of concurrent clients, and of counted requests of each. Where there are fewer slots
     than clients, some wait."""
 
     clients: int

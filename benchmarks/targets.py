@@ -1,4 +1,4 @@
-"""Targets: a measured figure beside the bound that it should reach, and the table of them."""
+"""Targets: a measured figure with the bound that it should reach, and the table of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Unit = Literal["share", "ratio", "us", "s", "MB"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure should be, at least or at most; `measured` is None where nothing was."""
+    """A bound of a figure, at least or at most; `measured` is None if it was not measured."""
 
     name: str
     measured: float | None

@@ -1,4 +1,4 @@
-"""Traces: what it costs a server to send one for each request.
+"""Cost of sending a trace for each request.
 
     python -m benchmarks.tracing [--checkpoint PATH] [--threads N] [--rounds N]
 
@@ -36,7 +36,7 @@ def reading_collector() -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, *arguments: Any) -> None:
-            """Nothing."""
+            """Discard the log line."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -51,7 +51,7 @@ def reading_collector() -> Iterator[str]:
 def compare(
     without: StartedServer, traced: StartedServer, rounds: int
 ) -> tuple[list[Felt], list[Felt]]:
-    """What both are like, round by round; every other round the other one begins."""
+    """Measure both round by round; they alternate in who begins."""
     load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
     felt: dict[str, list[Felt]] = {without.url: [], traced.url: []}
     order = [without, traced]

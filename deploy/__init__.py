@@ -1,1 +1,1 @@
-"""How logitd is run where it matters: watched, balanced, on many machines."""
+"""Deployments of logitd: monitoring, balancing, clusters."""

@@ -1,4 +1,4 @@
-"""logitd on Ray Serve: the application of `logitd serve` in replicas, as many as the load asks for.
+"""logitd on Ray Serve: the application of `logitd serve` in as many replicas as the load needs.
 
     python -m deploy.ray_serve [CHECKPOINT] [--ray local] [--min-replicas 1] [--max-replicas 2] ...
 
@@ -109,8 +109,8 @@ COMMAND = SettingsCommand(
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray's types are not looked at
-    """Requests of a session to its replica, and to the next one where that is full; others to the
-    less busy of two. Of a replica that goes, the sessions alone move."""
+    """Route a session to its replica, or the next one if that is full; others
+    to the less busy of two. If a replica goes, only its sessions move."""
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
@@ -129,7 +129,7 @@ class Replica:
     """The application in a process of Ray's, which is started when its weights are loaded."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Each field of the settings, whatever the environment here says."""
+        """Every field of the settings, independent of this environment."""
         self._settings = ServeSettings(_env_file=None, **settings)
         configure_logging(self._settings.log_level, json=self._settings.log_format == "json")
         self._app = create_app(self._settings)
@@ -139,7 +139,7 @@ class Replica:
         return _StartedWhenLoaded(self._app, self._state)
 
     def check_health(self) -> None:
-        """Raise where no request will be answered any more: Ray starts another replica then."""
+        """Raise if no request can be answered any more, so that Ray starts another replica."""
         status, reason = self._state.status()
         if status in ("failed", "stalled"):
             raise RuntimeError(f"{status}: {reason}")
@@ -240,7 +240,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(settings: RaySettings) -> None:
-    """Returns when the first replicas answer. Raises RuntimeError where they cannot."""
+    """Return when the first replicas answer. Raises RuntimeError if they cannot."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(
         proxy_location="HeadOnly" if settings.ray == LOCAL else "EveryNode",

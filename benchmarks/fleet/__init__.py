@@ -1,1 +1,1 @@
-"""How many servers a load needs: predicted from measured step times, and held against real ones."""
+"""The number of servers that a load needs: predicted from step times, compared with real ones."""

@@ -1,4 +1,4 @@
-"""How many servers a load needs, from what `logitd bench` measured of one.
+"""Predict the number of servers for a load from the results of `logitd bench` for one.
 
     logitd bench --threads 1 --batches 1,4,8,16 | tail -1 > bench.json
     python -m benchmarks.fleet bench.json --rates 5,10,20,40 --replicas 1,2,4
@@ -99,7 +99,7 @@ def summary(outcome: Outcome) -> dict[str, float]:
 
 
 def shown(outcome: Outcome) -> list[str]:
-    """The same as it stands in the table; what was not measured is a dash."""
+    """Format a value for the table; a missing value is a dash."""
     numbers = summary(outcome)
     return [
         f"{1e3 * numbers['first_token_p50']:.0f} ms",

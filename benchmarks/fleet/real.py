@@ -17,7 +17,7 @@ ALONE = 8
 
 @dataclass(frozen=True)
 class Reply:
-    """Of one request: seconds from when it was sent to its first and its last token."""
+    """Seconds from sending a request to its first and to its last token."""
 
     status: int
     first_token: float = 0.0
@@ -25,7 +25,7 @@ class Reply:
 
 
 def overhead_of(url: str, times: StepTimes, load: Load) -> float:
-    """Seconds that a request alone takes to its first token besides the steps."""
+    """Seconds to the first token of a lone request, without the steps."""
     replies = asyncio.run(_one_by_one(url, load))
     steps = load.prompt_tokens * times.prefill_token
     return max(0.0, statistics.median(reply.first_token for reply in replies) - steps)

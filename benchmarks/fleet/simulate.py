@@ -1,4 +1,4 @@
-"""What N servers make of a load, step by step, from the times of their steps.
+"""Simulation of N servers under a load, step by step, from step times.
 
 Requests arrive at random (a Poisson process) and go to the server that has the fewest open, as a
 balancer with least connections does. A server is logitd's engine in outline: free slots are given
@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one server, in seconds.
+    """Step times of one server, in seconds.
 
     prefill_token  for each prompt token of a step
     decode         for decode batches of some sizes, rising: (sequences, seconds)
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Server:
-    """Its settings; `overhead` is what a request takes besides its steps, in seconds."""
+    """Settings of a server; `overhead` is the time of a request besides its steps, in seconds."""
 
     slots: int = 16
     prefill_chunk: int = 256
@@ -76,7 +76,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of all requests that arrived; times in seconds.
+    """Results of all requests that arrived; times in seconds.
 
     first_tokens   from arrival to the first token of each that was answered, rising
     inter_token    mean time from one token of a sequence to its next
@@ -92,7 +92,7 @@ class Outcome:
     busy: float
 
     def quantile(self, share: float) -> float:
-        """Of the time to the first token; 0.95: what one in twenty exceeds."""
+        """Quantile `share` of the time to the first token, in seconds."""
         return self.first_tokens[
             min(len(self.first_tokens) - 1, int(share * len(self.first_tokens)))
         ]

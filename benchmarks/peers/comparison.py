@@ -37,41 +37,40 @@ MODULES = {
     "ctranslate2": "ctranslate2_generator",
 }
 BY_NAME = {"transformers-continuous"}
-"""Measured only where it is asked for by name: its prompts of 32 sequences take long."""
+"""Peers measured only if named: prompts of 32 sequences take long."""
 FOREIGN = {"llama.cpp", "openvino", "ctranslate2"}
-"""Run by the interpreter that is named for them."""
+"""Peers run by the interpreter named for them."""
 FROM_HUGGINGFACE = {"openvino", "ctranslate2"}
-"""Who reads the folder in Hugging Face's format."""
+"""Peers that read the folder in Hugging Face's format."""
 NOT_QUANTIZED = {"torch", "transformers", "transformers-continuous"}
-"""What they have for int8 and int4 needs packages of its own."""
+"""Peers without int8 and int4: theirs need more packages."""
 QUANTIZED = ("int8", "int4")
 LIMITS = {
     "gpt2": {"float32": 0.005, "bfloat16": 0.03, "int8": 0.05, "int4": 0.2},
     "llama": {"float32": 0.01, "bfloat16": 0.03, "int8": 0.12, "int4": 0.4},
 }
-"""How far a peer's log-probabilities may be from those expected (`contract.disagreement`). In
-float32 llama.cpp is the furthest: its flash attention rounds to float16, and its GELU is a table of
-float16. int4 moves random weights so far that only gross errors are seen there; the code is that of
-int8."""
+"""Tolerance of a peer's log-probabilities (`contract.disagreement`). In float32 llama.cpp is the
+least exact: its flash attention rounds to float16, and its GELU is a float16 table. int4
+changes random weights so much that only gross errors show; its code is that of int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
-"""How much larger queries, keys and values are than a new model's."""
+"""Factor of queries, keys and values over a new model's."""
 CALMER = 0.2
-"""How much smaller what a Llama's blocks add is. Without both of these, 24 layers of random numbers
-make any rounding another text, 0.5 in bfloat16; with them "llama-416m" is off by 0.009 in bfloat16
-and 0.036 in 8 bits, and channels that are turned in the wrong order are still 0.28."""
+"""Factor of the outputs of a Llama's blocks. Without both of these, 24 layers of random numbers
+turn any rounding into another text (0.5 in bfloat16). With them "llama-416m" is off by 0.009 in
+bfloat16 and 0.036 in 8 bits, and rotary channels in the wrong order still by 0.28."""
 CHECKED = 1024
-"""Ids of the prompt by which peers are checked, at most: the plain forward has no cache to save it
-memory."""
+"""Upper bound of the prompt ids on which peers are checked: the plain forward has no cache and
+needs memory."""
 WARM_UP = 4
-"""Steps of each round that are left out."""
+"""Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4
-"""As many rounds as of the largest batch, times this, at most."""
+"""Upper bound of rounds, as a multiple of the rounds of the largest batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is asked for."""
+    """Settings of a comparison."""
 
     shape: Shape
     dtypes: tuple[str, ...]
@@ -118,7 +117,7 @@ def make_everything_matter(gpt: GPT) -> None:
 
 
 def expected_logprobs(gpt: GPT, ids: list[int]) -> NDArray[np.float64]:
-    """What the token after `ids` should be, by one forward without a cache."""
+    """Expected log-probabilities of the token after `ids`, by one forward without a cache."""
     logits = gpt(torch.tensor([ids])).logits[0, -1]
     return logits.double().log_softmax(-1).numpy()
 
@@ -129,7 +128,7 @@ def start(name: str, dtype: str, plan: Plan, folder: Path) -> PeerProcess:
 
 
 class Comparison:
-    """Peers of one dtype, and what they took. Whoever fails is said and left out, logitd excepted:
+    """Times of the peers of one dtype. A peer that fails is reported and left out, except logitd:
     without it there is nothing to compare."""
 
     def __init__(self, plan: Plan, dtype: str, folder: Path) -> None:
@@ -189,7 +188,7 @@ def rounds_of(plan: Plan, batch: int) -> int:
 def summarise(
     runs: list[Run], dtype: str, peer: str, prompts: list[list[int]], disagreement: float
 ) -> Result:
-    """What the rounds of one peer say together."""
+    """Combine the rounds of one peer."""
     steps = [statistics.median(run.step_seconds[WARM_UP:]) for run in runs]
     prefills = [run.prefill_seconds for run in runs]
     batch = len(prompts)
@@ -206,7 +205,7 @@ def summarise(
 
 
 def compare(plan: Plan) -> list[Result]:
-    """Everything that was asked for."""
+    """Run the whole comparison."""
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What a peer is: two questions that every one of them answers in the same units.
+"""Interface of a peer: two questions that every peer answers in the same units.
 
 The standard library and numpy alone, like `weights.py` and `worker.py`: an interpreter that has a
 peer's packages need not have this project's.
@@ -17,7 +17,7 @@ LEAST = 100
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one generation took.
+    """Times of one generation.
 
     prefill_seconds  from the prompts to the first token of the last of them
     step_seconds     of each step after that, a token for every sequence, drawing included
@@ -28,7 +28,7 @@ class Run:
 
 
 class Unsupported(Exception):
-    """What is asked for is nothing that this peer has; the message says why."""
+    """The peer does not support the request; the message says why."""
 
 
 class Peer(Protocol):
@@ -57,9 +57,9 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def disagreement(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """How far log-probabilities are from those expected: the root mean square of the difference as
-    a share of how much they vary from token to token. Of those tokens that are told; infinite
-    where too few are."""
+    """Distance of log-probabilities from the expected ones: the root mean square of the difference,
+    relative to their standard deviation over tokens. NaN entries are skipped; infinite if too few
+    are left."""
     told = ~np.isnan(actual)
     if told.sum() < min(LEAST, len(expected)):
         return math.inf

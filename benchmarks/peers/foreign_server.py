@@ -53,7 +53,7 @@ def foreign_server(
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that leads a group, politely, and then whoever is left of the group."""
+    """Terminate the leader of a process group, then kill what is left of the group."""
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):

@@ -14,8 +14,8 @@ from logitd.model.transformer.gpt import GPT
 
 
 def write_huggingface(folder: Path, gpt: GPT) -> None:
-    """Write the folder, which is not there yet. Raises ConvertError where no architecture of
-    theirs has this shape."""
+    """Write the folder, which must not exist. Raises ConvertError if no
+    architecture has this shape."""
     info = CheckpointInfo(
         path=folder,
         name=folder.name,

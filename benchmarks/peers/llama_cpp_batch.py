@@ -1,4 +1,4 @@
-"""llama.cpp, by the C interface that `llama-cpp-python` hands through: its batches, its sampler.
+"""llama.cpp through the C interface of `llama-cpp-python`: its batches, its sampler.
 
 A context with a sequence for each prompt, a cache of its own for each, and otherwise llama.cpp's
 defaults: keys and values in float16, 512 positions of a prompt at once, flash attention where it

@@ -104,7 +104,7 @@ class LogitdEngine:
         return Run(prefill_seconds, step_seconds)
 
     def _sized(self, slots: int) -> Engine:
-        """An engine with so many slots, which are used again and again, as a server's are."""
+        """An engine whose slots are reused, as in a server."""
         if self._engine is None or self._slots != slots:
             if self._engine is not None:
                 self._engine.close()

@@ -37,7 +37,7 @@ WEIGHTS = {
     "int8": ("int8",),
     "int4": ("int4", "--sym", "--group-size", "32", "--ratio", "1.0"),
 }
-"""How optimum-intel is asked for the weights of a dtype."""
+"""Arguments of optimum-intel for the weights of a dtype."""
 STEP_TOKENS = 2048
 """Tokens of prompts in one step, at most: as many as llama.cpp takes."""
 PAGE = 32
@@ -65,7 +65,7 @@ def export(source: Path, target: Path, weights: tuple[str, ...]) -> None:
 
 
 def properties(dtype: str, threads: int) -> dict[str, Any]:
-    """What OpenVINO is told of precisions and threads."""
+    """OpenVINO's settings of precision and threads."""
     has_bfloat16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     narrow = "bf16" if has_bfloat16 else "f16"
     return {
@@ -133,7 +133,7 @@ class OpenVino:
         return Run(prefill_seconds, step_seconds)
 
     def _sized(self, *, step_tokens: int, sequences: int, length: int) -> Any:
-        """A pipeline with room for so many sequences of `length` positions. The cache is allocated
+        """Make a pipeline with room for sequences of `length` positions. The cache is allocated
         at once: growing it while it is measured is nothing that a server would do."""
         size = (step_tokens, sequences, length)
         if size != self._size:
@@ -175,7 +175,7 @@ def add(pipeline: Any, prompts: list[list[int]], *, tokens: int) -> list[Any]:
 
 
 def taken(handle: Any) -> int:
-    """How many tokens are read of a request, with this."""
+    """Number of tokens of a request that have been read, with this one."""
     if not handle.can_read():
         return 0
     return sum(len(output.generated_ids) for output in handle.read().values())

@@ -1,4 +1,4 @@
-"""What the command lines of both comparisons share."""
+"""Options that both comparisons share."""
 
 import argparse
 import sys
@@ -12,14 +12,14 @@ from benchmarks.shapes import BATCHES, SHAPES
 
 @dataclass(frozen=True, slots=True)
 class Interpreters:
-    """Who runs which peer: one for all, and others for those that are named."""
+    """Interpreters of the peers: a default, and others for named peers."""
 
     usual: str
     named: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_options(cls, given: Sequence[str] | None) -> Self:
-        """From `PYTHON` and `NAME=PYTHON`; this interpreter where there is none of the former."""
+        """From `PYTHON` and `NAME=PYTHON`; without a `PYTHON`, this interpreter."""
         usual, named = sys.executable, {}
         for option in given or ():
             name, equals, python = option.partition("=")

@@ -57,7 +57,7 @@ def rows(
 
 
 def against_the_best(rates: dict[tuple[str, int], float], batch: int, ours: str) -> str:
-    """`1.25 (NAME)`, or nothing where there is nobody else."""
+    """Format `1.25 (NAME)`, or nothing if there is no other peer."""
     others = {peer: rate for (peer, b), rate in rates.items() if b == batch and peer != ours}
     if not others or (ours, batch) not in rates:
         return ""

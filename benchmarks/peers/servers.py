@@ -24,7 +24,7 @@ DTYPES = {
     VLLM: ("bfloat16", "float32"),
     LLAMA_SERVER: ("bfloat16", "float32", "int8", "int4"),
 }
-"""What each server computes in; the first where nothing is said."""
+"""Dtypes of each server; the first is the default."""
 VLLM_CACHE_GIB = 4
 CACHE_ROUNDING = 256
 """llama.cpp rounds each sequence's cache up to a multiple of this."""
@@ -58,7 +58,7 @@ class PeerServer:
 
     @property
     def option(self) -> str:
-        """What `of_option` reads."""
+        """Option from which `of_option` makes this server."""
         return f"{self.kind}:{self.dtype}={self.program}"
 
     @property
@@ -71,7 +71,7 @@ class PeerServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a server is started for: streams at once, positions of each, threads."""
+    """Requirements of a server: concurrent streams, positions of each, threads."""
 
     slots: int
     positions: int
@@ -125,8 +125,8 @@ def llama_command(peer: PeerServer, gguf: Path, room: Room, port: int) -> list[s
 
 
 def gguf_of(peer: PeerServer, models: Path, room: Room) -> Path:
-    """The file that it reads; 4 bits are made by the `llama-quantize` beside it. Raises
-    ServerMissing."""
+    """Path of the server's file; a missing 4-bit file is made by the `llama-quantize` in the
+    server's folder. Raises ServerMissing."""
     whole = models / f"{peer.gguf}.gguf"
     if peer.dtype != "int4":
         return whole

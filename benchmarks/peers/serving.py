@@ -61,7 +61,7 @@ TIMEOUT = httpx.Timeout(600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is asked for."""
+    """Settings of a comparison."""
 
     shape: Shape
     dtypes: tuple[str, ...]
@@ -118,7 +118,7 @@ async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]
 def summarise(
     rounds: Sequence[Sequence[StreamRecord]], server: str, dtype: str, batch: int
 ) -> Served:
-    """What the rounds of one batch size say together. Raises Unmeasured."""
+    """Combine the rounds of one batch size. Raises Unmeasured."""
     records = [record for records_of_round in rounds for record in records_of_round]
     failures = failures_of(records)
     if failures:
@@ -183,7 +183,7 @@ def running(server: str, dtype: str, plan: Plan, weights: Path, folder: Path) ->
 
 
 def compare(plan: Plan) -> list[Served]:
-    """Everything that was asked for. Who cannot be measured is said and left out."""
+    """Run the whole comparison. Servers that cannot be measured are reported and left out."""
     results: list[Served] = []
     with tempfile.TemporaryDirectory() as name:
         weights = Path(name)

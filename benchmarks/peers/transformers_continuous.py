@@ -37,7 +37,7 @@ class TransformersContinuous:
         return f"transformers {transformers.__version__}, continuous batching, paged cache, sdpa"
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
-        """Of the model; its continuous batching hands none out."""
+        """Log-probabilities of the model; continuous batching returns none."""
         return logprobs(self._gpt2, ids)
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:

@@ -48,7 +48,7 @@ def shares(title: str, metric: str, label: str, unit: str = "reqps") -> Panel:
 
 
 def of(metric: str) -> str:
-    """The series of the chosen instances and, where a metric is one of models, models."""
+    """Select the series of the chosen instances and, for metrics with a model label, models."""
     model = "" if metric.startswith(OF_SERVERS) else ',model=~"$model"'
     return f'{metric}{{instance=~"$instance"{model}}}'
 
@@ -59,12 +59,12 @@ def rate(metric: str, by: str = "job") -> str:
 
 
 def ratio(part: str, whole: str, by: str = "job") -> str:
-    """Of the rates of two counters."""
+    """Ratio of the rates of two counters."""
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
 def mean(histogram: str, by: str = "job") -> str:
-    """Of what a histogram observed."""
+    """Mean of the values in a histogram."""
     return ratio(f"{histogram}_sum", f"{histogram}_count", by)
 
 
@@ -192,7 +192,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[st
 
 
 def variable(name: str, label: str, values: str) -> dict[str, Any]:
-    """What the reader chooses some of, or all."""
+    """A variable of which the reader selects some values or all."""
     return {
         "name": name,
         "label": label,
