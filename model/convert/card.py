@@ -1,7 +1,7 @@
 """Card: the README.md of an imported checkpoint.
 
-Says where the weights come from, what the model is, and what the import changed or assumed. The
-card of a training run is `model/training/recording/card.py`.
+Lists the source of the weights, the model's shape, and everything that the import changed or
+assumed. The card of a training run is `model/training/recording/card.py`.
 """
 
 from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer

@@ -1,8 +1,8 @@
 """Layers: the part of the names that is a running number over equal sets of tensors.
 
-Covers blocks in one list, in a list for each kind of part, written out by hand or alone without a
-number, and heads that have tensors of their own. Gives names with `{N}` and `{M}` in place of the
-numbers. Does not give roles: see `roles.py`.
+Covers blocks in one list, in one list per kind of part, written out by hand, or alone without a
+number, and heads that have tensors of their own. Returns names with `{N}` and `{M}` in place of the
+numbers. `recognise.py` finds their roles.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from logitd.model.convert.foreign import ConvertError
 
 @dataclass(frozen=True)
 class Layers:
-    """Tensors in the layers, by names with {N} and {M}, and those outside them."""
+    """Tensors in the layers, by names with {N} and {M}, and outside them."""
 
     count: int
     first: int
@@ -30,12 +30,12 @@ class Layers:
 
 
 _Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]
-"""Shapes by what stands before the first number of a name, the number, and what stands behind."""
+"""Shapes by the text before the first number of a name, the number, and the text behind it."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Lists that number the same layers; `inside` is what a layer has, by names with {N}."""
+    """Lists that number the same layers; `inside` are the tensors of a layer, by names with {N}."""
 
     first: int
     count: int
@@ -64,7 +64,7 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]]:
-    """The lists in the names, and for each name in one what stands before its number there."""
+    """The lists in the names, and for each name in a list the text before its number."""
     lists: _Lists = defaultdict(lambda: defaultdict(dict))
     homes: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -81,15 +81,15 @@ def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]
 
 
 def _longest_run(lists: _Lists) -> _Run | None:
-    """The most layers that one list, or all lists with the same numbers, have; None without
-    attention in any."""
+    """The most layers of one list, or of all lists with the same numbers; None if none has
+    attention."""
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
         first, count = min(numbered), len(numbered)
         if first in (0, 1) and sorted(numbered) == list(range(first, first + count)):
             runs[first, count].append(before)
-            # A layer that has more or less than most: what differs is named later, by `check`.
+            # `tensor_map.check` reports a layer with other tensors than most.
             usual[before] = _most_common(list(numbered.values()))
     longest: _Run | None = None
     for (first, count), prefixes in runs.items():
@@ -115,8 +115,8 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """One block without a number: all but what is named like a tensor outside a block."""
-    outside = {name: shape for name, shape in shapes.items() if _stands_outside(name)}
+    """One block without a number: all names except those of tensors outside a block."""
+    outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
         names = ", ".join(list(shapes)[:6]) or "no float tensor"
@@ -130,7 +130,7 @@ def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
-    """Whether the last of a list has vectors alone, and those before it have more."""
+    """True if the last item of a list has only vectors, and the others have more."""
     if len(numbered) < 2:
         return False
     last = numbered[max(numbered)]
@@ -141,7 +141,6 @@ def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
 
 
 def _first_number(name: str) -> tuple[str, int, str] | None:
-    """A name as text before its first number, the number, and text behind it."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
         if part.isdigit():
@@ -154,19 +153,18 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
 
 
 def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
-    """The set of tensors that most layers have; of as many, that with more tensors."""
+    """The set of tensors that most layers have; of equally common ones, the larger set."""
     return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
 
 
 def _is_block(shapes: Mapping[str, Shape], *, others: int) -> bool:
-    """Whether a set of names has attention's projections, and some other matrices."""
+    """True if a set of names has attention's projections, and some other matrices."""
     projections = [name for name in shapes if projection_of(name) is not None]
     rest = [name for name, s in shapes.items() if len(s) == 2 and name not in projections]
     return bool(projections) and len(rest) >= others
 
 
-def _stands_outside(name: str) -> bool:
-    """Whether a tensor of a model with one block is outside it."""
+def _is_outside(name: str) -> bool:
     path = module_name(name)
     patterns = (words.POSITIONS, words.TOKEN_EMBEDDING, words.HEAD)
     if projection_of(name) is not None or len(path) > 2:
@@ -182,12 +180,11 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
     replaced: dict[str, Shape] = {}
     numbers: defaultdict[str, set[int]] = defaultdict(set)
     for name, shape in shapes.items():
-        parts = name.split(".")
-        at = None
+        parts, at = name.split("."), None
         if projection_of(name) is not None:
-            numbers_at = [i for i, part in enumerate(parts) if part.isdigit()]
             # A number right behind the layer's is a part of the block, not a head.
-            at = next((i for i in numbers_at if i and parts[i - 1] != "{N}"), None)
+            heads = (i for i, part in enumerate(parts) if part.isdigit() and i)
+            at = next((i for i in heads if parts[i - 1] != "{N}"), None)
         if at is None:
             replaced[name] = shape
             continue
@@ -198,9 +195,9 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
                 f"{where}: {name} has shape {list(shape)} and another head {list(replaced[joined])}"
             )
         numbers[joined].add(head)
-    counts = {max(heads) + 1 for heads in numbers.values()} | {
-        len(heads) for heads in numbers.values()
-    }
+    counts = {count for heads in numbers.values() for count in (max(heads) + 1, len(heads))}
     if len(counts) > 1:
-        raise ConvertError(f"{where}: the heads of a layer have unlike sets of tensors: {counts}")
+        raise ConvertError(
+            f"{where}: the heads of a layer have different sets of tensors: {counts}"
+        )
     return replaced, counts.pop() if counts else 0

@@ -1,7 +1,7 @@
 """Modules: a weight and its bias under one path, read from the names of a state dict.
 
-Covers the ways to write a module's name (`attn.proj.weight`, `W_q`, `b_q`) and the projection of
-attention that a name says. Does not know layers or shapes: see `layers.py` and the roles.
+Covers the ways to write a module's name (`attn.proj.weight`, `W_q`, `b_q`) and the names of
+attention's projections. Does not know layers or shapes (`layers.py`, `recognise.py`).
 """
 
 import re
@@ -30,7 +30,7 @@ class Module:
         return next((part for part in reversed(self.path) if part not in ("{N}", "{M}")), "")
 
     def within(self, pattern: re.Pattern[str]) -> bool:
-        """Whether a part before the last is one of these words."""
+        """True if a part before the last is one of these words."""
         return any(words.matches(pattern, part) for part in self.path[:-1])
 
     def named(self, pattern: re.Pattern[str]) -> bool:
@@ -64,7 +64,7 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
-    # A bias without a weight keeps its name, and so is named as what it is: not understood.
+    # A bias without a weight keeps its name, so that it is reported as not understood.
     return modules + [Module(path, name, ()) for path, name in biases.items()]
 
 
@@ -92,17 +92,13 @@ def projection_of(name: str) -> Role | None:
     """The projection of attention that a tensor belongs to, by its name alone."""
     path = module_name(name)
     last = next((part for part in reversed(path) if not _is_number(part)), "")
-    in_attention = any(words.matches(words.ATTENTION, p) or words.matches(words.HEADS, p)
-                       for p in path)  # fmt: skip
+    in_attention = any(
+        words.matches(words.ATTENTION, part) or words.matches(words.HEADS, part) for part in path
+    )
     in_feed_forward = any(words.matches(words.FEED_FORWARD, part) for part in path[:-1])
     if words.matches(words.FUSED, last) and not in_feed_forward:
         return "qkv"
-    roles: tuple[tuple[re.Pattern[str], Role], ...] = (
-        (words.QUERY, "query"),
-        (words.KEY, "key"),
-        (words.VALUE, "value"),
-    )
-    for pattern, role in roles:
+    for role, pattern in words.PROJECTIONS.items():
         if words.matches(pattern, last) and (in_attention or not in_feed_forward):
             return role
     return None

@@ -1,11 +1,11 @@
 """Read: a model of any code as a `ForeignModel`, by the roles of its tensors.
 
-The one way through this room: recognise the tensors, or take them from a map file; find what the
-file says of the computation; resolve the rest; build. Does not read files of weights
-(`model/convert/state_file.py`) nor vocabularies.
+The one way through this room: recognise the tensors, or take them from a map file; find the
+evidence in the file; resolve the rest; build. Does not read files of weights
+(`model/convert/state_file.py`) or vocabularies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from logitd.model.convert.by_role.build import build
-from logitd.model.convert.by_role.map_file import (
-    MapFile,
-    check_answers,
-    draft,
-    mapped_findings,
-    tensor_map,
+from logitd.model.convert.by_role.map_file import MapFile, check_answers, draft, tensor_map
+from logitd.model.convert.by_role.objective import (
+    CheckText,
+    LogitsObjective,
+    TextObjective,
+    text_objective,
 )
-from logitd.model.convert.by_role.objective import text_objective
-from logitd.model.convert.by_role.owner_code import owner_logits, parse_owner_code
+from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, parse_owner_code
 from logitd.model.convert.by_role.questions import (
     CONTEXT_IF_UNKNOWN,
+    UNUSED,
     Finding,
     find,
     is_count,
@@ -34,17 +34,16 @@ from logitd.model.convert.by_role.recognise import is_buffer, recognise
 from logitd.model.convert.by_role.report import understood
 from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, answer, resolve
 from logitd.model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
-from logitd.model.convert.foreign import ConvertError, ForeignModel
+from logitd.model.convert.foreign import ForeignModel, naming
 from logitd.model.convert.state_file import StateFile
 from logitd.model.files import write_whole
-from logitd.model.transformer.config import ConfigError
 
 KIND = "its own code"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """What a person says of a model.
+    """The user's answers about a model.
 
     answers   values of fields of a `Computation`
     code      FILE.py:NAME, the owner's own class
@@ -63,21 +62,14 @@ class RoleOptions:
 
 
 @dataclass(frozen=True)
-class CheckText:
-    """A text that the model should predict, as ids of the source."""
-
-    name: str
-    token_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Recognised:
-    """The tensors of a file by role, and what the file says of the computation."""
+    """The tensors of a file by role, and the evidence for the computation."""
 
     file: StateFile
     tensors: MappedTensors
     findings: Mapping[str, Finding]
-    options: RoleOptions
+    code: OwnerCode | None = None
+    draft: Path | None = None
     kind = KIND
 
     @property
@@ -87,7 +79,7 @@ class Recognised:
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """Everything in the file but its tensors."""
+        """Everything in the file except its tensors."""
         return self.file.contents
 
     @property
@@ -97,32 +89,32 @@ class Recognised:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Facts about the source that lead to its vocabulary."""
+        """Facts that lead to the source's vocabulary."""
         dataset = self.file.settings.get("dataset")
         return {"dataset": dataset} if isinstance(dataset, str) else {}
 
 
 def draft_of(destination: Path) -> Path:
-    """The path of the draft of a map file, for a checkpoint that could not be written."""
+    """The path of the draft of a map file for a checkpoint that could not be written."""
     return destination.parent / f"{destination.name}.map.toml"
 
 
 def recognise_file(
     file: StateFile, options: RoleOptions, context_length: int | None = None
 ) -> Recognised:
-    """The roles of a file's tensors. `context_length` is for a file that does not say it. Raises
+    """The roles of a file's tensors. `context_length` is used if the file does not say it. Raises
     ConvertError."""
+    code = None if options.code is None else parse_owner_code(options.code)
     mapped = _tensor_map(file, options.map_file)
     check(file.where, file.tensors, mapped)
     tensors = MappedTensors(file.where, file.tensors, mapped)
-    ignored = {name: file.tensors[name] for name in mapped.ignored}
-    findings = find(tensors, ignored, file.settings)
-    if options.map_file is not None:
-        findings |= mapped_findings(options.map_file)
+    findings = find(tensors, {name: file.tensors[name] for name in mapped.ignored}, file.settings)
+    if (given := options.map_file) is not None:
+        findings = answer(findings, given.answers, given.path.name)
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
-    return Recognised(file, tensors, findings, options)
+    return Recognised(file, tensors, findings, code, options.draft)
 
 
 def _tensor_map(file: StateFile, given: MapFile | None) -> TensorMap:
@@ -143,8 +135,8 @@ def read_by_role(
     text: CheckText | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> ForeignModel:
-    """The model that computes what the source computes. Raises OpenQuestions if something is open,
-    and ConvertError."""
+    """The model with the source's computation. Raises OpenQuestions if something is open, and
+    ConvertError."""
     tensors, file = recognised.tensors, recognised.file
     resolution = _resolve(recognised, text)
     dropout, step, val_loss = (
@@ -153,10 +145,8 @@ def read_by_role(
     )
     if not is_number(dropout) or not 0 <= dropout < 1:
         dropout = 0.0
-    try:
+    with naming(file.where):
         built = build(tensors, resolution.computation, dropout=float(dropout))
-    except ConfigError as error:
-        raise ConvertError(f"{file.where}: {error}") from error
     for line in understood(tensors, built.config, resolution, built.folds):
         log(line)
     return ForeignModel(
@@ -173,7 +163,7 @@ def read_by_role(
             "settled": {
                 name: f"{getattr(resolution.computation, name)} ({origin})"
                 for name, origin in resolution.origins.items()
-                if origin != "not used"
+                if origin != UNUSED
             },
         },
         notes=built.folds,
@@ -181,35 +171,25 @@ def read_by_role(
 
 
 def _resolve(recognised: Recognised, text: CheckText | None) -> Resolution:
-    tensors, findings, options = recognised.tensors, recognised.findings, recognised.options
-    logits, code = None, ""
-    if options.code is not None:
-        owner = parse_owner_code(options.code)
-        logits, code = owner_logits(owner, tensors, findings, recognised.file.settings), str(owner)
-    objective = None
+    tensors, findings, code = recognised.tensors, recognised.findings, recognised.code
+    objective: TextObjective | LogitsObjective | None = None
     if text is not None:
-        objective = text_objective(text.token_ids, findings["context_length"].values[0])
-        if objective is None:
-            raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
+        objective = text_objective(text, findings["context_length"].values[0])
+    if code is not None:
+        objective = owner_logits(code, tensors, findings, recognised.file.settings)
     try:
-        return resolve(
-            tensors,
-            findings,
-            logits=logits,
-            code=code,
-            text=objective,
-            text_name=text.name if text is not None else "",
-        )
+        return resolve(tensors, findings, objective)
     except OpenQuestions as error:
-        if options.draft is None:
+        if recognised.draft is None:
             raise
         document = draft(recognised.file.state, tensors.map, findings)
-        hint = _write_draft(options.draft, document)
+        hint = _write_draft(recognised.draft, document)
         raise OpenQuestions(f"{error}. {hint}", error.fields) from error
 
 
 def _write_draft(path: Path, text: str) -> str:
-    """Write a draft; a sentence with its path, or why it is not there: the questions count more."""
+    """Write a draft. Returns a sentence with its path, or with the reason why it cannot be written:
+    the questions are more important than the draft."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())

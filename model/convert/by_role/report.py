@@ -1,11 +1,12 @@
-"""Report: what an import understood, as lines for a person.
+"""Report: the result of a recognition, as lines for a person.
 
-Roles with the names and shapes that they have in the file, each number with where it came from, the
-changes of weights, and, where variants were compared, the table. Decides nothing.
+Roles with their names and shapes in the file, each number with its origin, the changes of weights,
+and a table if variants were compared.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from logitd.model.convert.by_role.questions import UNUSED
 from logitd.model.convert.by_role.resolve import Alternative, Resolution
 from logitd.model.convert.by_role.tensor_map import IDENTITY, MappedTensors
 from logitd.model.transformer.config import GPTConfig
@@ -45,28 +46,31 @@ def _tensor_lines(tensors: MappedTensors) -> Iterator[str]:
 def _number_lines(
     tensors: MappedTensors, config: GPTConfig, resolution: Resolution
 ) -> Iterator[str]:
-    shapes: Mapping[str, tuple[object, str]] = {
-        "vocabulary": (tensors.shape("token_embedding")[0], "rows of the token embedding"),
-        "n_layer": (config.n_layer, "running numbers in the names"),
-        "d_model": (config.d_model, "columns of the token embedding"),
-        "n_kv_head": (config.n_kv_head, "rows of the key"),
-        "head_dim": (config.head_dim, "rows of the query, divided by n_head"),
-        "d_ff": (config.d_ff, "columns of the feed-forward's second matrix"),
-        "tied_head": (config.tied_head, "the head is the embedding, or there is none"
-                      if config.tied_head else "the head differs from the embedding"),
-    }  # fmt: skip
-    for name, (value, origin) in shapes.items():
-        yield f"  {name:<18} {value!s:<14} {origin}"
+    head = "the head differs from the embedding"
+    if config.tied_head:
+        head = "the head is the embedding, or there is none"
+    rows = tensors.shape("token_embedding")[0]
+    yield _line("vocabulary", rows, "rows of the token embedding")
+    yield _line("n_layer", config.n_layer, "running numbers in the names")
+    yield _line("d_model", config.d_model, "columns of the token embedding")
+    yield _line("n_kv_head", config.n_kv_head, "rows of the key")
+    yield _line("head_dim", config.head_dim, "rows of the query, divided by n_head")
+    yield _line("d_ff", config.d_ff, "columns of the feed-forward's second matrix")
+    yield _line("tied_head", str(config.tied_head), head)
     how = resolution.computation
     hidden = set() if how.positions == "rotary" else {"rotary_layout", "rope_theta"}
     hidden |= {"qk_norm_eps"} if how.qk_norm == "none" else set()
     for name, origin in resolution.origins.items():
-        if name not in hidden and origin != "not used":
-            yield f"  {name:<18} {_shown(getattr(how, name)):<14} {origin}"
+        if name not in hidden and origin != UNUSED:
+            yield _line(name, getattr(how, name), origin)
+
+
+def _line(name: str, value: object, origin: str) -> str:
+    return f"  {name:<18} {_shown(value):<14} {origin}"
 
 
 def table(resolution: Resolution) -> Iterator[str]:
-    """What else was tried: a line for each field, the value taken first."""
+    """The other values that were tried: a line for each field, the value taken first."""
     yield f"compared (lower is better; taken: {resolution.penalty:.4g}):"
     by_field: dict[str, list[Alternative]] = {}
     for alternative in resolution.alternatives:
@@ -76,7 +80,7 @@ def table(resolution: Resolution) -> Iterator[str]:
             f"{_shown(other.value)} {other.penalty:.4g}{'' if other.clear else ' (not told apart)'}"
             for other in sorted(others, key=lambda other: other.penalty)[:6]
         )
-        yield f"  {name:<18} {_shown(getattr(resolution.computation, name)):<14} against {tried}"
+        yield _line(name, getattr(resolution.computation, name), f"against {tried}")
 
 
 def _shown(value: object) -> str:

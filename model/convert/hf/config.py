@@ -1,8 +1,8 @@
 """Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2 and Qwen3.
 
-Says in this project's terms what shape a configuration has, in its old and its new form, and
-refuses what no `GPTConfig` says. The names of the tensors are in `layouts.py`, rotary positions in
-`rope.py`. Does not read tokenizers (`hf/tokenizer.py`).
+Translates the old and the new form of a configuration into a shape, and refuses values that no
+`GPTConfig` expresses. The names of the tensors are in `layouts.py`, rotary positions in `rope.py`,
+tokenizers in `hf/tokenizer.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,12 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
-from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from logitd.model.convert.hf.folder import CONFIG, open_state_dict, read_object
+from logitd.model.convert.foreign import (
+    ConvertError,
+    ForeignModel,
+    Settings,
+    StateDictReader,
+    naming,
+)
+from logitd.model.convert.hf.folder import CONFIG, open_state_dict
 from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
 from logitd.model.convert.layouts import GPT2, LLAMA, NEOX, OPT, Layout, read_weights
+from logitd.model.convert.source_file import source_object
 from logitd.model.convert.unknown_settings import unknown_settings
-from logitd.model.transformer.config import Activation, ConfigError, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import Activation, GPTConfig, gpt2_shape
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -38,34 +45,30 @@ NEUTRAL = (
     *("model_max_length", "is_llama_config", "unsloth_fixed", "_flash_attn_2_enabled"),
     *("_attn_implementation_autoset", "use_bfloat16"),
 )
-"""Keys that every configuration may have, and that change no logit."""
+"""Keys of any configuration that change no logit."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and its parts without biases there though others have some (`read_weights`)."""
+"""A shape, and the parts that have no biases there although others have (`read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
-    """Read a folder that `save_pretrained` wrote. `context_length` is the context that will be
-    used, if not all: a sliding window at least as long changes nothing. Raises ConvertError."""
-    where = str(folder / CONFIG)
-    document = read_object(folder / CONFIG)
+    """Read a folder of `save_pretrained`. `context_length` is the number of positions to keep, if
+    not all: a sliding window at least as long changes nothing. Raises ConvertError."""
+    where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
         "quantization_config", (), "quantized weights cannot be imported; save them in full"
     )
     reader = open_state_dict(folder)
-    try:
+    with naming(where):
         config, weights = read_model(settings, reader, context_length)
-    except ConfigError as error:
-        raise ConvertError(f"{where}: {error}") from error
-    reader.finish()
     return ForeignModel(
         kind=f"Hugging Face {settings.get('model_type')}",
         config=config,
         weights=weights,
-        dtype=reader.dtype(),
+        dtype=reader.finish(),
         contents={"config": document},
-        # What its classes there do not know may be of code of its own.
+        # Keys that transformers' classes do not know may belong to code of the model's own.
         unknown={
             name: value
             for name, value in unknown_settings(settings.unread()).items()
@@ -94,7 +97,7 @@ def read_model(
 
 
 def _architectures(names: Any, where: str) -> list[str]:
-    """The names of their classes, which a checkpoint keeps for its readers. Raises ConvertError."""
+    """The names of the model's classes, for the card. Raises ConvertError."""
     names = [] if names is None else names
     if not isinstance(names, list) or not all(
         isinstance(name, str) and name.isprintable() for name in names
@@ -111,7 +114,7 @@ def _activation(settings: Settings, key: str, default: str) -> Activation:
 
 
 def activation_name(activation: Activation) -> str:
-    """The first name of an activation there."""
+    """The first of their names of an activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
@@ -237,7 +240,7 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
 
 
 def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:
-    """Raise ConvertError where a layer would not see all that stands before a position."""
+    """Raise ConvertError if a layer does not see all earlier positions."""
     if model_type == "llama" or (
         model_type != "mistral" and not settings.flag("use_sliding_window", False)
     ):
@@ -251,8 +254,8 @@ def _reject_window(model_type: str, settings: Settings, context_length: int) -> 
     window = settings.integer("sliding_window", default=4096)
     if window < context_length:
         raise ConvertError(
-            f"sliding_window is {window} and the context {context_length}; every position sees all "
-            "before it here. Within the window both are the same: import it with "
+            f"sliding_window is {window} and the context {context_length}; here every position "
+            "sees all before it. Within the window both are the same: import it with "
             f"--context-length {window}"
         )
 
@@ -266,4 +269,4 @@ FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings, int | None], Shape]]] =
     "qwen2": (LLAMA, _llama),
     "qwen3": (LLAMA, _llama),
 }
-"""For each `model_type` the names of its tensors, and its shape."""
+"""The names of the tensors and the shape of each `model_type`."""

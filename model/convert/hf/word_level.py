@@ -1,8 +1,7 @@
-"""`tokenizer.json` of whole words (WordLevel), as a vocabulary of words here.
+"""`tokenizer.json` of whole words (WordLevel), as a vocabulary of words.
 
-Texts are cut as the file says: at white space, into words and marks, or by one regular expression.
-Words that are unknown become a token there and are rejected here. Does not read byte pairs
-(`hf/tokenizer.py`).
+Texts are cut as in the file: at white space, into words and marks, or by one regular expression.
+Unknown words become a token there and are rejected here. Byte pairs are in `hf/tokenizer.py`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 
 def is_word_level(document: Mapping[str, Any]) -> bool:
-    """Whether the model of a `tokenizer.json` looks words up."""
     model = document.get("model")
     return isinstance(model, dict) and model.get("type") == "WordLevel"
 
@@ -67,6 +65,6 @@ def _cut(document: Mapping[str, Any], path: Path) -> str:
         if isinstance(source, str):
             return source
     raise ConvertError(
-        f"{path} cuts texts by {step.get('type')}; of words, {', '.join(CUTS)} and a Split that "
-        "keeps what a regular expression finds can be imported"
+        f"{path} cuts texts by {step.get('type')}; for words, {', '.join(CUTS)} and a Split that "
+        "keeps the matches of a regular expression can be imported"
     )

@@ -1,7 +1,7 @@
-"""Special tokens of other people's vocabularies: which entries are names and not text.
+"""Special tokens of foreign vocabularies: entries that are names, not text.
 
-A name is known by its look (`<unk>`, `[PAD]`, `__eos__`) or, bare, by being one of a few. Ids
-without any text get a name here, so that every id below the last has one.
+A name is recognised by its markup (`<unk>`, `[PAD]`, `__eos__`) or, without markup, by a short
+list. Ids without a text get a name, so that every id below the last has one.
 """
 
 import re
@@ -12,59 +12,46 @@ from logitd.model.text.tokenizer import END_OF_TEXT
 
 _LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\}|__[^\W_]\w*__")
 _BARE = frozenset(
-    [
-        "PAD",
-        "UNK",
-        "BOS",
-        "EOS",
-        "SOS",
-        "EOT",
-        "EOF",
-        "EOD",
-        "CLS",
-        "SEP",
-        "MASK",
-        "START",
-        "END",
-        "STOP",
-    ]
+    (
+        *("PAD", "UNK", "BOS", "EOS", "SOS", "EOT", "EOF", "EOD"),
+        *("CLS", "SEP", "MASK", "START", "END", "STOP"),
+    )
 )
-
 _END_NAMES = (
     *(END_OF_TEXT, "<eos>", "<EOS>", "</s>", "[EOS]", "<|eos|>", "<|eot|>", "<eot>", "<EOT>"),
     *("[EOD]", "<eod>", "<END>", "<end>", "[END]", "EOS", "EOT", "EOD"),
 )
-"""What ends a document, the first that is there."""
+"""Names of tokens that end a document, by precedence."""
 
 MOST_NAMELESS = 8
+"""Most ids without a text that get a name; more of them mean a damaged file."""
 MOST_LISTED = 10**6
-"""Ids without a text that are given a name; more of them are a damaged file."""
+"""Most ids without a text that are listed."""
 
 
 def looks_special(text: str) -> bool:
-    """Whether a text is the name of a special token by its look: markup around one word."""
+    """True for markup around one word."""
     return len(text) > 2 and _LOOK.fullmatch(text) is not None
 
 
 def is_bare_name(text: str) -> bool:
-    """Whether a text is a name that special tokens have without markup."""
+    """True for a name that special tokens have without markup."""
     return text in _BARE
 
 
 def nameless(texts: Collection[int]) -> list[int]:
-    """Ids below the largest that have no text. Raises ConvertError where these are so many that it
-    is not worth counting them."""
+    """Ids below the largest that have no text. Raises ConvertError for more than MOST_LISTED."""
     if (largest := max(texts)) > len(texts) + MOST_LISTED:
         raise ConvertError(
             f"a vocabulary of {len(texts):,} texts has ids up to {largest:,}: it is damaged, or "
             "not a vocabulary"
         )
-    return sorted(set(range(max(texts) + 1)).difference(texts))
+    return sorted(set(range(largest + 1)).difference(texts))
 
 
 def special_names(names: Mapping[int, str], ordinary: Collection[int]) -> dict[str, int]:
-    """Names and ids of special tokens: those of `names`, and made-up ones for ids that are neither
-    there nor among the ordinary ones."""
+    """Names and ids of special tokens: those of `names`, and made-up ones for ids that are in
+    neither."""
     special = {name: token_id for token_id, name in names.items()}
     for token_id in nameless({*names, *ordinary}):
         name = f"<|extra_{token_id}|>"
@@ -75,5 +62,5 @@ def special_names(names: Mapping[int, str], ordinary: Collection[int]) -> dict[s
 
 
 def end_name(special: Collection[str]) -> str:
-    """The name of the special token that ends a document; the usual one where none does."""
+    """The name of the special token that ends a document; END_OF_TEXT if there is none."""
     return next((name for name in _END_NAMES if name in special), END_OF_TEXT)

@@ -15,8 +15,7 @@ from logitd.model.convert.exporting import export_model
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN
 from logitd.model.convert.importing import import_model
-from logitd.model.convert.vocabulary.characters import character_tokenizer
-from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 from logitd.model.files import FileError
 from logitd.model.llm import LLM, SamplingParams
 from logitd.model.transformer.config import MODERN, ORIGINAL

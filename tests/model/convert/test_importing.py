@@ -42,5 +42,5 @@ def test_a_text_to_check_with_is_read_as_training_reads_it(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     vocabulary = ForeignTokenizer(tokenizer=byte_tokenizer())
-    found = _check_text(tmp_path / name, vocabulary)
+    found = _check_text(tmp_path / name, [tmp_path / name], vocabulary)
     assert (found.name, bytes(found.token_ids)) == (name, b"one\ntwo")

@@ -237,5 +237,5 @@ def test_a_configuration_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(ConvertError, match=rf"model_config\.yaml {sentence}"):
             import_model(folder, tmp_path / "ours")
     (folder / "model_config.yaml").unlink()
-    with pytest.raises(ConvertError, match=r"model_config\.yaml does not exist; it says"):
+    with pytest.raises(ConvertError, match=r"model_config\.yaml does not exist; it describes"):
         import_model(folder, tmp_path / "ours")

@@ -71,8 +71,8 @@ def test_the_model_is_taken_where_an_average_stands_beside_it(beside: str, tmp_p
 
 def test_two_that_are_as_likely_are_asked_for(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"student": STATE, "teacher": OTHER, "step": 1})
-    with pytest.raises(ConvertError, match=r"holds 2 state dicts: student, teacher; say in a --map "
-                                           r"file which is meant"):  # fmt: skip
+    with pytest.raises(ConvertError, match=r"holds 2 state dicts: student, teacher; name one in a "
+                                           r"--map file"):  # fmt: skip
         read_state_file(path)
     assert_is_state(read_state_file(path, state="teacher").tensors, OTHER)
     assert read_state_file(path, state="teacher").state == "teacher"

@@ -224,7 +224,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[tensors]\nhead.weight = ''", r"tensors\.head\.weight is ''"),
         ("[tensors]\nkey.weight = 'a.{K}'", r"key\.weight .*\['\{K\}'\].*\{N\}.*\{M\}"),
         ("[tensors]\nhead.weight = 'a.{N}'", r"head\.weight .*\['\{N\}'\]"),
-        ("[computation]\nheads = 4", "unknown field 'heads'; known are n_head, "),
+        ("[computation]\nheads = 4", "unknown field computation.heads; known are n_head, "),
         ("[computation]\nactivation = 'mish'", "activation is 'mish'.*'relu'"),
         ("[computation]\nn_head = 4.0", r"n_head is 4\.0"),
         ("[computation]\nn_head = 0", "n_head is 0"),

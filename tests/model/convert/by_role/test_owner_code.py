@@ -93,7 +93,7 @@ def test_the_owners_code_has_no_network(write: Write, book: Book) -> None:
 def test_a_code_that_does_not_end_is_stopped(write: Write, book: Book) -> None:
     tensors = mapped(book)
     code = write("class GPT(Base):\n    def __init__(self, cfg):\n        while True: pass\n")
-    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not give logits within 3 seconds"):
+    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not return logits within 3 seconds"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.owner_code import OwnerCode, known_values
+from logitd.model.convert.by_role.owner_code import OwnerCode, request_of
 from logitd.model.convert.by_role.owner_process import Problem, build_model, run
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import (
@@ -45,29 +45,15 @@ def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
 
 
-def request(
-    code: OwnerCode, model: torch.nn.Module, settings: Mapping[str, Any] = SETTINGS
-) -> dict[str, Any]:
-    """What the process is asked."""
-    tensors = mapped(model)
-    said = findings(tensors, settings)
-    return {
-        "file": str(code.file),
-        "expression": code.expression,
-        **known_values(tensors, said, settings),
-        "rows": tensors.shape("token_embedding")[0],
-        "length": 12,
-    }
-
-
 def logits_here(
     code: OwnerCode, model: torch.nn.Module, settings: Mapping[str, Any] = SETTINGS
 ) -> tuple[Tensor, Tensor]:
     """Ids and the logits of the owner's model, computed in this process."""
-    asked = request(code, model, settings)
-    made = build_model(asked, mapped(model).tensors)
+    tensors = mapped(model)
+    request = request_of(code, tensors, findings(tensors, settings), settings)
+    made = build_model(request, tensors.tensors)
     assert not made.training
-    token_ids, logits, _ = run(made, asked["rows"], asked["length"])
+    token_ids, logits, _ = run(made, request.rows, 12)
     return token_ids, logits
 
 
@@ -211,8 +197,14 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
         r"GPT needs 'temper', which the checkpoint does not say: give an expression .*"
         r"'GPT\(\.\.\., temper=\.\.\.\)'",
     ),
-    "a name that is not there": (BY_NAMES, "Gpt", r"NameError: name 'Gpt' .* give an expression"),
-    "not a module": ("GPT = 3\n", "GPT", "gives a int; expected a torch module"),
+    "a name that is not there": (
+        BY_NAMES, "Gpt",
+        r"gpt\.py does not define 'Gpt'; its classes and functions are .*Block, .*GPT",
+    ),
+    "a name that is not there, in an expression": (
+        BY_NAMES, "GPT(29, 16, Wider)", r"gpt\.py does not define 'Wider'; its classes",
+    ),
+    "not a module": ("GPT = 3\n", "GPT", "makes a int; expected a torch module"),
     "a key that nobody knows": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
         r"KeyError: 'temper'\. .* give an expression that makes the model",
@@ -246,7 +238,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     ),
     "a forward without logits": (
         DICTIONARY + "\n    def forward(self, ids):\n        return ids\n", "GPT",
-        "its forward gives a Tensor without logits of 29 ids",
+        "its forward returns a Tensor without logits of 29 ids",
     ),
     "a class that cannot be defined": (
         "class GPT(Bass):\n    pass\n", "GPT",

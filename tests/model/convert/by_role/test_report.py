@@ -84,8 +84,8 @@ def test_what_was_tried_is_a_table() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
-    objective = LogitsObjective(ids, given_logits(scheme, model, ids))
-    resolution = resolve(tensors, findings(tensors), logits=objective, code="its class")
+    objective = LogitsObjective("its class", ids, given_logits(scheme, model, ids))
+    resolution = resolve(tensors, findings(tensors), objective)
     lines = list(table(resolution))
     assert lines[0].startswith("compared (lower is better; taken: ")
     (shown,) = [" ".join(text.split()) for text in lines if text.split()[0] == "activation"]

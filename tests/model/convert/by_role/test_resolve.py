@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.convert.by_role.objective import LogitsObjective, TextObjective, text_objective
+from logitd.model.convert.by_role.objective import (
+    CheckText,
+    LogitsObjective,
+    TextObjective,
+    text_objective,
+)
 from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
-from logitd.model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, answer, first, resolve
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
@@ -44,13 +49,13 @@ said."""
 
 def logits_objective(scheme: Scheme, model: torch.nn.Module) -> LogitsObjective:
     ids = some_ids(2, 12)
-    return LogitsObjective(ids, given_logits(scheme, model, ids))
+    return LogitsObjective("its class", ids, given_logits(scheme, model, ids))
 
 
 def resolved_by_logits(scheme: Scheme, model: torch.nn.Module) -> Resolution:
     tensors = mapped(model)
     objective = logits_objective(scheme, model)
-    return resolve(tensors, findings(tensors, scheme.settings), logits=objective, code="its class")
+    return resolve(tensors, findings(tensors, scheme.settings), objective)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +99,7 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
     model = scheme.model()
     for layer in range(2):
         model.set_submodule(f"decoders.{layer}.ffn.ffn.1", torch.nn.SiLU())
-    sentence = (
-        r"no variant .* gives the logits of its class: the nearest one differs by .*activation"
-    )
+    sentence = r"no variant .* the logits of its class: the nearest one, .*--activation .* differs"
     with pytest.raises(ConvertError, match=sentence):
         resolved_by_logits(scheme, model)
 
@@ -106,33 +109,36 @@ def test_log_probabilities_are_as_good_as_logits() -> None:
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
     log_probs = given_logits(scheme, model, ids).log_softmax(-1)
-    objective = LogitsObjective(ids, log_probs, log_probs=True)
-    resolution = resolve(tensors, findings(tensors), logits=objective, code="its class")
+    objective = LogitsObjective("its class", ids, log_probs, log_probs=True)
+    resolution = resolve(tensors, findings(tensors), objective)
     assert resolution.computation == canonical(scheme.computation)
 
 
 def test_the_tolerance_grows_with_the_logits() -> None:
-    ids = some_ids(1, 4)
-    assert LogitsObjective(ids, torch.full((1, 4, 29), 2.0)).tolerance == pytest.approx(1e-4)
-    assert LogitsObjective(ids, torch.full((1, 4, 29), 200.0)).tolerance == pytest.approx(1e-3)
+    for largest, tolerance in ((2.0, 1e-4), (200.0, 1e-3)):
+        objective = LogitsObjective("", some_ids(1, 4), torch.full((1, 4, 29), largest))
+        assert objective.tolerance == pytest.approx(tolerance)
 
 
 def test_numbers_that_are_none_are_infinitely_far_off() -> None:
     scheme = SCHEMES["book"]
     model = scheme.model()
-    objective = LogitsObjective(some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
+    objective = LogitsObjective("", some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
     assert objective(built_from(scheme, model), causal=True, effort="quick").tolist() == [math.inf]
 
 
 # A text.
 
 
+def words(token_ids: list[int]) -> TextObjective:
+    return text_objective(CheckText("words.txt", token_ids), 24)
+
+
 def resolved_by_text(trained: Trained, **answers: Any) -> Resolution:
     tensors = mapped(trained.model)
-    objective = text_objective(trained.token_ids, 24)
-    assert objective is not None
+    objective = words(trained.token_ids)
     given = answer(findings(tensors), answers)
-    return resolve(tensors, given, text=objective, text_name="words.txt")
+    return resolve(tensors, given, objective)
 
 
 def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
@@ -156,8 +162,7 @@ def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
 
 def test_the_loss_is_the_textbooks(trained: Trained) -> None:
     """Cross-entropy of the textbook itself, token by token."""
-    objective = text_objective(trained.token_ids, 24)
-    assert objective is not None
+    objective = words(trained.token_ids)
     built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
     nats = objective(built, causal=True, effort="full")
     logits, _ = trained.model(objective.windows[:, :-1])
@@ -171,29 +176,28 @@ def test_the_loss_is_the_textbooks(trained: Trained) -> None:
 def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
     noise = torch.randint(0, 9, (2000,), generator=torch.Generator().manual_seed(4))
     tensors = mapped(trained.model)
-    objective = text_objective(noise.tolist(), 24)
+    objective = text_objective(CheckText("noise.txt", noise.tolist()), 24)
     sentence = r"no variant predicts noise\.txt better than .* own frequencies .* decides nothing"
     with pytest.raises(ConvertError, match=sentence):
-        resolve(tensors, findings(tensors), text=objective, text_name="noise.txt")
+        resolve(tensors, findings(tensors), objective)
 
 
 def test_what_a_text_cannot_tell_apart_is_said_or_asked(trained: Trained) -> None:
     """On three tokens of it, score scale and activation stay open: one window has no error bar."""
     tensors = mapped(trained.model)
-    objective = text_objective(trained.token_ids[:4], 24)
-    assert objective is not None
+    objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
     with pytest.raises(ConvertError, match=r"decides nothing|does not tell these apart"):
-        resolve(tensors, findings(tensors), text=objective, text_name="words.txt")
+        resolve(tensors, findings(tensors), objective)
 
 
 def test_two_that_a_text_cannot_tell_apart_are_asked_for(trained: Trained) -> None:
     """Three windows: the scale shows, the activation does not."""
     tensors = mapped(trained.model)
-    objective = text_objective(trained.token_ids[:75], 24)
+    objective = words(trained.token_ids[:75])
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
     with pytest.raises(OpenQuestions, match=r"words\.txt does not tell these apart") as refusal:
-        resolve(tensors, given, text=objective, text_name="words.txt")
+        resolve(tensors, given, objective)
     assert refusal.value.fields == ("activation",)
     assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)
 
@@ -206,21 +210,18 @@ def test_an_answer_is_not_tried_again(trained: Trained) -> None:
 
 
 def test_windows_cover_a_text_from_end_to_end() -> None:
-    objective = text_objective(list(range(1000)), 16)
-    assert objective is not None
+    objective = text_objective(CheckText("numbers", list(range(1000))), 16)
     assert objective.windows[:, 0].min() == 0
     assert objective.windows.max() == 999
     assert torch.equal(objective.windows, objective.windows[:, :1] + torch.arange(17))
     assert set(objective.windows[:, 1:].flatten().tolist()) == set(range(1, 1000))
     assert objective.distinct == 999
-    assert text_objective([1, 2], 16) is None
-    short = text_objective([1, 2, 3], 16)
-    assert short is not None
+    short = text_objective(CheckText("short", [1, 2, 3]), 16)
     assert short.windows.tolist() == [[1, 2, 3]]
 
 
 def test_frequencies_are_those_of_the_text() -> None:
-    objective = TextObjective(torch.tensor([[0, 0, 1, 2]]), distinct=3)
+    objective = TextObjective("text", torch.tensor([[0, 0, 1, 2]]), distinct=3)
     assert objective.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 
@@ -247,10 +248,10 @@ def sees_all() -> Multihead:
 def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     tensors = mapped(sees_all)
     ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
-    objective = text_objective(ids.tolist(), 16)
+    objective = text_objective(CheckText("letters.txt", ids.tolist()), 16)
     given = answer(findings(tensors), {"n_head": 4})
     with pytest.raises(ConvertError, match=r"letters\.txt.*causal mask"):
-        resolve(tensors, given, text=objective, text_name="letters.txt")
+        resolve(tensors, given, objective)
 
 
 # Nothing but the file.

@@ -21,7 +21,7 @@ from logitd.model.convert.hf.added import with_ends
 from logitd.model.convert.hf.export import tokenizer_document
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
 from logitd.model.convert.probe import probe_text
-from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.convert.vocabulary.words import character_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from tests.model.convert.theirs import SAMPLE, their_tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
@@ -386,7 +386,7 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match="cuts texts by Digits; of words, Whitespace, White"):
+    with pytest.raises(ConvertError, match="cuts texts by Digits; for words, Whitespace, White"):
         read(word_level(pre_tokenizers.Digits(), []), tmp_path)
     library = word_level(pre_tokenizers.Whitespace(), [])
     library.normalizer = normalizers.Lowercase()

@@ -213,7 +213,7 @@ def test_what_contradicts_itself_is_refused() -> None:
         ({"stoi": {"a": 0, "b": 1}, "chars": ["a", "z"]}, "'chars' has 'z', which 'stoi' lacks"),
         ({"chars": ["a", "b"], "vocab": ["b", "a"]}, "'chars' and 'vocab' are different"),
         ({"stoi": {"a": 0, "b": 0}}, "'a' and 'b' of a vocabulary share the id 0"),
-        ({"itos": ["a", "a"]}, "'a' stands for both ids 0 and 1"),
+        ({"itos": ["a", "a"]}, "'a' has two ids, 0 and 1"),
         ({"itos": ["a", ""]}, "the text of id 1 is empty"),
         ({"itos": ["a", "\ud800"]}, "is not Unicode"),
         ({"stoi": {"a": -1, "b": 0}}, "has the id -1"),
@@ -434,7 +434,7 @@ def test_token_ids_alone() -> None:
     ("make", "sentence"),
     [
         (lambda folder: "gpt5", "the tokenizer 'gpt5' is not a file; --tokenizer takes gpt2, "),
-        (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a form that is"),
+        (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a known form"),
         (lambda folder: f"words:{folder / 'x.json'}", "is not a JSON list of tokens"),
         (lambda folder: f"words:{folder / 'y.txt'}", "does not exist"),
     ],

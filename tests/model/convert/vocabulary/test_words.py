@@ -150,10 +150,10 @@ def test_tokens_of_several_words_that_leave_open_which_is_meant() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["play", "##ing", "the"], "WordPiece's sign"),
-        (["play", "ing</w>"], "a sign that a word ends"),
-        (["\u2581the", "\u2581a", "s"], "SentencePiece's sign for a space"),
-        (["\u0120the", "\u0120a", "s"], "byte-level BPE's sign"),
+        (["play", "##ing", "the"], "WordPiece's mark"),
+        (["play", "ing</w>"], "a mark of the end of a word"),
+        (["\u2581the", "\u2581a", "s"], "SentencePiece's mark of a space"),
+        (["\u0120the", "\u0120a", "s"], "byte-level BPE's mark"),
         (["t", "h", "e", "th", "the", "he"], "every letter of its words as a token of its own"),
         ([" ", "it's", "it's mine"], "it's mine\" is cut by all"),
     ],
