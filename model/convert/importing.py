@@ -254,7 +254,6 @@ def _read_published(
 
 
 def _is_own(folder: Path) -> bool:
-    """True if a folder is a checkpoint or a run of this project."""
     return is_run(folder) or "format_version" in object_beside(folder, CONFIG)
 
 
@@ -276,7 +275,6 @@ def _require_understood(
 
 
 def _check_files(path: Path) -> list[Path]:
-    """The files of a text for --check. Raises ConvertError if there is none."""
     try:
         return named_files(str(path))
     except DataError as error:
@@ -284,7 +282,6 @@ def _check_files(path: Path) -> list[Path]:
 
 
 def _check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokenizer) -> CheckText:
-    """The text of files as ids of the source. Raises ConvertError."""
     try:
         text = beginning(documents_of_all(files, None), CHECKED_CHARACTERS).replace("\r\n", "\n")
         ids = vocabulary.tokenizer.encode(text)
@@ -314,7 +311,6 @@ def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -
 def _fitted(
     model: ForeignModel, vocabulary: ForeignTokenizer, context_length: int | None
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The model with rows in the vocabulary's order, padded, and with its context cut."""
     config, weights = model.config, dict(model.weights)
     size, rows = vocabulary.tokenizer.vocab_size, config.vocab_size
     largest = max(vocabulary.order) + 1 if vocabulary.order is not None else size
@@ -360,7 +356,6 @@ def _without_zero_biases(
 def _check(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], stored: torch.dtype
 ) -> None:
-    """Raise ConvertError unless these weights fit the model that will be saved."""
     given = {name: tensor.shape for name, tensor in weights.items()}
     if wrong := sorted(name for name in given.keys() | shapes.keys()
                        if given.get(name) != shapes.get(name)):  # fmt: skip

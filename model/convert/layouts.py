@@ -157,7 +157,6 @@ def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[
 
 
 def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a GPT's weights by our names, without padded rows."""
     bare = replace(config, padded_vocab_size=config.vocab_size)
     state = empty_gpt(bare, torch.device("meta")).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -68,7 +68,6 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
 
 
 def _tokens_per_step(training: Mapping[Any, Any]) -> int:
-    """Tokens of a step over all processes; 0 if the file does not say."""
     product = 1
     for name in ("gradient_accumulation_steps", "batch_size", "block_size"):
         value = training.get(name)

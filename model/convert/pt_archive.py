@@ -80,7 +80,6 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
 
 
 def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in nested containers, by the keys that lead to them."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < DEPTH and isinstance(value, Mapping):

@@ -135,7 +135,6 @@ def _load_with_attributes(
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """The value with Attributes as dictionaries, to the depth that configurations have."""
     if isinstance(value, Attributes):
         value = dict(vars(value))
     if depth < 4 and isinstance(value, Mapping):
@@ -144,7 +143,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
-    """An error with the names in a pickle and the line that saves its weights."""
     shown = ", ".join(names.foreign[:6]) + (", ..." if len(names.foreign) > 6 else "")
     if not names.holds_module:
         return ConvertError(
@@ -231,8 +229,6 @@ def _check_memo(raw: bytes) -> None:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler without classes and functions: every name becomes a class without code."""
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("collections", "OrderedDict"), ("collections", "Counter")):
             return dict

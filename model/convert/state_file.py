@@ -142,7 +142,6 @@ def _rank(key: str) -> int:
 def _state_dicts(
     value: Mapping[Any, Any], path: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Mappings of names to tensors, with the keys that lead to them."""
     tensors = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, Tensor)}
     if len(tensors) >= 4 and sum(tensor.dim() > 1 for tensor in tensors.values()) >= 3:
         yield path, tensors
@@ -203,7 +202,6 @@ def _is_table(values: Mapping[Any, Any]) -> bool:
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
-    """The configuration in a JSON file next to the weights, if there is one."""
     for name in SETTINGS_FILES:
         file = path.parent / name
         if file.is_file():

@@ -81,7 +81,6 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
 
 
 def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
-    """Raise ConvertError if a computation needs tensors that are missing, or leaves some out."""
     mapped = tensors.map
     gate = f"activation is {how.activation}, and the feed-forward has "
     contradictions = {
@@ -152,7 +151,6 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
 
 
 def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
-    """Token embedding, position table, final norm and head."""
     embedding, head = tensors.take("token_embedding"), tensors.get("head")
     if head is not None and head.shape != embedding.shape:
         raise ConvertError(
@@ -196,7 +194,6 @@ def _position_table(tensors: MappedTensors, how: Computation, width: int) -> Ten
 def _layer(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> dict[str, Tensor]:
-    """The weights of a layer, by their names in it."""
     roles: tuple[Role, ...] = ("attention_norm", "attention_out", "mlp_norm", "mlp_down")
     weights = {
         f"{role}.{part}": tensor
@@ -266,7 +263,6 @@ def _attention(
 def _projections(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> tuple[_Projection, _Projection, _Projection]:
-    """Query, key and value."""
     biases: Sequence[Tensor | None]
     if tensors.map.has("qkv"):
         bias = tensors.get("qkv", "bias", layer)
@@ -280,7 +276,6 @@ def _projections(
 
 
 def _cut(tensor: Tensor, how: Computation, heads: HeadShape) -> list[Tensor]:
-    """The query, key and value of a fused matrix or bias."""
     queries, keys = heads.n_head * heads.head_dim, heads.n_kv_head * heads.head_dim
     if how.qkv_layout == "per_head":
         if queries != keys:
@@ -349,7 +344,6 @@ def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[
 def _describe_folds(
     tensors: MappedTensors, how: Computation, heads: HeadShape, filled: Sequence[str]
 ) -> Iterator[str]:
-    """A sentence for each change except renaming; `filled` are parts that got biases."""
     mapped, width = tensors.map, tensors.shape("token_embedding")[1]
     if how.embedding_scale == "sqrt_d_model":
         yield f"the embedding times sqrt({width}), as the source multiplies it"

@@ -86,8 +86,6 @@ Answers: type[BaseModel] = create_model(  # type: ignore[call-overload]
 
 
 class _Document(_Strict):
-    """The TOML of a map file."""
-
     state: str | None = None
     tensors: dict[Role, dict[Part, Annotated[str, Field(min_length=1)]]] = {}
     computation: Answers = Answers()

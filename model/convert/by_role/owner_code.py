@@ -94,7 +94,6 @@ def owner_logits(
 
 
 def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
-    """Run the process to its end. Raises ConvertError."""
     command = [sys.executable, owner_process.__file__, str(folder)]
     try:
         done = subprocess.run(

@@ -60,7 +60,6 @@ class Request:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All values together."""
         return {**self.shape, **self.flags, **self.said}
 
 
@@ -207,7 +206,6 @@ def is_definition(statement: ast.stmt) -> bool:
 
 
 def assigned(statement: ast.stmt) -> set[str]:
-    """The names that an assignment sets."""
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
@@ -272,7 +270,6 @@ def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Mod
 
 
 def is_own(value: Any, module: types.ModuleType) -> bool:
-    """True for a class or function that the owner's file defines."""
     return isinstance(value, type | types.FunctionType) and value.__module__ == module.__name__
 
 
@@ -302,7 +299,6 @@ def arguments(
 
 
 def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
-    """The dataclass of a parameter's annotation, if it has one."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         annotation = vars(module).get(annotation)
@@ -331,7 +327,6 @@ def config_object(parameter: inspect.Parameter, module: types.ModuleType, attemp
 
 
 def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
-    """The known values of a configuration's parameters."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         attempt.asked.add(name.lower())
@@ -376,7 +371,6 @@ def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[st
 
 
 def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
-    """True if a parameter is the same tensor as one that was loaded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return any(
         other != name and other in weights and parameters[other] is parameters.get(name)

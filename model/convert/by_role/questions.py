@@ -114,8 +114,6 @@ def _is_eps(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _File:
-    """The evidence in a file."""
-
     tensors: MappedTensors
     ignored: Mapping[str, Tensor]
     settings: Settings

@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.layers import find_layers
-from logitd.model.convert.by_role.modules import Module, Shape, modules_of, projection_of
+from logitd.model.convert.by_role.layers import (
+    Module,
+    Shape,
+    find_layers,
+    modules_of,
+    projection_of,
+)
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     LAYER_ROLES,
@@ -60,7 +65,6 @@ def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
 
 
 def _in_order(names: Names) -> Names:
-    """Names in the order in which a forward pass meets their tensors."""
     order = (*OUTER_ROLES[:2], *LAYER_ROLES, *OUTER_ROLES[2:])
     return dict(
         sorted(names.items(), key=lambda item: (order.index(item[0][0]), item[0][1] == "bias"))
@@ -215,7 +219,6 @@ def _is_in(module: Module, home: tuple[str, ...]) -> bool:
 def _split_matrices(
     matrices: Sequence[Module], home: tuple[str, ...]
 ) -> tuple[Module | None, list[Module]]:
-    """Attention's output, if there is one, and the matrices of the feed-forward."""
     loose = [m for m in matrices if not m.within(words.FEED_FORWARD)]
     inside = [
         m for m in loose if m.within(words.ATTENTION) or m.within(words.HEADS) or _is_in(m, home)

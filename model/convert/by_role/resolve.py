@@ -157,8 +157,6 @@ def _origins(findings: Findings, **resolved: str) -> dict[str, str]:
 
 
 class _Search:
-    """Penalties of variants, each computed once."""
-
     def __init__(self, tensors: MappedTensors, findings: Findings, objective: Objective) -> None:
         self._tensors, self._findings, self._objective = tensors, findings, objective
         self._scores: dict[tuple[Computation, Effort], Tensor | None] = {}
@@ -252,7 +250,6 @@ class _Search:
 def _by_logits(
     tensors: MappedTensors, findings: Findings, objective: LogitsObjective
 ) -> Resolution:
-    """The variant with the owner's logits."""
     search = _Search(tensors, findings, objective)
     best = search.best()
     difference = search.mean(best)
@@ -391,7 +388,6 @@ class _ByText:
         return reason, apart > SAME_LOGITS
 
     def _distance(self, one: Computation, other: Computation) -> float:
-        """The largest difference of logits on the text."""
         ids = self._text.windows[:4, :-1]
         first, second = (
             logits_of(open_gpt(build(self._tensors, how)), ids, causal=how.causal)

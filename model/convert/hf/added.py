@@ -75,7 +75,6 @@ class AddedVocabulary:
 
     @property
     def ids(self) -> dict[str, int]:
-        """All texts and ids."""
         return {**self.special, **self.ordinary}
 
 
@@ -148,7 +147,6 @@ def read_added(
 
 
 def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Added tokens by text. Raises ConvertError."""
     for token in tokens:
         entry = require_members(token, MEMBERS, f"an added token of {where}")
         text, token_id = entry.get("content"), entry.get("id")
@@ -161,7 +159,6 @@ def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _further(
     config: Mapping[str, Any], folder: Path | None, named: Collection[str], where: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Added tokens of the files next to `tokenizer.json`."""
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
         older = object_beside(folder, ADDED)
@@ -254,7 +251,6 @@ def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
 
 
 def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
-    """The file that names ids that end a text, and the ids. Raises ConvertError."""
     for name in (GENERATION, CONFIG):
         ends = object_beside(folder, name).get("eos_token_id")
         if ends is not None:

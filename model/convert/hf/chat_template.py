@@ -35,7 +35,6 @@ def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
 
 
 def _reason(source: str, foreign: ForeignTokenizer, config: Mapping[str, Any]) -> str | None:
-    """The reason why the template cannot be used, if there is one."""
     begins_as_it_ends = bool(config) and config.get("bos_token") == config.get("eos_token")
     if re.search(r"\bbos_token\b", source) and not begins_as_it_ends:
         return "it writes bos_token, and a vocabulary has only an end of text here"

@@ -97,7 +97,6 @@ def read_model(
 
 
 def _architectures(names: Any, where: str) -> list[str]:
-    """The names of the model's classes, for the card. Raises ConvertError."""
     names = [] if names is None else names
     if not isinstance(names, list) or not all(
         isinstance(name, str) and name.isprintable() for name in names

@@ -202,7 +202,6 @@ def _added_token(tokenizer: Tokenizer, text: str, token_id: int) -> dict[str, An
 
 
 def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """How byte pairs are cut, merged and joined."""
     characters = byte_characters()
     merges, _ = merges_of(tokenizer.tokens)
     named = {written(token, characters): rank for token, rank in tokenizer.tokens.items()}

@@ -60,7 +60,6 @@ def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def byte_characters() -> dict[int, str]:
-    """The character for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {byte: chr(byte) for byte in printable} | {

@@ -1,9 +1,10 @@
 """`tokenizer.json`: byte-level BPE of Hugging Face's tokenizers as ranks and a pattern.
 
 Reads byte-level vocabularies whose merges encode as ranks do (`merges.py`), cut by one pattern,
-with added tokens (`added.py`); and words (`word_level.py`). Refuses SentencePiece's kind, other
-models, several cuts in a row, normalizers, and every unknown member, because texts would get other
-ids. The result is checked on a text against the definition of BPE.
+with added tokens (`added.py`); and words (WordLevel), cut at white space, into words and marks, or
+by one regular expression. Refuses SentencePiece's kind, other models, several cuts in a row,
+normalizers, and every unknown member, because texts would get other ids. The result is checked on a
+text against the definition of BPE.
 
 Ids stay the same; if some below the last ordinary one have no token, the others move together, and
 `ForeignTokenizer.order` has the source's ids.
@@ -16,13 +17,18 @@ from typing import Any
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.added import merged_texts, read_added, require_members
+from logitd.model.convert.hf.added import (
+    AddedVocabulary,
+    merged_texts,
+    read_added,
+    require_members,
+)
 from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
-from logitd.model.convert.hf.word_level import is_word_level, word_level_tokenizer
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import source_object
-from logitd.model.convert.vocabulary.words import CHARACTERS, WHOLE_TEXT
+from logitd.model.convert.vocabulary.words import CHARACTERS, WHOLE_TEXT, word_tokenizer
+from logitd.model.text.pieces import WORDS_AND_MARKS
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -44,6 +50,8 @@ AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 """Processors that put special tokens around a text."""
 MOST_TOKEN_BYTES = 2048
 """Most bytes of a token: finding its merges takes quadratic time. Published ones have 128."""
+
+WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Pattern of the ByteLevel pre-tokenizer."""
@@ -78,8 +86,8 @@ def tokenizer_of_document(
         *_processor_notes(document.get("post_processor"), path),
     ]
     known_end = added.end is not None
-    if is_word_level(document):
-        words, assumed = word_level_tokenizer(document, path, added)
+    if _is_word_level(document):
+        words, assumed = _word_level_tokenizer(document, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
     model = _model(document, path)
     pattern = _pattern(document, path)
@@ -155,7 +163,6 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """Tokens and ids of the model. Raises ConvertError."""
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or not vocabulary:
@@ -170,7 +177,6 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
 def _ordinary(
     vocabulary: Mapping[str, int], apart: Collection[str], path: Path
 ) -> dict[bytes, int]:
-    """The bytes of each ordinary token, in the order of the source's ids."""
     bytes_of = {character: byte for byte, character in byte_characters().items()}
     ordinary: dict[bytes, int] = {}
     for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
@@ -203,7 +209,6 @@ def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) 
 
 
 def _pattern(document: Mapping[str, Any], path: Path) -> str:
-    """The one pattern that cuts texts. Raises ConvertError for any other way to cut."""
     outer = document.get("pre_tokenizer") or {}
     steps: list[dict[str, Any]] = outer.get("pretokenizers", [outer])
     kinds = [step.get("type") for step in steps]
@@ -285,7 +290,6 @@ def _check_merges(
 
 
 def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
-    """Notes on tokens around a text. Raises ConvertError for an unknown processor."""
     kind = processor.get("type") if isinstance(processor, dict) else processor
     if kind == "Sequence":
         for each in processor.get("processors") or ():
@@ -339,3 +343,55 @@ def _ids_of_piece(
     if model.get("ignore_merges") is True and spelled in model["vocab"]:
         return [model["vocab"][spelled]]
     return [model["vocab"][part] for part in merge_piece(spelled, pairs)]
+
+
+def _is_word_level(document: Mapping[str, Any]) -> bool:
+    model = document.get("model")
+    return isinstance(model, dict) and model.get("type") == "WordLevel"
+
+
+def _word_level_tokenizer(
+    document: Mapping[str, Any], path: Path, added: AddedVocabulary
+) -> tuple[Tokenizer, tuple[str, ...]]:
+    """The tokenizer, and notes on it. Raises ConvertError."""
+    require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
+    if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
+        raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
+    vocabulary = document["model"].get("vocab")
+    if (
+        not isinstance(vocabulary, dict)
+        or not vocabulary
+        or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values())
+    ):
+        raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
+    named = vocabulary | added.ids
+    texts = {token_id: word for word, token_id in named.items()}
+    if len(texts) != len(named):
+        raise ConvertError(f"{path}: words of the vocabulary share ids")
+    return word_tokenizer(
+        texts,
+        str(path),
+        added.special,
+        cut=_word_cut(document, path),
+        end_of_text=added.end,
+        added_tokens=added.ordinary,
+        added_flags=added.flags,
+    )
+
+
+def _word_cut(document: Mapping[str, Any], path: Path) -> str:
+    step = document.get("pre_tokenizer") or {}
+    if step.get("type") == "Sequence" and len(step.get("pretokenizers", ())) == 1:
+        step = step["pretokenizers"][0]
+    if step.get("type") in WORD_CUTS:
+        return WORD_CUTS[step["type"]]
+    pattern = step.get("pattern")
+    removed = step.get("behavior") == "Removed" and step.get("invert") is True
+    if step.get("type") == "Split" and removed and isinstance(pattern, dict):
+        source = pattern.get("Regex")
+        if isinstance(source, str):
+            return source
+    raise ConvertError(
+        f"{path} cuts texts by {step.get('type')}; for words, {', '.join(WORD_CUTS)} and a Split "
+        "that keeps the matches of a regular expression can be imported"
+    )

@@ -20,14 +20,15 @@ from logitd.model.convert.vocabulary.byte_pairs import (
     ranks_tokenizer,
     string_pair_tokenizer,
 )
-from logitd.model.convert.vocabulary.special import (
+from logitd.model.convert.vocabulary.table import Table, checked
+from logitd.model.convert.vocabulary.words import (
     MOST_NAMELESS,
+    character_tokenizer,
     is_bare_name,
     looks_special,
     nameless,
+    word_tokenizer,
 )
-from logitd.model.convert.vocabulary.table import Table, checked
-from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:

@@ -22,9 +22,15 @@ import regex
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.hf.merges import byte_characters, last_pair
 from logitd.model.convert.hf.tokenizer import GPT2_PATTERN
-from logitd.model.convert.vocabulary.special import end_name, looks_special, special_names
 from logitd.model.convert.vocabulary.table import Table, Text
-from logitd.model.convert.vocabulary.words import WHOLE_TEXT, WITHOUT_TEXT, word_tokenizer
+from logitd.model.convert.vocabulary.words import (
+    WHOLE_TEXT,
+    WITHOUT_TEXT,
+    end_name,
+    looks_special,
+    special_names,
+    word_tokenizer,
+)
 from logitd.model.text.tokenizer import Tokenizer
 
 GPT4_PATTERN = (
@@ -97,7 +103,6 @@ def _ranked(ranks: Mapping[bytes, int], names: Mapping[int, str], table: Table) 
 
 
 def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, bytes]:
-    """The bytes of each id: 256 single bytes, and the results of the merges."""
     tokens = {byte: bytes([byte]) for byte in range(256)}
     for pair, token_id in sorted(merges.items(), key=lambda item: item[1]):
         if token_id in tokens or not all(part in tokens for part in pair):
@@ -108,7 +113,6 @@ def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, byte
 
 
 def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
-    """Raise ConvertError if a written text contradicts the merges."""
     for token_id, text in table.texts.items():
         token = tokens.get(token_id)
         if token is not None and token not in _readings(text):
@@ -186,7 +190,6 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
 
 
 def is_byte_level(table: Table) -> bool:
-    """True if merges of texts are written in GPT-2's characters for bytes."""
     known = set(byte_characters().values())
     texts = [t for t in table.texts.values() if isinstance(t, str) and not looks_special(t)]
     return known <= {text for text in texts if len(text) == 1}

@@ -101,7 +101,6 @@ def choose_vocabulary(
 
 
 def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Vocabularies among a checkpoint's own entries, and one level down."""
     inner = [(f"{key!r} of the checkpoint", value) for key, value in contents.items()]
     for where, container in [("the checkpoint", contents), *inner]:
         if isinstance(container, Mapping) and (table := table_in(container, where)) is not None:
@@ -125,13 +124,11 @@ def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
 
 
 def _mapping(candidate: Candidate) -> tuple[Any, ...]:
-    """Everything that maps texts to ids."""
     tokenizer, order = candidate.vocabulary.tokenizer, candidate.vocabulary.order
     return tokenizer.kind, tokenizer.pattern, tokenizer.tokens, tokenizer.special_tokens, order
 
 
 def _count_characters(text: Path) -> int | None:
-    """Number of different characters of a text; None if it cannot be read."""
     try:
         return len(set(source_text(text)))
     except ConvertError:
@@ -173,7 +170,6 @@ def _strings(values: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _size_of(vocabulary: ForeignTokenizer) -> int:
-    """The largest id of the source plus one."""
     if vocabulary.order is not None:
         return max(vocabulary.order) + 1
     return vocabulary.tokenizer.vocab_size
@@ -204,7 +200,6 @@ def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
 
 
 def _sizes(values: Mapping[str, Any], depth: int) -> Iterator[int]:
-    """Sizes of the vocabulary in a model's own settings."""
     for key, value in values.items():
         if type(value) is int and key in ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens"):
             yield value

@@ -170,7 +170,6 @@ def _subfolders(folder: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files with the names of vocabularies."""
     whole = False  # a tokenizer.json is there, and other files have the older form of the same
     with contextlib.suppress(ConvertError):
         whole = _is_library_document(source_json(folder / TOKENIZER))
@@ -182,7 +181,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_small(path: Path) -> bool:
-    """True if a path is a file that is small enough for a vocabulary."""
     return path.is_file() and path.stat().st_size <= VOCABULARY_BYTES
 
 
@@ -194,12 +192,10 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _is_library_document(document: Any) -> bool:
-    """True for the content of a `tokenizer.json` of Hugging Face's library."""
     return isinstance(document, dict) and isinstance(document.get("model"), dict)
 
 
 def _built(table: Table | None, path: Path, skip_normalizer: bool) -> ForeignTokenizer | None:
-    """The tokenizer of a table, with merges from the file next to it."""
     if table is None:
         return None
     beside = _merges_beside(path)
@@ -213,7 +209,6 @@ def _built(table: Table | None, path: Path, skip_normalizer: bool) -> ForeignTok
 
 
 def _merges_beside(path: Path) -> Path | None:
-    """The file of merges that belongs to a vocabulary, by its name."""
     if "vocab" not in path.name.lower() and path.name.lower() != "encoder.json":
         return None
     return next((path.with_name(name) for name in MERGES if path.with_name(name).is_file()), None)
@@ -253,7 +248,6 @@ def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
 
 
 def _are_ranks(raw: bytes) -> bool:
-    """True if every line is a base64 token and its rank, and all bytes are tokens."""
     tokens = set()
     for line in raw.splitlines():
         parts = line.split()

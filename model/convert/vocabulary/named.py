@@ -91,7 +91,6 @@ def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
 
 
 def _with_extra(table: Table, first: int, last: int) -> Table:
-    """A table with names for extra ids before and after its own."""
     size = max(table.texts) + 1
     extra = {i: f"<|extra_{i}|>" for i in (*range(first), *range(size, size + last))}
     return Table(texts=extra | dict(table.texts), where=table.where)

@@ -105,7 +105,6 @@ def table_of(value: Any, where: str) -> Table | None:
 
 
 def _entry(key: Any, value: Any) -> _Entry | None:
-    """The vocabulary under a key, if its name and its form are those of one."""
     name = _plain(key)
     if name not in _NAMED and _DIRECTED.fullmatch(name) is None:
         return None
@@ -141,7 +140,6 @@ def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
 
 
 def _special_tokens(container: Mapping[Any, Any]) -> dict[str, int | None]:
-    """Names of special tokens, with their ids if those are written down."""
     special: dict[str, int | None] = {}
     for key, value in container.items():
         if _plain(key) not in _SPECIAL:
@@ -225,7 +223,6 @@ def _texts(value: Any, *, alphabet: bool) -> Texts | None:
 
 
 def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
-    """{token: id} or {id: token} as ids and texts."""
     keys, values = list(value), list(value.values())
     if value and all(type(number) is int for number in values):
         if not all(isinstance(text, str | bytes) for text in keys):

@@ -7,8 +7,13 @@ import torch
 
 from logitd.model.convert.by_role.build import build
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from logitd.model.convert.by_role.report import table, understood
+from logitd.model.convert.by_role.read import (
+    RoleOptions,
+    read_by_role,
+    recognise_file,
+    table,
+    understood,
+)
 from logitd.model.convert.by_role.resolve import Alternative, Resolution, resolve
 from tests.model.convert.by_role.scheme import findings, given_logits, mapped, some_ids, state_file
 from tests.model.convert.by_role.schemes import SCHEMES
