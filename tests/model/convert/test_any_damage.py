@@ -10,6 +10,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 
 from logitd.service.cli.main import run
+from tests.model.convert.by_role.textbook.common import randomised
+from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 from tests.model.convert.theirs import save_theirs
 from tests.model.damage import damaged, edited, written
 from tests.profiles import examples
@@ -48,36 +51,11 @@ def try_to_import(source: Path, folder: Path, *flags: str) -> int:
 
 def nanogpt(hostile: bool) -> dict[str, Any]:
     """A very small model as nanoGPT saves it."""
-    width, layers, vocab, context = 8, 1, len(STOI), 8
-    shapes = {
-        "transformer.wte.weight": (vocab, width),
-        "transformer.wpe.weight": (context, width),
-        "transformer.ln_f.weight": (width,),
-        "lm_head.weight": (vocab, width),
-    }
-    for layer in range(layers):
-        name = f"transformer.h.{layer}."
-        shapes |= {
-            f"{name}ln_1.weight": (width,),
-            f"{name}ln_2.weight": (width,),
-            f"{name}attn.c_attn.weight": (3 * width, width),
-            f"{name}attn.c_proj.weight": (width, width),
-            f"{name}mlp.c_fc.weight": (4 * width, width),
-            f"{name}mlp.c_proj.weight": (width, 4 * width),
-        }
-    torch.manual_seed(0)
-    model = {name: torch.randn(shape) for name, shape in shapes.items()}
-    model["lm_head.weight"] = model["transformer.wte.weight"]
-    arguments = {
-        "n_layer": layers,
-        "n_head": 2,
-        "n_embd": width,
-        "block_size": context,
-        "bias": False,
-        "vocab_size": vocab,
-        "dropout": 0.0,
-    }
-    saved = {"model": model, "model_args": arguments, "iter_num": 3, "best_val_loss": 2.0}
+    config = NanoConfig(
+        vocab_size=len(STOI), block_size=8, n_layer=1, n_head=2, n_embd=8, bias=False
+    )
+    model = randomised(Nano(config)).state_dict()
+    saved = {"model": model, "model_args": asdict(config), "iter_num": 3, "best_val_loss": 2.0}
     return saved | ({"config": Exploding()} if hostile else {"config": {"dataset": "x"}})
 
 

@@ -97,8 +97,7 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
     """A model with another activation than any known here."""
     scheme = SCHEMES["heads with biases"]
     model = scheme.model()
-    for layer in range(2):
-        model.set_submodule(f"decoders.{layer}.ffn.ffn.1", torch.nn.SiLU())
+    model.activation = torch.nn.functional.silu  # type: ignore[assignment]
     sentence = r"no variant .* the logits of its class: the nearest one, .*--activation .* differs"
     with pytest.raises(ConvertError, match=sentence):
         resolved_by_logits(scheme, model)
