@@ -1,4 +1,4 @@
-"""What every import does with a model that a reader gives: rows, padding, names."""
+"""Steps of every import after its reader: rows, padding, names."""
 
 import gzip
 from pathlib import Path
@@ -11,7 +11,7 @@ from logitd.model.convert.importing import _check_text, _fitted
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 
 
-def test_a_heads_bias_moves_with_its_rows_and_is_padded() -> None:
+def test_head_bias_moves_with_its_rows_and_is_padded() -> None:
     gpt = tiny_gpt(tiny_config(vocab_size=300, padded_vocab_size=300, head_bias=True, n_layer=1))
     weights = gpt.state_dict()
     model = ForeignModel(kind="here", config=gpt.config, weights=weights, dtype=torch.float32)

@@ -37,7 +37,7 @@ GROUPED = {**MODERN, "value_embeddings": False, "n_kv_head": 2, "qk_norm": True}
         (layouts.GGUF_LLAMA, GROUPED),
     ],
 )
-def test_what_is_written_is_read_as_it_was(layout: Layout, changes: dict[str, Any]) -> None:
+def test_written_weights_are_read_unchanged(layout: Layout, changes: dict[str, Any]) -> None:
     gpt = tiny_gpt(tiny_config(**changes))
     written = write_weights(gpt, layout, biased=())
     reader = StateDictReader("theirs", written)

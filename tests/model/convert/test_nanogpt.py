@@ -78,7 +78,7 @@ def test_a_character_model_keeps_its_ids_and_logits(
     assert (info.training.step, info.training.val_loss) == (250, 1.5)
 
 
-def test_what_the_model_never_saw_is_refused(tmp_path: Path) -> None:
+def test_unknown_characters_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "ckpt.pt", small(len(STOI)))
     save_meta(tmp_path / "meta.pkl")
     import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
@@ -122,7 +122,7 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path: Path) -> None:
 
 
 class Exploding:
-    """What a hostile pickle holds: unpickling it would call a function."""
+    """A hostile pickle: unpickling it would call a function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path("exploded"),))
@@ -157,9 +157,7 @@ def test_an_object_among_the_settings_is_read_as_its_attributes(
 
 
 @pytest.mark.parametrize("arguments", [None, {"n_layer": 2}])
-def test_nanogpt_s_names_without_its_settings_ask_what_is_open(
-    arguments: object, tmp_path: Path
-) -> None:
+def test_nanogpt_names_without_settings_ask_questions(arguments: object, tmp_path: Path) -> None:
     """minGPT has the same names and another activation: names alone are not nanoGPT."""
     save(tmp_path / "ckpt.pt", small(len(STOI)), model_args=arguments, stoi=STOI)
     with pytest.raises(ConvertError, match=r"(?s)Open are:.*--n-head.*--activation"):
@@ -210,7 +208,7 @@ def test_damaged_files_are_named(damage: Callable[[bytes], bytes], tmp_path: Pat
         (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not 'stoi' the other way"),
     ],
 )
-def test_a_meta_file_that_is_none(
+def test_broken_meta_file_is_refused(
     raw: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -260,7 +258,7 @@ def test_other_kinds_of_vocabularies_are_saved_and_read(kind: str, tmp_path: Pat
         assert info.tokenizer.encode("the cat") == ([0, 1] if kind == "words" else [0, 5, 1])
 
 
-def test_rows_that_are_not_used_have_to_be_meant(tmp_path: Path) -> None:
+def test_unused_rows_need_a_flag(tmp_path: Path) -> None:
     save(tmp_path / "ckpt.pt", small(100), itos=["a", "b"])
     with pytest.raises(ConvertError, match=r"100 rows .* 2 ids: 98 rows .* --unused-rows"):
         import_model(tmp_path / "ckpt.pt", tmp_path / "ours")

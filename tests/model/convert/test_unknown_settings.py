@@ -1,4 +1,4 @@
-"""Unknown settings: what may change a logit is asked, whatever the format; a training's is not."""
+"""Unknown settings are questions in every format if they may change a logit."""
 
 import json
 from pathlib import Path

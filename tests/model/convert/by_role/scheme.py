@@ -104,7 +104,7 @@ def some_ids(rows: int = 3, length: int = CONTEXT, seed: int = 5) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """What `torch.save(model.state_dict())` holds."""
+    """Tensors of `torch.save(model.state_dict())`."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -119,7 +119,7 @@ def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
 def findings(
     tensors: MappedTensors, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Finding]:
-    """What a file of these tensors and settings says."""
+    """Findings in a file of these tensors and settings."""
     ignored = {name: tensors.tensors[name] for name in tensors.map.ignored}
     return find(tensors, ignored, settings or {})
 

@@ -331,6 +331,7 @@ head             lm_head.(weight|bias)
 """,
     ),
     "matrices (in, out)": Scheme(
+        hidden=128,
         how={"activation": "gelu_tanh"},
         transposed=frozenset({"qkv", "attention_out", "mlp_up", "mlp_down"}),
         roles="""

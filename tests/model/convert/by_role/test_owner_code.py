@@ -51,7 +51,7 @@ def test_an_expression_may_hold_colons(tmp_path: Path) -> None:
 
 
 def test_the_owners_code_settles_everything(write: Write) -> None:
-    """The lecture's script beside the file of its model: nothing is asked, no loop is run."""
+    """The lecture's script next to its model: no question is asked, no loop is run."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)
@@ -98,7 +98,7 @@ def test_a_code_that_does_not_end_is_stopped(write: Write, book: Book) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: Book) -> None:
+def test_dead_process_is_reported_with_its_stderr(write: Write, book: Book) -> None:
     tensors = mapped(book)
     code = write(
         "class GPT(Base):\n    def __init__(self, cfg):\n"
@@ -110,6 +110,6 @@ def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: Boo
 
 
 def test_the_process_imports_nothing_of_this_project() -> None:
-    """It runs beside the owner's modules, which may have the same names."""
+    """The owner's modules may have the same names."""
     source = Path(owner_process.__file__).read_text(encoding="utf-8")
     assert not re.search(r"^\s*(from|import) (model|service|logitd)\b", source, re.MULTILINE)

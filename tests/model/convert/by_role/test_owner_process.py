@@ -1,7 +1,7 @@
-"""What the process of the owner's code does: make the model, load its weights, find its logits.
+"""The process of the owner's code: makes the model, loads its weights, finds its logits.
 
-The tests call the functions of that process in this one; those of what only a process of its own
-has (network, time, its end) are in `test_owner_code.py`.
+These tests call its functions directly; `test_owner_code.py` tests a real process (network, time,
+exit status).
 """
 
 import re
@@ -40,7 +40,7 @@ SETTINGS = {"n_heads": 4}
 
 @pytest.fixture(autouse=True)
 def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an owner's file puts on the path and among the modules goes with the test."""
+    """Remove the paths and modules of an owner's file after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
 
@@ -91,9 +91,7 @@ def test_an_expression_makes_the_model(expression: str, write: Write, book: Book
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_number_of_heads_that_is_not_in_the_file_is_the_codes_own(
-    write: Write, book: Book
-) -> None:
+def test_code_supplies_a_missing_number_of_heads(write: Write, book: Book) -> None:
     """The default of its class, or of the script: nobody said another."""
     ids, logits = logits_here(write(BY_NAMES), book, {})
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
@@ -249,7 +247,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize(("code", "expression", "sentence"), PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_what_stands_in_the_way_is_said(
+def test_problem_names_its_cause(
     code: str, expression: str, sentence: str, write: Write, book: Book
 ) -> None:
     with pytest.raises(Problem) as refusal:

@@ -1,4 +1,4 @@
-"""What an import says that it understood: roles, values, their origins, folds, what was tried."""
+"""The report of an import: roles, values, their origins, folds, and alternatives."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def lines_of(name: str, **answers: Any) -> list[str]:
-    """What reading a scheme with the right answers says."""
+    """The report on a scheme with the right answers."""
     scheme = SCHEMES[name]
     fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
               "score_scale", "rotary_layout", "residual", "embedding_scale")  # fmt: skip
@@ -67,7 +67,7 @@ def test_every_number_has_its_value_and_its_origin() -> None:
 
 
 @pytest.mark.parametrize("name", ["nanoGPT", "lecture", "llama2.c"])
-def test_what_means_nothing_for_a_model_is_not_shown(name: str) -> None:
+def test_unused_fields_are_not_shown(name: str) -> None:
     rotary = name == "llama2.c"
     words = [text.split()[0] for text in lines_of(name)]
     assert ("rope_theta" in words) is rotary
@@ -85,7 +85,7 @@ def test_identities_and_folds_are_lines() -> None:
     assert "changes of weights:" not in lines_of("nanoGPT")
 
 
-def test_what_was_tried_is_a_table() -> None:
+def test_alternatives_are_a_table() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
@@ -103,7 +103,7 @@ def test_what_was_tried_is_a_table() -> None:
     assert whole[-1] == f"verified: {resolution.verified}"
 
 
-def test_the_table_says_what_was_not_told_apart_and_begins_with_the_nearest() -> None:
+def test_table_marks_ties_and_begins_with_the_nearest() -> None:
     how = SCHEMES["nanoGPT"].computation
     others = [
         Alternative("activation", "relu", 2.5, True),

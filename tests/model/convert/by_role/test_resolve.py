@@ -1,5 +1,5 @@
-"""What decides where names do not: the owner's logits, a text that the model was trained for, and
-flags. The text meets a model that was trained here (`conftest.py`)."""
+"""Answers to questions that names leave open: the owner's logits, a text, and flags. The text is
+one that the model was trained for here (`conftest.py`)."""
 
 import math
 import re
@@ -43,8 +43,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "fused, head by head": {"n_head": 4},
     "gate and up together, no positions": {"n_head": 4},
 }
-"""Those that `make test` tries, with what their files say; `make test-slow` tries all with nothing
-said."""
+"""Schemes of `make test` with their settings; `make test-slow` tries all without settings."""
 
 
 def logits_objective(scheme: Scheme, model: torch.nn.Module) -> LogitsObjective:
@@ -82,7 +81,7 @@ def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]
     assert re.search(r"logits of its class .* largest difference \d", resolution.verified)
 
 
-def test_logits_say_how_far_off_the_others_are() -> None:
+def test_alternatives_have_their_difference_of_logits() -> None:
     scheme = SCHEMES["heads with biases"]
     resolution = resolved_by_logits(scheme, scheme.model())
     others = {(other.field, other.value): other for other in resolution.alternatives}
@@ -103,7 +102,7 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
         resolved_by_logits(scheme, model)
 
 
-def test_log_probabilities_are_as_good_as_logits() -> None:
+def test_log_probabilities_replace_logits() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
@@ -119,7 +118,7 @@ def test_the_tolerance_grows_with_the_logits() -> None:
         assert objective.tolerance == pytest.approx(tolerance)
 
 
-def test_numbers_that_are_none_are_infinitely_far_off() -> None:
+def test_nan_logits_are_infinitely_far_off() -> None:
     scheme = SCHEMES["book"]
     model = scheme.model()
     objective = LogitsObjective("", some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
@@ -181,7 +180,7 @@ def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
         resolve(tensors, findings(tensors), objective)
 
 
-def test_what_a_text_cannot_tell_apart_is_said_or_asked(trained: Trained) -> None:
+def test_short_text_leaves_questions_open(trained: Trained) -> None:
     """On three tokens of it, score scale and activation stay open: one window has no error bar."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:4])
@@ -190,7 +189,7 @@ def test_what_a_text_cannot_tell_apart_is_said_or_asked(trained: Trained) -> Non
         resolve(tensors, findings(tensors), objective)
 
 
-def test_two_that_a_text_cannot_tell_apart_are_asked_for(trained: Trained) -> None:
+def test_undecided_values_are_asked(trained: Trained) -> None:
     """Three windows: the scale shows, the activation does not."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:75])
@@ -269,7 +268,7 @@ def test_open_questions_stop_with_their_flags() -> None:
         assert flag in message
 
 
-def test_answers_leave_nothing_open_and_are_said_to_be_answers() -> None:
+def test_answers_close_questions_and_are_named_as_origin() -> None:
     tensors = mapped(SCHEMES["nanoGPT"].model())
     answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
                "score_scale": "head_dim"}  # fmt: skip
@@ -281,7 +280,7 @@ def test_answers_leave_nothing_open_and_are_said_to_be_answers() -> None:
     assert resolution.verified.startswith("not compared with the source")
 
 
-def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
+def test_open_questions_write_a_draft(tmp_path: Path) -> None:
     draft = tmp_path / "draft.toml"
     file = state_file(SCHEMES["nanoGPT"].model())
     with pytest.raises(OpenQuestions, match=r"(?s)--n-head .* A draft .*draft\.toml: complete it"):
@@ -292,7 +291,7 @@ def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
     assert 'positions = "learned"  # transformer.wpe.weight is added' in text
 
 
-def test_questions_are_asked_where_no_draft_can_be_written(tmp_path: Path) -> None:
+def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
     """On a full disk there were no questions but "No space left on device", and half a draft."""
     file = state_file(SCHEMES["nanoGPT"].model())
     with (
@@ -392,7 +391,7 @@ def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Fi
         ("gate and up together, no positions", {}, "norm", "rmsnorm"),
     ],
 )
-def test_what_the_file_says_is_not_asked(
+def test_evidence_in_the_file_answers_questions(
     name: str, settings: dict[str, Any], field: str, value: Any
 ) -> None:
     said = finding(name, field, settings)
@@ -410,7 +409,7 @@ def test_an_unknown_activation_is_refused() -> None:
         finding("nanoGPT", "activation", {"activation": "mish"})
 
 
-def test_settings_that_are_no_such_thing_are_not_taken() -> None:
+def test_settings_of_a_wrong_kind_are_ignored() -> None:
     for value in ("4", 4.0, True, 0, -4, None):
         assert finding("nanoGPT", "n_head", {"n_head": value}).ambiguous
     assert finding("nanoGPT", "norm_position", {"norm_first": "yes"}).ambiguous
@@ -418,7 +417,7 @@ def test_settings_that_are_no_such_thing_are_not_taken() -> None:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
 @pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbours", "freqs_cis"])
-def test_a_rotary_table_says_theta_layout_and_heads(form: str, theta: float) -> None:
+def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> None:
     """Tables of 8 channels of a head, in the forms that people store."""
     rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     angles = torch.outer(torch.arange(64, dtype=torch.float64), rates)
