@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
-from logitd.model.convert.importing import _check_text, _fitted
+from logitd.model.convert.foreign import ConvertError, ForeignModel, ForeignTokenizer
+from logitd.model.convert.importing import _check_text, _fitted, import_model
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 
 
@@ -27,6 +27,13 @@ def test_head_bias_moves_with_its_rows_and_is_padded() -> None:
     ids = torch.tensor([[3, 200, 256]])
     theirs = gpt(torch.tensor([[order[token_id] for token_id in ids[0]]])).logits
     assert torch.equal(moved(ids).logits, theirs[..., order])
+
+
+def test_missing_check_text_is_reported_before_the_source_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConvertError, match=r"^--check .*gone\.txt: .* is not a file, a folder or a"
+    ):
+        import_model(tmp_path / "gone.pt", tmp_path / "ours", check=tmp_path / "gone.txt")
 
 
 @pytest.mark.parametrize(

@@ -287,11 +287,15 @@ def test_a_size_that_does_not_fit_is_refused_with_its_numbers(
             chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
 
 
-def test_missing_vocabulary_is_reported_with_the_fix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("working_directory", [False, True])
+def test_missing_vocabulary_is_reported_with_the_fix(
+    working_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConvertError) as caught:
-        chosen(folder=tmp_path)
+        chosen(folder=Path() if working_directory else tmp_path)
     assert f"{tmp_path} has no vocabulary for the model's 22 ids" in str(caught.value)
     assert "tokenizer.model is SentencePiece's or another library's own format" in str(caught.value)
     assert "tokenizer_config" not in str(caught.value)
