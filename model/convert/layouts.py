@@ -1,17 +1,19 @@
-"""Layouts: the names, order and orientation of a GPT's weights in other programs.
+"""Layouts: the names, order and orientation of a GPT's weights and sizes in other programs.
 
-A `Layout` maps our modules to theirs, for reading (`read_weights`) and writing (`write_weights`).
-Knows no configurations (`hf/config.py`, `nanogpt.py`, `litgpt.py`) and no files.
+A `Layout` maps our modules and sizes to theirs, for reading (`read_weights`, `read_sizes`) and
+writing (`write_weights`, `write_sizes`). Other keys of configurations are in `hf/config.py`,
+`nanogpt.py` and `litgpt.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import empty_gpt
-from logitd.model.convert.foreign import ConvertError, StateDictReader
+from logitd.model.convert.foreign import ConvertError, Settings, StateDictReader
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
@@ -37,6 +39,8 @@ class Layout:
     transposed  matrices of the layers are stored (in, out)
     skipped     rows at the start of a table that are not used
     rows        the order of rows, if it differs
+    sizes       their keys of fields of a GPTConfig; alternatives have spaces between them
+    eps         their key of the norms' eps, and its default
     """
 
     outside: Mapping[str, str]
@@ -47,6 +51,8 @@ class Layout:
     transposed: bool = False
     skipped: Mapping[str, int] = field(default_factory=dict)
     rows: Callable[[GPTConfig], Rows] = lambda config: {}
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    eps: tuple[str, float] | None = None
 
     def names(self, module: str, prefix: str) -> list[str]:
         if module == HEAD:
@@ -59,6 +65,22 @@ class Layout:
 
     def is_transposed(self, module: str, tensor_dims: int) -> bool:
         return self.transposed and tensor_dims == 2 and module.startswith("blocks.")
+
+
+def read_sizes(settings: Settings, layout: Layout, **defaults: int) -> dict[str, Any]:
+    """The sizes of a configuration as fields of a GPTConfig. Raises ConvertError."""
+    read: dict[str, Any] = {"vocab_size": settings.integer("vocab_size")}
+    for ours, theirs in layout.sizes.items():
+        read[ours] = settings.integer(*theirs.split(), default=defaults.get(ours))
+    return read | ({"norm_eps": settings.number(*layout.eps)} if layout.eps else {})
+
+
+def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
+    """The sizes by their keys, each alternative included."""
+    written = {
+        key: getattr(config, ours) for ours, keys in layout.sizes.items() for key in keys.split()
+    }
+    return written | ({layout.eps[0]: config.norm_eps} if layout.eps else {})
 
 
 def read_weights(
@@ -226,14 +248,29 @@ def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
     return {part: tuple(theirs.split()) for part, theirs in parts.items()}
 
 
+def sizes(*keys: str, **more: str) -> dict[str, str]:
+    """Keys of the context, width, layers and heads, and of further sizes."""
+    names = ("context_length", "d_model", "n_layer", "n_head")
+    return dict(zip(names, keys, strict=True)) | more
+
+
 GPT2 = Layout(
     outside={EMBEDDING: "wte", POSITIONS: "wpe", "final_norm": "ln_f"},
     inside=inside("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
     layer="h.{N}.",
     prefixes=("", "transformer."),
     transposed=True,
+    sizes=sizes("n_positions n_ctx", "n_embd", "n_layer", "n_head", d_ff="n_inner"),
+    eps=("layer_norm_epsilon", 1e-5),
 )
-NANOGPT = replace(GPT2, prefixes=("transformer.",), transposed=False)
+NANOGPT = replace(
+    GPT2,
+    prefixes=("transformer.",),
+    transposed=False,
+    sizes=sizes("block_size", "n_embd", "n_layer", "n_head"),
+    eps=None,
+)
+_SIZES = ("max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
 LLAMA = Layout(
     outside={EMBEDDING: "embed_tokens", "final_norm": "norm"},
     inside=inside(
@@ -248,6 +285,10 @@ LLAMA = Layout(
     ),
     layer="layers.{N}.",
     prefixes=("", "model."),
+    sizes=sizes(
+        *_SIZES, d_ff="intermediate_size", n_kv_head="num_key_value_heads", head_dim="head_dim"
+    ),
+    eps=("rms_norm_eps", 1e-6),
 )
 NEOX = Layout(
     outside={EMBEDDING: "embed_in", "final_norm": "final_layer_norm"},
@@ -263,6 +304,8 @@ NEOX = Layout(
     prefixes=("", "gpt_neox."),
     heads=("embed_out", "lm_head"),
     rows=head_by_head,
+    sizes=sizes(*_SIZES, d_ff="intermediate_size"),
+    eps=("layer_norm_eps", 1e-5),
 )
 OPT = Layout(
     outside={
@@ -281,6 +324,7 @@ OPT = Layout(
     layer="layers.{N}.",
     prefixes=("", "decoder.", "model.decoder."),
     skipped={POSITIONS: 2},  # fairseq counts rows for the padding
+    sizes=sizes(*_SIZES, d_ff="ffn_dim"),
 )
 LITGPT = Layout(
     outside={EMBEDDING: "transformer.wte", "final_norm": "transformer.ln_f"},
@@ -291,6 +335,13 @@ LITGPT = Layout(
     ),
     layer="transformer.h.{N}.",
     rows=turning_first,
+    sizes={
+        **NANOGPT.sizes,
+        "d_ff": "intermediate_size",
+        "n_kv_head": "n_query_groups",
+        "head_dim": "head_size",
+    },
+    eps=("norm_eps", 1e-5),
 )
 GGUF_GPT2 = Layout(
     outside={EMBEDDING: "token_embd", POSITIONS: "position_embd", "final_norm": "output_norm"},

@@ -23,6 +23,7 @@ from logitd.model.convert.layouts import (
     MATRICES,
     Layout,
     group_by_group,
+    read_sizes,
     read_weights,
     tie_if_equal,
 )
@@ -122,8 +123,10 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     gated = settings.get("mlp_class_name", "GptNeoxMLP") == "LLaMAMLP"
     exact = settings.get("gelu_approximate", "none") == "none"
     width, n_head = settings.integer("n_embd"), settings.integer("n_head")
-    context = settings.integer("block_size")
-    head_dim = settings.integer("head_size", default=max(1, width // n_head))
+    sizes = read_sizes(
+        settings, LITGPT, head_dim=max(1, width // n_head), n_kv_head=n_head, d_ff=4 * width
+    )
+    context, vocab_size = sizes["context_length"], sizes["vocab_size"]
     window = settings.integer("sliding_window_size", default=context)
     if window < min(context, context_length or context):
         raise ConvertError(
@@ -134,25 +137,16 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     if norm_qk and layer_norm:
         raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalised here")
     biased = settings.flag("bias", True)
-    vocab_size = settings.integer("vocab_size")
     multiple = settings.integer("padding_multiple", default=512)
+    padded = -(-vocab_size // multiple) * multiple
+    sizes["vocab_size"] = settings.integer("padded_vocab_size", default=padded)
     return gpt2_shape(
-        vocab_size=settings.integer(
-            "padded_vocab_size", default=-(-vocab_size // multiple) * multiple
-        ),
-        context_length=context,
-        n_layer=settings.integer("n_layer"),
-        n_head=n_head,
-        n_kv_head=settings.integer("n_query_groups", default=n_head),
-        d_model=width,
-        head_dim=head_dim,
-        d_ff=settings.integer("intermediate_size", default=4 * width),
+        **sizes,
         norm="layernorm" if layer_norm else "rmsnorm",
-        norm_eps=settings.number("norm_eps", 1e-5),
         residual="parallel" if settings.flag("parallel_residual", True) else "sequential",
         positions="rotary",
         rope_theta=settings.number("rope_base", 10_000),
-        rotary_dim=int(head_dim * settings.number("rotary_percentage", 0.25)),
+        rotary_dim=int(sizes["head_dim"] * settings.number("rotary_percentage", 0.25)),
         activation="swiglu" if gated else "gelu" if exact else "gelu_tanh",
         bias=biased or layer_norm,  # LitGPT's LayerNorm always has one
         qkv_bias=biased or settings.flag("attn_bias", False),

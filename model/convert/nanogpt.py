@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from logitd.model.convert.foreign import ForeignModel, Settings, StateDictReader, naming
-from logitd.model.convert.layouts import NANOGPT, read_weights, tie_if_equal
+from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.state_file import collect_settings, named_tensors
 from logitd.model.convert.unknown_settings import unknown_settings
@@ -37,11 +37,7 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     bias = settings.flag("bias", True)
     with naming(f"model_args of {path}"):
         config = gpt2_shape(
-            vocab_size=settings.integer("vocab_size"),
-            context_length=settings.integer("block_size"),
-            n_layer=settings.integer("n_layer"),
-            n_head=settings.integer("n_head"),
-            d_model=settings.integer("n_embd"),
+            **read_sizes(settings, NANOGPT),
             activation="gelu",
             bias=bias,
             qkv_bias=bias,

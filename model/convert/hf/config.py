@@ -20,7 +20,15 @@ from logitd.model.convert.foreign import (
 )
 from logitd.model.convert.hf.folder import CONFIG, open_state_dict
 from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
-from logitd.model.convert.layouts import GPT2, LLAMA, NEOX, OPT, Layout, read_weights
+from logitd.model.convert.layouts import (
+    GPT2,
+    LLAMA,
+    NEOX,
+    OPT,
+    Layout,
+    read_sizes,
+    read_weights,
+)
 from logitd.model.convert.source_file import source_object
 from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.config import Activation, GPTConfig, gpt2_shape
@@ -122,15 +130,8 @@ def _gpt2(settings: Settings, context_length: int | None) -> Shape:
         settings.reject_unless(name, (False,), "not supported here")
     settings.reject_unless("scale_attn_weights", (True,), "attention is always scaled here")
     settings.reject_unless("add_cross_attention", (False,), "cross-attention is not supported")
-    width = settings.integer("n_embd")
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=settings.integer("n_positions", "n_ctx"),
-        n_layer=settings.integer("n_layer"),
-        n_head=settings.integer("n_head"),
-        d_model=width,
-        d_ff=settings.integer("n_inner", default=4 * width),
-        norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        **read_sizes(settings, GPT2, d_ff=4 * settings.integer("n_embd")),
         activation=_activation(settings, "activation_function", "gelu_new"),
         tied_head=settings.flag("tie_word_embeddings", True),
     )
@@ -138,30 +139,24 @@ def _gpt2(settings: Settings, context_length: int | None) -> Shape:
 
 
 def _neox(settings: Settings, context_length: int | None) -> Shape:
-    width, n_head = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    sizes = read_sizes(settings, NEOX, context_length=2048)
+    width, n_head = sizes["d_model"], sizes["n_head"]
     if width % n_head:
         raise ConvertError(
             f"hidden_size {width} is not divisible by num_attention_heads {n_head}: the heads of "
             "GPT-NeoX share the width equally"
         )
-    context = settings.integer("max_position_embeddings", default=2048)
     rope = read_rope(
         settings,
         head_dim=width // n_head,
-        context_length=context,
+        context_length=sizes["context_length"],
         theta="rotary_emb_base",
         share="rotary_pct",
         default_share=0.25,
     )
     attention_bias = settings.flag("attention_bias", True)
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=context,
-        n_layer=settings.integer("num_hidden_layers"),
-        n_head=n_head,
-        d_model=width,
-        d_ff=settings.integer("intermediate_size"),
-        norm_eps=settings.number("layer_norm_eps", 1e-5),
+        **sizes,
         positions="rotary",
         activation=_activation(settings, "hidden_act", "gelu"),
         residual="parallel" if settings.flag("use_parallel_residual", True) else "sequential",
@@ -186,12 +181,7 @@ def _opt(settings: Settings, context_length: int | None) -> Shape:
         settings.reject_unless(name, (True,), "not supported for OPT")
     before = settings.flag("do_layer_norm_before", True)
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=settings.integer("max_position_embeddings"),
-        n_layer=settings.integer("num_hidden_layers"),
-        n_head=settings.integer("num_attention_heads"),
-        d_model=width,
-        d_ff=settings.integer("ffn_dim"),
+        **read_sizes(settings, OPT),
         norm_position="pre" if before else "post",
         final_norm=before and not settings.flag("_remove_final_layer_norm", False),
         activation="relu",
@@ -206,33 +196,24 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
         "hidden_act", ("silu", "swish"), "the gate of Llama's shape is SiLU here"
     )
     width, n_head = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    context = settings.integer("max_position_embeddings")
+    head_dim = 128 if model_type == "qwen3" else max(1, width // n_head)
+    sizes = read_sizes(settings, LLAMA, n_kv_head=n_head, head_dim=head_dim)
+    context = sizes["context_length"]
     _reject_window(model_type, settings, min(context, context_length or context))
     # attention_bias is on all four projections, in Qwen2 on three whatever it says.
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
     reject_part_of_a_head(settings)
-    head_dim = settings.integer(
-        "head_dim", default=128 if model_type == "qwen3" else max(1, width // n_head)
-    )
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=context,
-        n_layer=settings.integer("num_hidden_layers"),
-        n_head=n_head,
-        n_kv_head=settings.integer("num_key_value_heads", default=n_head),
-        d_model=width,
-        head_dim=head_dim,
-        d_ff=settings.integer("intermediate_size"),
+        **sizes,
         norm="rmsnorm",
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
         positions="rotary",
         activation="swiglu",
         bias=on_all or mlp_bias,
         qkv_bias=on_all or model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         tied_head=settings.flag("tie_word_embeddings", False),
-        **read_rope(settings, head_dim=head_dim, context_length=context),
+        **read_rope(settings, head_dim=sizes["head_dim"], context_length=context),
     )
     unbiased = set() if on_all else {"attention_out"}
     return config, unbiased if mlp_bias else unbiased | {"mlp_up", "mlp_down"}
