@@ -69,7 +69,7 @@ DAMAGE = (
 )
 """Errors that a value of an unexpected kind may raise."""
 
-ROWS = ("token_embedding.weight", "head.weight", "head.bias")
+ROWS = frozenset(("token_embedding.weight", "head.weight", "head.bias"))
 """Weights with one row per token."""
 
 
@@ -313,21 +313,14 @@ def _fitted(
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
     config, weights = model.config, dict(model.weights)
     size, rows = vocabulary.tokenizer.vocab_size, config.vocab_size
-    largest = max(vocabulary.order) + 1 if vocabulary.order is not None else size
-    if largest > rows:
-        raise ConvertError(
-            f"the model has {rows:,} rows of the embedding and the vocabulary has ids up to "
-            f"{largest - 1:,}: they do not belong together"
-        )
     if vocabulary.order is not None:
         order = torch.tensor(vocabulary.order)
         rows = size
-        weights |= {name: weights[name][order] for name in ROWS if name in weights}
+        weights |= {name: weights[name][order] for name in ROWS & weights.keys()}
     padded_rows = padded(rows)
-    for name in ROWS:
-        if name in weights and padded_rows > rows:
-            extra = weights[name].new_zeros(padded_rows - rows, *weights[name].shape[1:])
-            weights[name] = torch.cat((weights[name], extra))
+    for name in ROWS & weights.keys():
+        extra = weights[name].new_zeros(padded_rows - rows, *weights[name].shape[1:])
+        weights[name] = torch.cat((weights[name], extra))
     if context_length is not None:
         if context_length > config.context_length:
             raise ConvertError(

@@ -55,7 +55,7 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
     """Raise ConvertError for a tensor with more values than the file holds. `archive` is None for
     files from before torch 1.6."""
     stored: dict[int, int] = {}  # bytes by address
-    for name, tensor in _tensors(loaded):
+    for name, tensor in tensors_in(loaded):
         if tensor.layout is not torch.strided or tensor.is_meta:
             continue  # several storages, or none
         storage = tensor.untyped_storage()
@@ -79,12 +79,13 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
             )
 
 
-def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in nested containers, by the keys that lead to them."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < DEPTH and isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _tensors(inner, f"{name}.{key}" if name else str(key), depth + 1)
+            yield from tensors_in(inner, f"{name}.{key}" if name else str(key), depth + 1)
     elif depth < DEPTH and isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _tensors(inner, f"{name}[{index}]", depth + 1)
+            yield from tensors_in(inner, f"{name}[{index}]", depth + 1)

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pickled_names import PickledNames, pickled_names
-from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive
+from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive, tensors_in
 from logitd.model.convert.source_file import require_source, source_bytes
 
 PACKED_TIMES = 4
@@ -191,20 +190,8 @@ def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in checkpoint.items()
-        if isinstance(key, str) and not _holds_tensors(value)
+        if isinstance(key, str) and not any(tensors_in(value))
     }
-
-
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        depth > 0
-        and isinstance(value, list | tuple)
-        and any(_holds_tensors(inner, depth - 1) for inner in value)
-    )
 
 
 def read_plain_pickle(path: Path) -> Any:

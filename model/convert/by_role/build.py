@@ -82,22 +82,24 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
 
 def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
     mapped = tensors.map
-    gate = f"activation is {how.activation}, and the feed-forward has "
-    contradictions = {
-        "norm is rmsnorm, and norms have biases": how.norm == "rmsnorm"
-        and mapped.has_bias("attention_norm", "mlp_norm", "final_norm"),
-        "final_norm is true, and no tensor is the norm behind the layers": how.final_norm
-        and not mapped.has("final_norm"),
-        "positions are learned, and no tensor is their table": how.positions == "learned"
-        and not mapped.has("positions"),
-        "qk_norm is learned, and no tensors are norms of query and key": how.qk_norm == "learned"
-        and not mapped.has("query_norm"),
-        f"{gate}{'a' if mapped.has_gate else 'no'} gate": mapped.has_gate
-        != (how.activation == "swiglu"),
-    }
-    for sentence, holds in contradictions.items():
-        if holds:
-            raise ConvertError(f"{tensors.where}: {sentence}")
+    has_bias = mapped.has_bias("attention_norm", "mlp_norm", "final_norm")
+    gate = "a" if mapped.has_gate else "no"
+    missing: tuple[tuple[bool, Role, str], ...] = (
+        (how.final_norm, "final_norm", "final_norm is true, and no norm follows the layers"),
+        (
+            how.positions == "learned",
+            "positions",
+            "positions are learned, and no tensor is their table",
+        ),
+        (how.qk_norm == "learned", "query_norm", "qk_norm is learned, and no tensor is one"),
+    )
+    found = [sentence for needed, role, sentence in missing if needed and not mapped.has(role)]
+    if how.norm == "rmsnorm" and has_bias:
+        found.append("norm is rmsnorm, and norms have biases")
+    if mapped.has_gate != (how.activation == "swiglu"):
+        found.append(f"activation is {how.activation}, and the feed-forward has {gate} gate")
+    if found:
+        raise ConvertError(f"{tensors.where}: {'; '.join(found)}")
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:

@@ -1,4 +1,5 @@
-"""Objectives: penalties of the variants of a model, lower being better.
+"""Objectives: penalties of the variants of a model, lower being better; equally many at every call
+with the same effort.
 
 `TextObjective` has a text that the model was trained for: nats of each token. `LogitsObjective` has
 logits of the owner's code for some ids: the largest difference. Both run this project's forward in
@@ -8,7 +9,7 @@ float32 on weights of `build.py`. `resolve.py` chooses.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +26,6 @@ TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
 """Approximate time limits: large models predict fewer tokens."""
 WINDOW_TOKENS = 128
-
-
-class Objective(Protocol):
-    """A function to penalties, equally many at every call with the same effort.
-
-    distinct   most penalties that are independent of each other
-    """
-
-    @property
-    def distinct(self) -> int: ...
-
-    def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -153,3 +142,6 @@ class LogitsObjective:
     def tolerance(self) -> float:
         """1e-4, or for large logits the error of float32."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
+
+
+Objective = TextObjective | LogitsObjective

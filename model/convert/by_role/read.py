@@ -15,12 +15,7 @@ import torch
 
 from logitd.model.convert.by_role.build import build
 from logitd.model.convert.by_role.map_file import MapFile, check_answers, draft, tensor_map
-from logitd.model.convert.by_role.objective import (
-    CheckText,
-    LogitsObjective,
-    TextObjective,
-    text_objective,
-)
+from logitd.model.convert.by_role.objective import CheckText, Objective, text_objective
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, parse_owner_code
 from logitd.model.convert.by_role.questions import (
     CONTEXT_IF_UNKNOWN,
@@ -178,7 +173,7 @@ def read_by_role(
 
 def _resolve(recognised: Recognised, text: CheckText | None) -> Resolution:
     tensors, findings, code = recognised.tensors, recognised.findings, recognised.code
-    objective: TextObjective | LogitsObjective | None = None
+    objective: Objective | None = None
     if text is not None:
         objective = text_objective(text, findings["context_length"].values[0])
     if code is not None:

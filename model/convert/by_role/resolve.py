@@ -106,7 +106,7 @@ def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> d
 def resolve(
     tensors: MappedTensors,
     findings: Findings,
-    objective: LogitsObjective | TextObjective | None = None,
+    objective: Objective | None = None,
 ) -> Resolution:
     """One computation. Raises OpenQuestions, and ConvertError if no variant agrees."""
     if findings["causal"].values == (False,):

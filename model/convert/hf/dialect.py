@@ -65,10 +65,7 @@ def _rewritten(pattern: str, repeat: Callable[[str, str], str], anchors: dict[st
             piece = match[0]
         else:
             atom, piece = len(out), anchors.get(character, character)
-        if character in "\\[":
-            at += len(piece)
-        else:
-            at += 1 if character in anchors else len(piece)
+        at += 1 if character in anchors else len(piece)
         out.append(piece)
     return "".join(out)
 

@@ -15,7 +15,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.checkpoint.weights_file import write_weights as write_file
 from logitd.model.convert import layouts
 from logitd.model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
-from logitd.model.convert.foreign import FLOATS, ConvertError
+from logitd.model.convert.foreign import FLOATS
 from logitd.model.convert.hf.added import GENERATION, TOKENIZER_CONFIG
 from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
@@ -146,14 +146,9 @@ FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]
 
 
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A `tokenizer.json` that encodes as `tokenizer` does (see `merges.py`). Raises ConvertError if
-    its pattern cannot be written for the other engine."""
+    """A `tokenizer.json` that encodes as `tokenizer`, without objections to it, does (see
+    `merges.py` and `exportable.py`)."""
     named = tokenizer.special_tokens | tokenizer.added_tokens
-    if tokenizer.vocab_size != len({*tokenizer.tokens.values(), *named.values()}):
-        raise ConvertError(
-            "the vocabulary has ids without a token between its special tokens; Hugging Face's "
-            "tokenizers have none"
-        )
     parts = _merged_parts(tokenizer) if tokenizer.kind == "bpe" else _word_parts(tokenizer)
     return {
         "version": "1.0",

@@ -6,7 +6,6 @@ forms. No code of a file is run.
 """
 
 import base64
-import binascii
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -248,15 +247,12 @@ def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
 
 
 def _are_ranks(raw: bytes) -> bool:
-    tokens = set()
-    for line in raw.splitlines():
-        parts = line.split()
-        if not parts:
-            continue
-        if len(parts) != 2 or not parts[1].isdigit():
-            return False
-        try:
-            tokens.add(base64.b64decode(parts[0], validate=True))
-        except binascii.Error:
-            return False
+    """True if every line is a base64 token and its rank, and all bytes are tokens."""
+    lines = [line.split() for line in raw.splitlines() if line.strip()]
+    if not all(len(parts) == 2 and parts[1].isdigit() for parts in lines):
+        return False
+    try:
+        tokens = {base64.b64decode(token, validate=True) for token, _ in lines}
+    except ValueError:
+        return False
     return all(bytes([byte]) in tokens for byte in range(256))

@@ -57,6 +57,8 @@ class Scheme:
     roles       a line for each role and name; `ln.(weight|bias)` are a weight and its bias
     hidden      width of the feed-forward of `Plain`
     raw         attention's parameters have an axis for the heads in `Plain`
+    kv_heads    heads of keys and values in `Plain`
+    tied        the head is the embedding in `Plain`
     settings    settings in its file, which cannot be found by trying
     logits      call of its forward for the logits of all positions
     """
@@ -71,6 +73,8 @@ class Scheme:
     ignored: frozenset[str] = frozenset()
     hidden: int = 64
     raw: bool = False
+    kv_heads: int = HEADS
+    tied: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)
 

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests.model.convert.by_role.scheme import Scheme
-from tests.model.convert.by_role.textbook.book import BOOK, Book
 from tests.model.convert.by_role.textbook.common import HEADS
 from tests.model.convert.by_role.textbook.lecture import Lecture
-from tests.model.convert.by_role.textbook.llama import ProjLlama, TinyLlama
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 from tests.model.convert.by_role.textbook.torch_layers import EncoderStack, Multihead
 
@@ -153,9 +151,11 @@ ROTARY: Mapping[str, Any] = {
     "activation": "swiglu", "qk_norm_eps": 1e-6,
 }  # fmt: skip
 
+GROUPED: Mapping[str, Any] = {"hidden": 48, "kv_heads": 2}
+
 SCHEMES: Mapping[str, Scheme] = {
     "book": Scheme(
-        make=lambda: Book(BOOK),
+        hidden=128,
         how={"activation": "gelu_tanh"},
         ignored=frozenset({"trf_blocks.0.att.mask", "trf_blocks.1.att.mask"}),
         roles="""
@@ -202,7 +202,9 @@ head             out_head.weight
         ignored=frozenset({"transformer.h.0.attn.bias", "transformer.h.1.attn.bias"}),
     ),
     "llama2.c": Scheme(
-        make=TinyLlama,
+        hidden=56,
+        kv_heads=2,
+        tied=True,
         how={**ROTARY, "norm_eps": 1e-5, "rope_theta": 10_000.0, "rotary_layout": "interleaved"},
         roles="""
 token_embedding  tok_embeddings.weight
@@ -272,25 +274,25 @@ head             linear.(weight|bias)
         how={"qkv_layout": "kqv"}, roles=HEAD_BY_HEAD
     ),
     "llama, QK-norm": Scheme(
-        make=ProjLlama,
+        **GROUPED,
         how={**ROTARY, "qk_norm": "learned"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ_AND_NORMS,
     ),
     "llama, QK-norm, neighbours": Scheme(
-        make=lambda: ProjLlama("learned", 3e-2, neighbours=True),
+        **GROUPED,
         how={**ROTARY, "qk_norm": "learned", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ_AND_NORMS,
     ),
     "llama, QK-norm without weights": Scheme(
-        make=lambda: ProjLlama("unit", 3e-2, neighbours=True),
+        **GROUPED,
         how={**ROTARY, "qk_norm": "unit", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ,
     ),
     "llama": Scheme(
-        make=lambda: ProjLlama("none"),
+        **GROUPED,
         how=ROTARY,
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ,

@@ -21,9 +21,11 @@ def roles(tensors: Mapping[str, Tensor]) -> Mapping[tuple[Role, Part], str]:
     return mapped.names
 
 
-ATTENTION = {f"{name}.weight": (WIDTH, WIDTH) for name in ("sa.q", "sa.k", "sa.v", "sa.proj")}
-FEED_FORWARD = {"mlp.0.weight": (64, WIDTH), "mlp.2.weight": (WIDTH, 64)}
-NORMS = {"ln1.weight": (WIDTH,), "ln2.weight": (WIDTH,)}
+BLOCK: Mapping[str, tuple[int, ...]] = {
+    **{f"{name}.weight": (WIDTH, WIDTH) for name in ("sa.q", "sa.k", "sa.v", "sa.proj")},
+    **{"mlp.0.weight": (64, WIDTH), "mlp.2.weight": (WIDTH, 64)},
+    **{"ln1.weight": (WIDTH,), "ln2.weight": (WIDTH,)},
+}
 
 
 def test_blocks_without_a_word_for_attention() -> None:
@@ -57,8 +59,8 @@ def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
     """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as in the middle of one lecture."""
     tensors = {
         "table.weight": torch.rand(ROWS, WIDTH),
-        **block(ATTENTION | FEED_FORWARD | NORMS, "blocks.0."),
-        **block(ATTENTION | FEED_FORWARD | NORMS, "blocks.1."),
+        **block(BLOCK, "blocks.0."),
+        **block(BLOCK, "blocks.1."),
         "blocks.2.weight": torch.rand(WIDTH),
         "blocks.2.bias": torch.rand(WIDTH),
     }
@@ -74,8 +76,8 @@ def test_tables_without_a_telling_name() -> None:
         {
             "places.weight": torch.rand(LENGTH, WIDTH),
             "letters.weight": torch.rand(ROWS, WIDTH),
-            **block(ATTENTION | FEED_FORWARD | NORMS, "layers.0."),
-            **block(ATTENTION | FEED_FORWARD | NORMS, "layers.1."),
+            **block(BLOCK, "layers.0."),
+            **block(BLOCK, "layers.1."),
             "out.weight": torch.rand(ROWS, WIDTH),
         }
     )

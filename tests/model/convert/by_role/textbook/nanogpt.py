@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.model.convert.by_role.textbook.book import BookGELU
 from tests.model.convert.by_role.textbook.common import (
     CONTEXT,
     HEADS,
@@ -82,7 +81,7 @@ class Nano(nn.Module):
     def __init__(self, config: NanoConfig, *, minimal: bool = False) -> None:
         super().__init__()
         self.config = config
-        activation = BookGELU() if minimal else nn.GELU()
+        activation = nn.GELU(approximate="tanh" if minimal else "none")
         blocks = (NanoBlock(config, activation, mask=minimal) for _ in range(config.n_layer))
         self.transformer = nn.ModuleDict(
             {

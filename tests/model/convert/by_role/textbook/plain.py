@@ -1,11 +1,13 @@
 """Plain: a GPT computed from tensors under the names and in the shapes that a scheme describes.
 
-Covers heads with tensors of their own, fused rows in any order, raw parameters with an axis for the
-heads, matrices (in, out), norms before, behind or next to sublayers, and missing second matrices.
-The arithmetic is that of `common.py`. Rotary positions are in `llama.py`.
+Covers heads with tensors of their own or in groups, fused rows in any order, raw parameters with an
+axis for the heads, matrices (in, out), norms before, behind or next to sublayers, norms of queries
+and keys, gates, rotary positions, and missing second matrices. The arithmetic is that of
+`common.py`.
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +23,14 @@ from tests.model.convert.by_role.textbook.common import (
     merge,
     rms,
     split,
+    turned,
 )
 
 if TYPE_CHECKING:
     from tests.model.convert.by_role.scheme import Scheme
 
 SEPARATE = ("query", "key", "value")
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
@@ -45,8 +48,12 @@ class Plain(nn.Module):
                 shape = self._shape(role, part)
                 for name in () if pattern == "identity" else self._full_names(pattern, layer):
                     _register(self, name, nn.Parameter(torch.ones(shape)))
+        if scheme.tied:
+            head: Any = self._tensor("head", "weight", 0)
+            _register(self, self._names["token_embedding", "weight"], head)
         for name in scheme.ignored:
-            mask = torch.ones(CONTEXT, CONTEXT).tril()
+            ones = torch.ones(CONTEXT, CONTEXT)
+            mask = ones.triu(1) if name.endswith("mask") else ones.tril()
             _register(self, name, torch.tensor(-math.inf) if "IGNORE" in name else mask)
 
     def _full_names(self, pattern: str, layer: int) -> list[str]:
@@ -62,6 +69,11 @@ class Plain(nn.Module):
             "positions": (CONTEXT, WIDTH),
             "head": (VOCAB, WIDTH),
             "qkv": (3 * WIDTH, WIDTH),
+            "key": (self._scheme.kv_heads * size, WIDTH),
+            "value": (self._scheme.kv_heads * size, WIDTH),
+            "query_norm": (size, 0),
+            "key_norm": (size, 0),
+            "mlp_gate": (hidden, WIDTH),
             "mlp_up": (hidden, WIDTH),
             "mlp_gate_up": (2 * hidden, WIDTH),
             "mlp_down": (WIDTH, hidden),
@@ -102,9 +114,11 @@ class Plain(nn.Module):
         return F.layer_norm(x, (WIDTH,), weight, self._tensor(role, "bias", layer))
 
     def _attention(self, layer: int, x: Tensor) -> Tensor:
-        heads = self._how.n_head
+        heads, kv_heads = self._how.n_head, self._scheme.kv_heads
         if ("qkv", "weight") not in self._names:
-            q, k, v = (split(self._linear(role, layer, x), heads) for role in SEPARATE)
+            kv_heads = min(heads, kv_heads)
+            shapes = zip(SEPARATE, (heads, kv_heads, kv_heads), strict=True)
+            q, k, v = (split(self._linear(role, layer, x), count) for role, count in shapes)
         elif self._how.qkv_layout == "per_head":
             rows = self._linear("qkv", layer, x).unflatten(2, (heads, 3, -1))  # (B, T, H, 3, D)
             q, k, v = (rows[:, :, :, part].transpose(1, 2) for part in range(3))
@@ -112,8 +126,20 @@ class Plain(nn.Module):
             parts = self._linear("qkv", layer, x).chunk(3, dim=2)
             by_letter = dict(zip(self._how.qkv_layout, parts, strict=True))
             q, k, v = (split(by_letter[letter], heads) for letter in "qkv")
+        q, k = self._turned("query_norm", layer, q), self._turned("key_norm", layer, k)
+        k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
         divisor = 1.0 if self._how.score_scale == "none" else math.sqrt(q.shape[-1])
         return self._linear("attention_out", layer, merge(attend(q, k, v, divisor)))
+
+    def _turned(self, norm: str, layer: int, x: Tensor) -> Tensor:
+        """Queries or keys (B, H, T, D), normalised and with rotary positions."""
+        if self._how.qk_norm != "none":
+            weight = self._tensor(norm, "weight", layer)
+            x = rms(x, self._how.qk_norm_eps) * (1 if weight is None else weight)
+        if self._how.positions != "rotary":
+            return x
+        neighbours = self._how.rotary_layout == "interleaved"
+        return turned(x, neighbours=neighbours, theta=self._how.rope_theta)
 
     def _feed_forward(self, layer: int, x: Tensor) -> Tensor:
         if ("mlp_gate_up", "weight") in self._names:
@@ -121,6 +147,9 @@ class Plain(nn.Module):
             if self._how.gate_order == "up_first":
                 first, second = second, first
             return self._linear("mlp_down", layer, self.activation(first) * second)
+        if ("mlp_gate", "weight") in self._names:
+            gate = self.activation(self._linear("mlp_gate", layer, x))
+            return self._linear("mlp_down", layer, gate * self._linear("mlp_up", layer, x))
         hidden = self.activation(self._linear("mlp_up", layer, x))
         return self._linear("mlp_down", layer, hidden)
 
