@@ -83,7 +83,6 @@ class ForeignModel:
 
     @property
     def rows(self) -> int:
-        """Rows of the token embedding."""
         return self.config.vocab_size
 
 

@@ -338,7 +338,6 @@ def _fitted(
 def _without_zero_biases(
     config: GPTConfig, weights: dict[str, Tensor]
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The model without biases that are all zeros, if the norms have none."""
     biases = {f"blocks.{n}.{part}.bias" for n in range(config.n_layer) for part in MATRICES}
     if not config.bias or config.norm != "rmsnorm" or any(weights[name].any() for name in biases):
         return config, weights

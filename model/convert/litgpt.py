@@ -157,7 +157,6 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
 
 
 def _layout(reader: StateDictReader, config: GPTConfig) -> Layout:
-    """The names of the file's version and of its kind of feed-forward."""
     inside = dict(LITGPT.inside)
     if config.activation == "swiglu":
         inside["mlp_up"] = ("mlp.fc_1", "mlp.fc_2")

@@ -160,7 +160,6 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
 
 
 def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
-    """An error that tells a damaged file from one that torch.save did not write."""
     size = f"{path} ({path.stat().st_size:,} bytes)"
     names = pickled_names(path)
     if names.holds_module or names.foreign:

@@ -196,7 +196,6 @@ def collect_settings(
 
 
 def _is_table(values: Mapping[Any, Any]) -> bool:
-    """True for a vocabulary: consecutive numbers."""
     numbers = {value for value in values.values() if type(value) is int}
     return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1
 

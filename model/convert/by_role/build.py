@@ -46,8 +46,6 @@ class Built:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Numbers of heads, and channels of each."""
-
     n_head: int
     n_kv_head: int
     head_dim: int
@@ -225,14 +223,12 @@ class _Projection:
     bias: Tensor | None
 
     def change(self, rows: Callable[[Tensor], Tensor]) -> "_Projection":
-        """The same change of rows to both."""
         return _Projection(rows(self.weight), None if self.bias is None else rows(self.bias))
 
 
 def _attention(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> dict[str, Tensor]:
-    """Query, key and value as one matrix, and their norms."""
     weights: dict[str, Tensor] = {}
     query, key, value = _projections(tensors, how, heads, layer)
     scale = {

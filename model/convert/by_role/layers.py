@@ -34,14 +34,12 @@ class Module:
         return next((part for part in reversed(self.path) if part not in ("{N}", "{M}")), "")
 
     def within(self, pattern: re.Pattern[str]) -> bool:
-        """True if a part before the last is one of these words."""
         return any(words.matches(pattern, part) for part in self.path[:-1])
 
     def named(self, pattern: re.Pattern[str]) -> bool:
         return words.matches(pattern, self.last)
 
     def mentions(self, pattern: re.Pattern[str]) -> bool:
-        """True if any part is one of these words."""
         return any(words.matches(pattern, part) for part in self.path)
 
     @property
@@ -224,7 +222,6 @@ def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
-    """True if the last item of a list has only vectors, and the others have more."""
     if len(numbered) < 2:
         return False
     last = numbered[max(numbered)]

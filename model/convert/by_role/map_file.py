@@ -213,7 +213,6 @@ def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Names with their numbers as {N}, each once."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "{N}", name) for name in names))
 
 

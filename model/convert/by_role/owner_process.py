@@ -379,7 +379,6 @@ def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
 
 
 def is_weight(name: str, tensor: Tensor) -> bool:
-    """True unless a tensor is a mask, a table or an integer by its name and shape."""
     last = name.rpartition(".")[2]
     marks = ("mask", "tril", "cos", "sin", "freq", "position_ids", "rope")
     if tensor.dim() == 4 and last == "bias":
@@ -437,7 +436,6 @@ def call(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers; one under the name "logits" comes first."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

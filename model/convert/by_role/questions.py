@@ -99,12 +99,10 @@ def setting(settings: Settings, field: str) -> tuple[Any, str] | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for a finite number that is not a bool."""
     return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """True for an integer above 0."""
     return type(value) is int and value > 0
 
 

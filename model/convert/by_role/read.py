@@ -76,7 +76,6 @@ class Recognised:
 
     @property
     def rows(self) -> int:
-        """Rows of the token embedding."""
         return self.tensors.shape("token_embedding")[0]
 
     @property
@@ -85,7 +84,6 @@ class Recognised:
 
     @property
     def unknown(self) -> Mapping[str, Any]:
-        """Settings that may change logits and that nothing here understands."""
         return self.file.unknown
 
     @property
@@ -257,7 +255,6 @@ def _line(name: str, value: object, origin: str) -> str:
 
 
 def table(resolution: Resolution) -> Iterator[str]:
-    """The other values that were tried: a line for each field, the value taken first."""
     yield f"compared (lower is better; taken: {resolution.penalty:.4g}):"
     by_field: dict[str, list[Alternative]] = {}
     for alternative in resolution.alternatives:

@@ -296,7 +296,6 @@ def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) ->
 
 
 def _is_second(norm: Module) -> bool:
-    """True if a norm is the feed-forward's, by its name or its module."""
     if norm.named(words.SECOND_NORM):
         return True
     if norm.named(words.FIRST_NORM):

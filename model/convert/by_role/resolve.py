@@ -89,7 +89,6 @@ class OpenQuestions(ConvertError):
 
 
 def flag(field: str) -> str:
-    """The command line flag of a field."""
     return "--" + field.replace("_", "-")
 
 
@@ -148,7 +147,6 @@ def first(findings: Findings) -> Computation:
 
 
 def _origins(findings: Findings, **resolved: str) -> dict[str, str]:
-    """The reason for each field; `resolved` are the reasons that a search found."""
     assumed = {
         name: finding.origin if finding.resolved else f"assumed: {finding.origin}"
         for name, finding in findings.items()
@@ -224,7 +222,6 @@ class _Search:
         return canonical(best)
 
     def _products(self, start: Computation, names: Sequence[str]) -> list[Computation]:
-        """Every choice of values of some fields, without equal computations."""
         values = [self._findings[name].values for name in names]
         choices = (dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values))
         return list(dict.fromkeys(canonical(replace(start, **choice)) for choice in choices))
@@ -277,8 +274,6 @@ def _by_logits(
 
 
 class _ByText:
-    """The search for the variant with clearly the lowest loss on a text."""
-
     def __init__(self, tensors: MappedTensors, findings: Findings, text: TextObjective) -> None:
         self._tensors, self._findings = tensors, findings
         self._text = _at_its_speed(tensors, findings, text)

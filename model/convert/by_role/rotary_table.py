@@ -43,7 +43,6 @@ class RotaryTable:
 
     @property
     def _once(self) -> Tensor:
-        """The table with each angle once: (T, pairs)."""
         match self._repeats:
             case "half":
                 return self.values.chunk(2, dim=1)[0]

@@ -83,7 +83,6 @@ class TensorMap:
         return tuple(pattern.replace("{M}", str(head)) for head in range(self.n_head))
 
     def all_names(self) -> list[str]:
-        """Every name of every role and layer."""
         return [
             name
             for (role, part), pattern in self.names.items()

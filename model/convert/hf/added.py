@@ -212,7 +212,6 @@ def _flags(entry: Mapping[str, Any]) -> list[Flag]:
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Notes on `tokenizer_config.json`. Raises ConvertError for a member that may change ids."""
     for name, value in config.items():
         neutral = name in NEUTRAL or name in LISTS or name.endswith("_token_id")
         if neutral or value in (None, False, "", [], {}):

@@ -31,7 +31,6 @@ def open_state_dict(folder: Path) -> StateDictReader:
 
 
 def _shards(index: Path) -> dict[str, Tensor]:
-    """The tensors of the files that an index names, each from its own file."""
     homes = source_object(index).get("weight_map")
     if not isinstance(homes, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in homes.values()

@@ -240,7 +240,6 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
 
 
 def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
-    """Each merge, written as a list or a line of two parts, and its place."""
     places: dict[tuple[str, str], int] = {}
     for place, merge in enumerate(model.get("merges") or ()):
         parts = merge.split(" ") if isinstance(merge, str) else merge
@@ -339,7 +338,6 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
 def _ids_of_piece(
     spelled: str, model: Mapping[str, Any], pairs: Mapping[tuple[str, str], int]
 ) -> list[int]:
-    """The source's ids of a piece of text, by the definition of BPE."""
     if model.get("ignore_merges") is True and spelled in model["vocab"]:
         return [model["vocab"][spelled]]
     return [model["vocab"][part] for part in merge_piece(spelled, pairs)]

@@ -149,7 +149,6 @@ def _name(text: Text) -> str:
 
 
 def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
-    """The pattern that no token crosses, and a note on it."""
     texts = [token.decode(errors="ignore") for token in tokens if len(token) > 1]
     for name, pattern in CUTS.items():
         cut = regex.compile(pattern)

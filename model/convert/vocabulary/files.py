@@ -44,8 +44,6 @@ MOST_FOLDERS = 200
 
 @dataclass(frozen=True)
 class Candidate:
-    """A vocabulary and its place, for messages."""
-
     where: str
     vocabulary: ForeignTokenizer
 
@@ -151,7 +149,6 @@ def text_of_characters(folder: Path, count: int) -> Path | None:
 
 
 def _places(folder: Path, dataset: str | None) -> Iterator[list[Path]]:
-    """Folders to search, nearest first; those of one list are equally near."""
     above = folder.resolve().parent
     yield [folder]
     if dataset and (named := above / "data" / dataset).is_dir():
@@ -221,7 +218,6 @@ def _merges(path: Path) -> Any:
 
 
 def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
-    """minbpe's file: its version, the pattern, special tokens, merges."""
     if not raw.startswith(b"minbpe v1\n"):
         raise ConvertError(
             f"{path} is SentencePiece's or another library's own format, which is not read here"

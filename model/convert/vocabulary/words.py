@@ -183,7 +183,6 @@ def _joined_cut(words: Collection[str], where: str) -> str:
 
 
 def _spaced_cut(words: Collection[str], where: str) -> str:
-    """The first cut that leaves tokens whole, after tokens of several words, longest first."""
     single = [word for word in words if len(word.split()) == 1]
     several = [word for word in words if len(word.split()) > 1]
     cut = next(cut for cut in SPACED_CUTS if not _torn(cut, single))
