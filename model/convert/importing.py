@@ -94,8 +94,8 @@ def import_model(
     context_length    positions to keep; None keeps all
     skip_normalizer   import a tokenizer.json without its normalizer
     unused_rows       allow a vocabulary with fewer ids than the model has rows
-    roles             answers to open questions; with any, tensors are recognised by role, whatever
-                      program wrote the source
+    roles             answers to open questions; with any, tensors of every program are recognised
+                      by role
     check             a text that the model should predict
     ignored_settings  settings of the source that are not understood and change no logit
     log               called with each line of what was understood

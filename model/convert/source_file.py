@@ -1,4 +1,4 @@
-"""Source files: reading somebody else's file, with ConvertError for each thing that is wrong.
+"""Source files: reading a foreign file, with ConvertError for everything that is wrong with it.
 
 `model/files.py` reads the bytes; here its system errors become ConvertError: a pipe, a device, a
 folder, a file that is missing, too large, not UTF-8 or not JSON. Knows no formats.

@@ -207,7 +207,7 @@ def _settings_beside(path: Path) -> dict[str, Any]:
             try:
                 document = source_json(file)
             except ConvertError as error:
-                raise ConvertError(f"{error} (beside the weights)") from error
+                raise ConvertError(f"{error} (next to the weights)") from error
             if isinstance(document, dict):
                 return collect_settings(document)
     return {}

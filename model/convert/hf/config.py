@@ -200,7 +200,7 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
     sizes = read_sizes(settings, LLAMA, n_kv_head=n_head, head_dim=head_dim)
     context = sizes["context_length"]
     _reject_window(model_type, settings, min(context, context_length or context))
-    # attention_bias is on all four projections, in Qwen2 on three whatever it says.
+    # attention_bias is on all four projections; Qwen2 ignores it and has biases on three.
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
     reject_part_of_a_head(settings)

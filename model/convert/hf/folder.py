@@ -35,7 +35,7 @@ def _shards(index: Path) -> dict[str, Tensor]:
     if not isinstance(homes, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in homes.values()
     ):
-        raise ConvertError(f"{index} has no weight_map from tensors to files beside it")
+        raise ConvertError(f"{index} has no weight_map from tensors to files next to it")
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(homes.values()):
         path = index.parent / file

@@ -1,4 +1,4 @@
-"""Tables: ids and texts of a vocabulary as somebody wrote them down, perhaps with merges.
+"""Tables: ids and texts of a vocabulary in any written form, perhaps with merges.
 
 Reads the forms that programs leave in checkpoints, JSON and pickles: {stoi, itos}, {token2id,
 id2token}, {char_to_int, int_to_char} and the like, a tuple of both directions, lists and strings of

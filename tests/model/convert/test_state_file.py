@@ -176,7 +176,7 @@ def test_settings_in_the_file_override_those_beside(tmp_path: Path) -> None:
 def test_a_broken_file_beside_the_weights_is_named(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", STATE)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConvertError, match=r"config\.json is not JSON: .* \(beside the weights\)"):
+    with pytest.raises(ConvertError, match=r"config\.json is not JSON: .* \(next to the weights\)"):
         read_state_file(tmp_path / "m.pt")
 
 

@@ -23,8 +23,10 @@ def roles(tensors: Mapping[str, Tensor]) -> Mapping[tuple[Role, Part], str]:
 
 BLOCK: Mapping[str, tuple[int, ...]] = {
     **{f"{name}.weight": (WIDTH, WIDTH) for name in ("sa.q", "sa.k", "sa.v", "sa.proj")},
-    "mlp.0.weight": (64, WIDTH), "mlp.2.weight": (WIDTH, 64),
-    "ln1.weight": (WIDTH,), "ln2.weight": (WIDTH,),
+    "mlp.0.weight": (64, WIDTH),
+    "mlp.2.weight": (WIDTH, 64),
+    "ln1.weight": (WIDTH,),
+    "ln2.weight": (WIDTH,),
 }
 
 

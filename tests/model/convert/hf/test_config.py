@@ -124,7 +124,7 @@ def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: 
     with pytest.raises(ConvertError, match=r"names 1 tensors .* the first is h\.0\.more"):
         import_model(folder, tmp_path / "three")
     index.write_text(json.dumps({"weight_map": homes | {"x": "../x"}}), encoding="utf-8")
-    with pytest.raises(ConvertError, match="has no weight_map from tensors to files beside it"):
+    with pytest.raises(ConvertError, match="has no weight_map from tensors to files next to it"):
         import_model(folder, tmp_path / "three")
 
 
