@@ -15,7 +15,7 @@ the result only by float rounding:
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import sinusoidal_table
 
 PARTS: tuple[Part, ...] = ("weight", "bias")
+COPIED = ("context_length", "norm", "norm_position", "norm_eps", "final_norm", "residual",
+          "rope_theta", "activation")  # fmt: skip
+"""Fields of a Computation that are fields of a GPTConfig."""
 UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
 
 
@@ -116,21 +119,12 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
         {
             "vocab_size": rows,
             "padded_vocab_size": rows,
-            "context_length": how.context_length,
             "n_layer": mapped.n_layer,
-            "n_head": heads.n_head,
-            "n_kv_head": heads.n_kv_head,
-            "head_dim": heads.head_dim,
+            **asdict(heads),
             "d_model": width,
             "d_ff": weights["blocks.0.mlp_down.weight"].shape[1],
-            "norm": how.norm,
-            "norm_position": how.norm_position,
-            "norm_eps": how.norm_eps,
-            "final_norm": how.final_norm,
-            "residual": how.residual,
+            **{name: getattr(how, name) for name in COPIED},
             "positions": how.positions if how.positions in ("rotary", "sinusoidal") else "learned",
-            "rope_theta": how.rope_theta,
-            "activation": how.activation,
             "bias": mapped.has_bias("attention_out", "mlp_down", *UP)
             or (how.norm == "layernorm" and norm_bias),
             "qkv_bias": mapped.has_bias(*QKV),
