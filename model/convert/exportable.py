@@ -1,10 +1,10 @@
-"""Exportable: whether a model can leave, in which formats, and everything that is in the way.
+"""Exportable: the formats in which a model can leave, and everything that is in the way.
 
-Of a shape (`family.py`) and of a vocabulary: neither needs weights, so it is known before a model
-is trained. `require` says all of it at once. Does not write anything.
+Depends on a shape (`family.py`) and a vocabulary, not on weights, so it is known before a model is
+trained. `require` raises one error with all objections. Does not write anything.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from logitd.model.convert.family import (
     GPT2,
@@ -29,7 +29,7 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     QWEN2_PATTERN: "qwen2",
     QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
 }
-"""llama.cpp's names of the ways to cut texts, by the pattern that does the same."""
+"""llama.cpp's names of ways to cut texts, by the equivalent pattern."""
 
 NAMES: Mapping[str, str] = {
     "gpt2": "GPT-2",
@@ -38,16 +38,16 @@ NAMES: Mapping[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""Architectures, as their makers write them."""
+"""Architectures, as their authors spell them."""
 
 GGUF_ENDS = 3
-"""Tokens that may end a text there: of a text, a turn and a message."""
+"""Most ends in a GGUF file: of a text, a turn and a message."""
 
 HF_INSTEAD = "export it with --to hf"
 
 
 def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
-    """All that keeps it from being a Hugging Face folder."""
+    """Everything that prevents a Hugging Face folder."""
     found = [str(each) for each in folder_objections(config, tokenizer.pattern)]
     if not tokenizer.has_text:
         return found
@@ -65,25 +65,40 @@ def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) -> list[str]:
-    """All that keeps it from being a GGUF file, where `pre` names how texts are cut, or nothing
-    does."""
+    """Everything that prevents a GGUF file; `pre` is llama.cpp's name of a way to cut texts, if one
+    is given."""
     found = [str(each) for each in shape_objections(config)]
-    if not found:
-        found += _of_llama_cpp(config, family_of(config))
+    family = "" if found else family_of(config)
+    if family == GPT2 and config.activation != "gelu_tanh":
+        found.append(
+            f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
+            f"{HF_INSTEAD}"
+        )
+    if family == GPT_NEOX:
+        found.append(
+            f"positions are {config.positions!r} and norm is {config.norm!r}: that is GPT-NeoX, "
+            f"which is not written as GGUF; {HF_INSTEAD}"
+        )
     if config.rope_scaling is not None:
         found.append(
             f"rope_scaling is {config.rope_scaling}: scaled rotary positions are not written as "
             f"GGUF; {HF_INSTEAD}"
         )
+    return found + _gguf_objections_to_vocabulary(tokenizer, pre)
+
+
+def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> list[str]:
     if tokenizer.kind != "bpe":
         what = "whole words" if tokenizer.has_text else "token ids without a text"
-        found.append(
+        return [
             f"this checkpoint's vocabulary is {what}, and llama.cpp needs byte pairs; {HF_INSTEAD}"
-        )
-        return found
+        ]
+    found = list[str]()
     flags = {flag for flags in tokenizer.added_flags.values() for flag in flags}
     if lost := sorted(flags & {"lstrip", "rstrip", "single_word"}):
-        found.append(f"added tokens have {', '.join(lost)}, which GGUF does not say; {HF_INSTEAD}")
+        found.append(
+            f"added tokens have {', '.join(lost)}, which GGUF cannot express; {HF_INSTEAD}"
+        )
     if len(tokenizer.ends) > GGUF_ENDS:
         found.append(
             f"{len(tokenizer.ends)} tokens end a text, and a GGUF file names {GGUF_ENDS}; "
@@ -93,19 +108,36 @@ def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) ->
         found.append(
             "llama.cpp has no name for this checkpoint's split pattern "
             f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the file "
-            "all the same: there, ids of a text then differ in places from those here"
+            "all the same: some texts then have other ids there than here"
         )
-    return [*found, *_of_merges(tokenizer)]
+    if missing := len(tokenizer.ranks) - len(tokenizer.tokens):
+        found.append(
+            f"{missing} of the 256 bytes are not tokens of this vocabulary, and llama.cpp needs "
+            f"them all; {HF_INSTEAD}"
+        )
+        return found
+    merges, alone = merges_of(tokenizer.ranks)
+    if alone:
+        found.append(
+            f"no merges form {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
+            f"never use them. {HF_INSTEAD.capitalize()}"
+        )
+    elif not merges:
+        found.append(
+            "the vocabulary is the bytes alone, and GGUF's list of merges may not be empty; "
+            f"{HF_INSTEAD}"
+        )
+    return found
 
 
 def require(found: Sequence[str], then: str = "") -> None:
-    """Raise ConvertError that says everything that was found, and what follows."""
+    """Raise ConvertError with everything that was found, followed by `then`."""
     if found:
         raise ConvertError("; ".join(found) + then)
 
 
 def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
-    """A line that says in which formats it can leave, and if in none why."""
+    """A line with the formats of a model's export, or with the reasons why there is none."""
     if found := hf_objections(config, tokenizer):
         return f"export: not possible with this model: {'; '.join(found)}"
     folder = NAMES[folder_family_of(config, tokenizer.pattern)]
@@ -116,37 +148,3 @@ def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
         return f"{line}with --pre, because llama.cpp has no name for how its vocabulary cuts texts"
     reasons = "; ".join(each.removesuffix(f"; {HF_INSTEAD}") for each in found)
     return f"{line}does not: {reasons}"
-
-
-def _of_llama_cpp(config: GPTConfig, family: str) -> Iterator[str]:
-    if family == GPT2 and config.activation != "gelu_tanh":
-        yield (
-            f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
-            f"{HF_INSTEAD}"
-        )
-    if family == GPT_NEOX:
-        yield (
-            f"positions are {config.positions!r} and norm is {config.norm!r}: that is GPT-NeoX, "
-            f"which is not written as GGUF; {HF_INSTEAD}"
-        )
-
-
-def _of_merges(tokenizer: Tokenizer) -> Iterator[str]:
-    """Where the merges do not say all of a vocabulary."""
-    if len(tokenizer.tokens) < len(tokenizer.ranks):
-        yield (
-            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens of "
-            f"this vocabulary, and llama.cpp needs them all; {HF_INSTEAD}"
-        )
-        return
-    merges, alone = merges_of(tokenizer.ranks)
-    if alone:
-        yield (
-            f"no merges form {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
-            f"never use them. {HF_INSTEAD.capitalize()}"
-        )
-    elif not merges:
-        yield (
-            "the vocabulary is the bytes alone, and GGUF's list of merges may not be empty; "
-            f"{HF_INSTEAD}"
-        )

@@ -1,8 +1,8 @@
 """Export: from a checkpoint to a Hugging Face folder or a GGUF file.
 
-Writes aside and renames, as saving does. Padded rows are dropped. Which architecture it becomes is
-said by `family.py`; what none computes is refused, with all that is in the way (`exportable.py`).
-Formats: `hf/export.py`, `gguf_file.py`.
+Writes under another name and renames, as saving does. Padded rows are dropped. `family.py` chooses
+the architecture, `exportable.py` lists everything that prevents it, `hf/export.py` and
+`gguf_file.py` write.
 """
 
 import shutil
@@ -39,11 +39,11 @@ def export_model(
     pre: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write the checkpoint at `destination`, a folder or, as GGUF, a file; whole or not at all.
+    """Write the checkpoint at `destination`, a folder or, as GGUF, a file; completely or not.
 
-    `dtype` is that of the written weights, "auto" that of the stored ones; `pre` is for GGUF (see
-    `write_gguf`). Raises ConvertError, CheckpointError, DeviceError where the model
-    does not fit into memory, and FileError where it cannot be written.
+    `dtype` is the dtype of the written weights, "auto" that of the stored ones; `pre` is for GGUF
+    (see `write_gguf`). Raises ConvertError, CheckpointError, DeviceError if the model does not fit
+    into memory, and FileError if it cannot be written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; nothing is overwritten")
@@ -69,7 +69,6 @@ def export_model(
 
 @contextmanager
 def _aside(destination: Path) -> Iterator[Path]:
-    """A folder beside the destination, of which nothing is left afterwards."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     aside = folder_aside(destination)
     try:
@@ -79,8 +78,7 @@ def _aside(destination: Path) -> Iterator[Path]:
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of a checkpoint's weights: saving gives all of them the same. Raises
-    CheckpointError."""
+    """The dtype of a checkpoint's weights, which is the same for all. Raises CheckpointError."""
     try:
         require_regular(checkpoint / WEIGHTS)
     except OSError as error:

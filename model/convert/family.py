@@ -1,15 +1,15 @@
-"""Which of other people's architectures computes what a checkpoint's model computes.
+"""Families: the foreign architecture that computes the same as a checkpoint's model.
 
 GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3 (with QK-norm)
-are what other programs have; any other shape is rejected, naming every key of the configuration
-that has no counterpart, with the value that would have one. Missing biases are exported as zeros
-where an architecture needs them.
+exist in other programs. Any other shape is rejected with every key of the configuration that has no
+counterpart, and the value that would have one. Missing biases are exported as zeros if an
+architecture needs them.
 
-transformers gives a Qwen2 model Qwen2's own way to cut texts, whatever the folder says: so with
-another vocabulary that shape is exported as Llama, with biases of zeros on the output projection.
+transformers always cuts the texts of a Qwen2 model in Qwen2's own way. With another vocabulary that
+shape is exported as Llama, with biases of zeros on the output projection.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +20,18 @@ from logitd.model.transformer.config import GPTConfig
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
 NARROWER = 2 / 3
-"""The width of a feed-forward with a gate over that of one without, for as many parameters."""
+"""Width of a feed-forward with a gate over that of one without, for equally many parameters."""
 MULTIPLE = 32
-"""Of a width that is chosen here."""
+"""Divisor of a width that is chosen here."""
+
+_Rule = tuple[bool, str, str, Any]
+"""True if a key is in the way, the key, the reason, and the value that would do."""
 
 
 @dataclass(frozen=True)
 class Objection:
-    """A key of a configuration that keeps it from being exported, and the value that would not;
-    None where another key decides."""
+    """A key of a configuration that prevents its export, and the value that would not; None if
+    another key decides."""
 
     key: str
     value: Any
@@ -40,15 +43,18 @@ class Objection:
 
 
 def objections(config: GPTConfig) -> list[Objection]:
-    """All that no architecture computes; none: `family_of` names the one that computes it."""
-    found = list(_of_any(config))
-    if config.norm == "rmsnorm":
-        return [*found, *_of_llama(config)]
-    return [*found, *_of_gpt(config)]
+    """Every key that no architecture computes; if empty, `family_of` returns the architecture."""
+    found = _broken(config, _of_any(config))
+    if config.norm == "layernorm":
+        return found + _broken(config, _of_gpt(config))
+    found += _broken(config, _of_llama(config))
+    if not config.qk_norm and not _is_qwen2(config):
+        found += _broken(config, _of_shared_width(config))
+    return found
 
 
 def family_of(config: GPTConfig) -> str:
-    """The architecture of that name. Raises ConvertError with every objection."""
+    """The architecture's name. Raises ConvertError with every objection."""
     _require(objections(config))
     if config.norm == "layernorm":
         return GPT_NEOX if config.positions == "rotary" else GPT2
@@ -58,24 +64,24 @@ def family_of(config: GPTConfig) -> str:
 
 
 def folder_family_of(config: GPTConfig, pattern: str) -> str:
-    """The same for a Hugging Face folder, whose vocabulary cuts texts by `pattern`."""
+    """The same for a Hugging Face folder with a vocabulary that cuts texts by `pattern`."""
     _require(folder_objections(config, pattern))
     family = family_of(config)
     return LLAMA if family == QWEN2 and pattern != QWEN2_PATTERN else family
 
 
 def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
-    """All that keeps a shape from being a Hugging Face folder with such a vocabulary."""
+    """Every key that a Hugging Face folder with such a vocabulary cannot express."""
     found = objections(config)
     if not found and family_of(config) == QWEN2 and pattern != QWEN2_PATTERN:
-        found += _of_shared_width(config)
+        found = _broken(config, _of_shared_width(config))
     return found
 
 
 def nearest(config: GPTConfig) -> GPTConfig:
-    """The configuration with every key that is objected to changed, and nothing else: but where a
-    feed-forward gets a gate, its width, so that it has about as many parameters as before. Raises
-    ConvertError where no value of a key would do."""
+    """The configuration with every objectionable key changed. A feed-forward that gets a gate also
+    changes its width, to keep about as many parameters. Raises ConvertError if no value of a key
+    would do."""
     while found := objections(config):
         if stuck := [objection for objection in found if objection.instead is None]:
             raise ConvertError(f"{_listed(stuck)}; no other value can be exported in its place")
@@ -85,7 +91,6 @@ def nearest(config: GPTConfig) -> GPTConfig:
 
 
 def _following(config: GPTConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a changed key changes besides."""
     more: dict[str, Any] = {}
     if changes.get("activation") == "swiglu":
         more["d_ff"] = max(1, round(NARROWER * config.d_ff / MULTIPLE)) * MULTIPLE
@@ -95,68 +100,66 @@ def _following(config: GPTConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     return more
 
 
-def _of_any(config: GPTConfig) -> Iterator[Objection]:
-    """What no architecture has."""
-    if config.value_embeddings:
-        yield Objection(
-            "value_embeddings", True, "no other architecture adds embeddings to values", False
-        )
-    if config.norm_position == "post":
-        yield Objection(
-            "norm_position", "post", "GPT-2 and Llama normalise before each sublayer", "pre"
-        )
-    if not config.final_norm:
-        yield Objection("final_norm", False, "GPT-2 and Llama end with a norm", True)
-    if config.head_bias:
-        yield Objection("head_bias", True, "the heads of GPT-2 and Llama have none", False)
+def _broken(config: GPTConfig, rules: Iterable[_Rule]) -> list[Objection]:
+    return [
+        Objection(key, getattr(config, key), reason, instead)
+        for wrong, key, reason, instead in rules
+        if wrong
+    ]
 
 
-def _of_gpt(config: GPTConfig) -> Iterator[Objection]:
-    """What neither GPT-2 nor GPT-NeoX has: they differ in positions and residuals alone."""
-    if config.activation == "swiglu":
-        reason = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
-        yield Objection("activation", "swiglu", reason, "gelu_tanh")
-    if config.qk_norm:
-        reason = "GPT-2 and GPT-NeoX do not normalise queries and keys"
-        yield Objection("qk_norm", True, reason, False)
-    if config.n_kv_head != config.n_head:
-        reason = f"as many as n_head, {config.n_head}, are needed"
-        yield Objection("n_kv_head", config.n_kv_head, reason, config.n_head)
-    if config.n_head * config.head_dim != config.d_model:
-        reason = "the heads of GPT-2 and GPT-NeoX share d_model equally"
-        shared, rest = divmod(config.d_model, config.n_head)
-        odd = config.positions == "rotary" and shared % 2
-        yield Objection("head_dim", config.head_dim, reason, None if rest or odd else shared)
-    if config.positions != "rotary" and config.residual == "parallel":
-        reason = f"with {config.positions} positions it is GPT-2's shape"
-        yield Objection("residual", "parallel", reason, "sequential")
+def _of_any(config: GPTConfig) -> Iterable[_Rule]:
+    added = "no other architecture adds embeddings to values"
+    before = "GPT-2 and Llama normalise before each sublayer"
+    return (
+        (config.value_embeddings, "value_embeddings", added, False),
+        (config.norm_position == "post", "norm_position", before, "pre"),
+        (not config.final_norm, "final_norm", "GPT-2 and Llama end with a norm", True),
+        (config.head_bias, "head_bias", "the heads of GPT-2 and Llama have none", False),
+    )
 
 
-def _of_llama(config: GPTConfig) -> Iterator[Objection]:
-    """What none of Llama, Qwen2 and Qwen3 has."""
-    if config.positions != "rotary":
-        reason = "with norm 'rmsnorm' it is Llama's, which are rotary"
-        instead = None if config.head_dim % 2 else "rotary"
-        yield Objection("positions", config.positions, reason, instead)
-    elif config.rotary_dim != config.head_dim:
-        reason = f"Llama turns whole heads, {config.head_dim}"
-        yield Objection("rotary_dim", config.rotary_dim, reason, config.head_dim)
-    if config.residual == "parallel":
-        reason = "Llama has one sublayer after the other"
-        yield Objection("residual", "parallel", reason, "sequential")
-    if config.activation != "swiglu":
-        yield Objection("activation", config.activation, "Llama's feed-forward is swiglu", "swiglu")
-    if config.qk_norm and config.bias:
-        reason = "with qk_norm it is Qwen3's shape, whose feed-forward has none"
-        yield Objection("bias", True, reason, False)
-    if not config.qk_norm and not _is_qwen2(config):
-        yield from _of_shared_width(config)
+def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
+    """GPT-2 and GPT-NeoX, which differ only in positions and residuals."""
+    gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
+    norms = "GPT-2 and GPT-NeoX do not normalise queries and keys"
+    equal = f"it must equal n_head, {config.n_head}"
+    wide = "the heads of GPT-2 and GPT-NeoX share d_model equally"
+    shared, rest = divmod(config.d_model, config.n_head)
+    rotary = config.positions == "rotary"
+    head_dim = None if rest or (rotary and shared % 2) else shared
+    after = f"with {config.positions} positions it is GPT-2's shape"
+    parallel = config.residual == "parallel"
+    return (
+        (config.activation == "swiglu", "activation", gate, "gelu_tanh"),
+        (config.qk_norm, "qk_norm", norms, False),
+        (config.n_kv_head != config.n_head, "n_kv_head", equal, config.n_head),
+        (config.n_head * config.head_dim != config.d_model, "head_dim", wide, head_dim),
+        (not rotary and parallel, "residual", after, "sequential"),
+    )
 
 
-def _of_shared_width(config: GPTConfig) -> Iterator[Objection]:
-    if config.d_model % config.n_head:
-        reason = f"Llama needs d_model {config.d_model} to be divisible by it"
-        yield Objection("n_head", config.n_head, reason, None)
+def _of_llama(config: GPTConfig) -> Iterable[_Rule]:
+    """Llama, Qwen2 and Qwen3."""
+    llama = "with norm 'rmsnorm' it is Llama's, which are rotary"
+    whole = f"Llama rotates whole heads, {config.head_dim}"
+    after = "Llama has one sublayer after the other"
+    qwen3 = "with qk_norm it is Qwen3's shape, whose feed-forward has none"
+    rotary, even = config.positions == "rotary", config.head_dim % 2 == 0
+    part = rotary and config.rotary_dim != config.head_dim
+    gate = "Llama's feed-forward is swiglu"
+    return (
+        (not rotary, "positions", llama, "rotary" if even else None),
+        (part, "rotary_dim", whole, config.head_dim),
+        (config.residual == "parallel", "residual", after, "sequential"),
+        (config.activation != "swiglu", "activation", gate, "swiglu"),
+        (config.qk_norm and config.bias, "bias", qwen3, False),
+    )
+
+
+def _of_shared_width(config: GPTConfig) -> Iterable[_Rule]:
+    reason = f"Llama needs d_model {config.d_model} to be divisible by it"
+    return ((config.d_model % config.n_head != 0, "n_head", reason, None),)
 
 
 def _is_qwen2(config: GPTConfig) -> bool:

@@ -1,19 +1,20 @@
-"""What every reader of a foreign format gives, and how it takes its tensors.
+"""Foreign models: the values that every reader returns, and checked access to their parts.
 
-A reader (`nanogpt.py`, `hf/config.py`, `litgpt.py`) turns names and shapes into ours and says
-where the model comes from. Nothing is trusted: `StateDictReader` names a tensor that is
-missing, has another shape, is not of a float dtype, or is left over at the end.
+A reader (`nanogpt.py`, `hf/config.py`, `litgpt.py`, `by_role/`) translates names and shapes.
+Nothing in a file is trusted: `StateDictReader` names a tensor that is missing, has another shape or
+dtype, or is left over at the end; `Settings` names a key that is missing or has a wrong value.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.transformer.config import ConfigError, GPTConfig
 
 FLOATS = {
     torch.float32: "float32",
@@ -24,17 +25,26 @@ FLOATS = {
 
 
 class ConvertError(ValueError):
-    """A model that cannot be imported or exported; the message says what is in the way."""
+    """A model that cannot be imported or exported; the message names the reason."""
+
+
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """Turn the error of a shape or a vocabulary into a ConvertError that names its source."""
+    try:
+        yield
+    except (ConfigError, TokenizerError) as error:
+        raise ConvertError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignTokenizer:
     """A vocabulary in this project's form.
 
-    end_known   the source says which special token ends a document; else it is a guess by names
-    order   for each of our ids the id that it had in the source; None where they are the same
-    notes   what a person should know, as sentences
-    chat_template   its source, where the model has one that means the same here
+    order          the source's id of each of our ids; None if they are the same
+    notes          sentences for the user
+    chat_template  its source, if the model has one that means the same here
+    end_known      the source names the special token that ends a document; else its name is a guess
     """
 
     tokenizer: Tokenizer
@@ -46,100 +56,110 @@ class ForeignTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignModel:
-    """A model read from another format: shape, weights by our names, and where it comes from.
+    """A model read from another format.
 
-    `config.vocab_size` and the rows of `weights` are still the source's rows (V, padding
-    included); `importing.py` fits them to the vocabulary.
+    `config.vocab_size` and the rows of `weights` are still the source's (V, padding included);
+    `importing.py` fits them to the vocabulary.
+
+    kind      "nanoGPT", "Hugging Face llama", ...
+    dtype     dtype of the source
+    contents  the rest of the file or its configuration, as read
+    facts     facts about the source, for the card
+    notes     changes of weights, as sentences
+    unknown   settings that nothing here understands
     """
 
-    kind: str  # "nanoGPT", "Hugging Face llama", ...
+    kind: str
     config: GPTConfig
     weights: Mapping[str, Tensor]
-    dtype: torch.dtype  # of the source
+    dtype: torch.dtype
     step: int = 0
     tokens: int = 0
     val_loss: float | None = None
-    contents: Mapping[str, Any] = field(default_factory=dict)  # beside the tensors, as it was read
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of the source, for the card
-    notes: Sequence[str] = ()  # changes of weights, as sentences
-    unknown: Mapping[str, Any] = field(default_factory=dict)  # settings that nothing understands
+    contents: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    unknown: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
-        """Rows of the token embedding."""
         return self.config.vocab_size
+
+
+def check_tensor(where: str, name: str, tensor: Tensor) -> None:
+    """Raise ConvertError unless a tensor is dense, of a float dtype, and finite."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "without values" if tensor.is_meta else "sparse"
+        raise ConvertError(f"{where}: {name} is {kind}; dense tensors can be imported")
+    if tensor.dtype not in FLOATS:
+        raise ConvertError(
+            f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights in "
+            f"{', '.join(FLOATS.values())} can be imported, quantized ones cannot"
+        )
+    if not torch.isfinite(tensor).all():
+        raise ConvertError(f"{where}: {name} has NaN or infinite values")
+
+
+def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """The dtype of a model's tensors; float32 if they differ or are wider."""
+    if len(dtypes) == 1 and torch.float64 not in dtypes:
+        return next(iter(dtypes))
+    return torch.float32
 
 
 class StateDictReader:
     """The tensors of one file or folder, by name; each is taken once."""
 
-    def __init__(self, where: str, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
         self._where = where
-        self._names = set(names)
-        self._read = read
+        self._tensors = tensors
         self._taken: set[str] = set()
-        self.dtypes: set[torch.dtype] = set()
+        self._dtypes: set[torch.dtype] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._names)
+        return name in self._tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of that name and shape. Raises ConvertError."""
-        if name not in self._names:
+        if name not in self._tensors:
             raise ConvertError(f"{self._where} lacks the tensor {name} of shape {shape}")
-        tensor = self._read(name)
-        self._taken.add(name)
+        tensor = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise ConvertError(
                 f"{self._where}: {name} has shape {tuple(tensor.shape)}, its configuration says "
                 f"{shape}"
             )
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            kind = "without values" if tensor.is_meta else "sparse"
-            raise ConvertError(f"{self._where}: {name} is {kind}; dense tensors can be imported")
-        if tensor.dtype not in FLOATS:
-            raise ConvertError(
-                f"{self._where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights "
-                f"in {', '.join(FLOATS.values())} can be imported, quantized ones cannot"
-            )
-        if not torch.isfinite(tensor).all():
-            raise ConvertError(f"{self._where}: {name} has NaN or infinite values")
-        self.dtypes.add(tensor.dtype)
+        check_tensor(self._where, name, tensor)
+        self._taken.add(name)
+        self._dtypes.add(tensor.dtype)
         return tensor
 
     def require_layers(self, count: int) -> None:
-        """Raise ConvertError for more layers than there are tensors: a configuration may say any
+        """Raise ConvertError if there are fewer tensors than layers: a configuration may say any
         number, and listing the names alone would fill memory."""
-        if count > len(self._names):
+        if count > len(self._tensors):
             raise ConvertError(
-                f"{self._where} has {len(self._names):,} tensors, and its configuration says "
+                f"{self._where} has {len(self._tensors):,} tensors, and its configuration says "
                 f"{count:,} layers, each of which has several"
             )
 
     def ignore(self, *suffixes: str) -> None:
         """Leave out tensors that are not weights: masks and tables."""
-        self._taken |= {name for name in self._names if name.endswith(suffixes)}
+        self._taken |= {name for name in self._tensors if name.endswith(suffixes)}
 
-    def finish(self) -> None:
-        """Raise ConvertError if a tensor was not taken: the source computes with it."""
-        if left := sorted(self._names - self._taken):
+    def finish(self) -> torch.dtype:
+        """The dtype of the tensors taken. Raises ConvertError if one is left over: the source
+        computes with it."""
+        if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
                 f"{self._where} has {len(left)} tensors that a model of its configuration does "
                 f"not have, the first is {left[0]}"
             )
-
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors taken; float32 where they differ or are wider."""
-        if len(self.dtypes) == 1 and torch.float64 not in self.dtypes:
-            return next(iter(self.dtypes))
-        return torch.float32
+        return common_dtype(self._dtypes)
 
 
 class Settings:
-    """A foreign configuration, read key by key: a wrong or missing one is named."""
+    """A foreign configuration, read key by key. Errors name the key."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self._where = where
@@ -147,7 +167,7 @@ class Settings:
         self._read: set[str] = set()
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of these keys that is there. Raises ConvertError."""
+        """The value of the first of these keys that is present. Raises ConvertError."""
         value = self._first(names, default)
         if type(value) is not int or value < 1:
             raise ConvertError(f"{self._where}: {names[0]} is {value!r}; expected a number above 0")
@@ -173,7 +193,7 @@ class Settings:
         return default if value is None else value
 
     def has(self, name: str) -> bool:
-        """Whether the key is there, be it null."""
+        """True if the key is present, even if its value is null."""
         self._read.add(name)
         return name in self._values
 
@@ -182,20 +202,20 @@ class Settings:
         return [name for name, value in self._values.items() if value is not None]
 
     def part(self, name: str) -> "Settings":
-        """The object under a key, read in the same way; empty where there is none."""
+        """The object under a key; empty if there is none."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConvertError(f"{self._where}: {name} is {value!r}; expected an object")
         return Settings(f"{name} of {self._where}", value)
 
     def reject_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
-        """Raise ConvertError where a key asks for something that no GPTConfig says."""
+        """Raise ConvertError if a key has a value that no GPTConfig expresses."""
         value = self._first((name,), None, needed=False)
         if value is not None and value not in neutral:
             raise ConvertError(f"{self._where}: {name} is {value!r}; {reason}")
 
     def unread(self) -> dict[str, Any]:
-        """The values of the keys that were not asked for."""
+        """The values of the keys that were not read."""
         return {name: value for name, value in self._values.items() if name not in self._read}
 
     def _first(self, names: Sequence[str], default: Any, *, needed: bool = True) -> Any:

@@ -1,12 +1,11 @@
 """GGUF, llama.cpp's file format, by the `gguf` package (the extra `gguf`).
 
-Matrices in the dtype of the checkpoint, norms, biases and positions in float32, as llama.cpp's
-own converter writes them, with the vocabulary as byte-level BPE.
+Matrices have the dtype of the checkpoint, norms, biases and positions float32, as in llama.cpp's
+own converter, with the vocabulary as byte-level BPE.
 
-How a text is cut before merging is code there, by a name. A pattern that none of these names stands
-for is refused, unless a name is given: ids of texts then differ in places, those of tokens do not.
-What else is refused stands in `exportable.py`. Quantizing is llama.cpp's own business
-(`llama-quantize`).
+llama.cpp cuts texts in code, chosen by a name. A pattern without such a name is refused unless a
+name is given: some texts then have other ids, tokens do not. `exportable.py` lists everything else
+that is refused. llama.cpp quantizes itself (`llama-quantize`).
 """
 
 from contextlib import closing
@@ -23,16 +22,14 @@ from logitd.model.convert.hf.export import biased_parts
 from logitd.model.convert.hf.merges import byte_characters, merges_of, written
 from logitd.model.convert.layouts import GGUF_GPT2, GGUF_LLAMA, GGUF_QWEN, write_weights
 from logitd.model.extras import installation
-from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
 
 LAYOUTS = {GPT2: GGUF_GPT2, LLAMA: GGUF_LLAMA, QWEN2: GGUF_QWEN, QWEN3: GGUF_QWEN}
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
-    """Write the model, to which there are no objections, as a GGUF file. `pre` is llama.cpp's name
-    of how texts are cut, where no name stands for the checkpoint's pattern. Raises ConvertError and
-    OSError."""
+    """Write a model without objections as a GGUF file. `pre` is llama.cpp's name of the way to cut
+    texts, if the checkpoint's pattern has none. Raises ConvertError and OSError."""
     try:
         import gguf
     except ImportError as error:
@@ -40,8 +37,6 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
             f"writing GGUF needs the package gguf, which is not installed: {installation('gguf')}"
         ) from error
     config = info.config
-    cut = pre or PRE_TOKENIZERS[info.tokenizer.pattern]
-    merges = _merges(info.tokenizer)
     weights = write_weights(gpt, LAYOUTS[family], biased=biased_parts(config, family))
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_name(info.name)
@@ -60,20 +55,17 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    _add_vocabulary(writer, gguf, info, cut, merges)
-    kind = {
-        torch.float32: gguf.GGMLQuantizationType.F32,
-        torch.bfloat16: gguf.GGMLQuantizationType.BF16,
-        torch.float16: gguf.GGMLQuantizationType.F16,
+    _add_vocabulary(writer, gguf, info, pre or PRE_TOKENIZERS[info.tokenizer.pattern])
+    kinds, files = gguf.GGMLQuantizationType, gguf.LlamaFileType
+    kind, file_type = {
+        torch.float32: (kinds.F32, files.ALL_F32),
+        torch.bfloat16: (kinds.BF16, files.MOSTLY_BF16),
+        torch.float16: (kinds.F16, files.MOSTLY_F16),
     }[next(iter(weights.values())).dtype]
-    writer.add_file_type(
-        {"F32": gguf.LlamaFileType.ALL_F32, "BF16": gguf.LlamaFileType.MOSTLY_BF16}.get(
-            kind.name, gguf.LlamaFileType.MOSTLY_F16
-        )
-    )
+    writer.add_file_type(file_type)
     for name, tensor in weights.items():
         matrix = tensor.dim() == 2 and not name.startswith("position_embd")
-        stored = kind if matrix else gguf.GGMLQuantizationType.F32
+        stored = kind if matrix else kinds.F32
         values = gguf.quants.quantize(tensor.float().numpy(), stored)
         writer.add_tensor(name, values, raw_dtype=stored)
     with closing(writer):
@@ -82,17 +74,9 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
         writer.write_tensors_to_file()
 
 
-def _merges(tokenizer: Tokenizer) -> list[str]:
-    """The merges, as lines."""
-    merges, _ = merges_of(tokenizer.ranks)
-    characters = byte_characters()
-    return [" ".join(written(part, characters) for part in pair) for pair in merges]
-
-
-def _add_vocabulary(
-    writer: Any, gguf: Any, info: CheckpointInfo, cut: str, merges: list[str]
-) -> None:
+def _add_vocabulary(writer: Any, gguf: Any, info: CheckpointInfo, cut: str) -> None:
     tokenizer, characters = info.tokenizer, byte_characters()
+    merges, _ = merges_of(tokenizer.ranks)
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     apart = {token_id: text for text, token_id in tokenizer.added_tokens.items()}
     tokens, types = [], []
@@ -114,7 +98,7 @@ def _add_vocabulary(
     writer.add_tokenizer_pre(cut)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(merges)
+    writer.add_token_merges([" ".join(written(part, characters) for part in p) for p in merges])
     writer.add_add_bos_token(False)
     if tokenizer.end_of_text is not None:
         writer.add_bos_token_id(tokenizer.end_of_text)

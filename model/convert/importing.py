@@ -1,15 +1,15 @@
 """Import: from a model trained elsewhere to a checkpoint.
 
-Recognises what a path holds, lets its reader take it in, brings the rows of embedding and head into
-the order of the vocabulary, and saves. Rows that belong to no token are padding. What was read is
-held against the shapes of the model that is saved, by name. Formats that say all that a model
-computes: nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.py`), LitGPT's
-(`litgpt.py`). Everything else is recognised by the role of its tensors (`by_role/`).
+Opens a path with the reader of its format, brings the rows of embedding and head into the order of
+the vocabulary, and saves. Rows without a token are padding. Every weight is checked by name against
+the shapes of the saved model. Formats that fix the whole computation: nanoGPT's `ckpt.pt`
+(`nanogpt.py`), Hugging Face folders (`hf/config.py`), LitGPT's (`litgpt.py`). Everything else is
+recognised by the role of its tensors (`by_role/`).
 """
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,9 +28,8 @@ from logitd.model.checkpoint.checkpoint import (
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt
 from logitd.model.convert.by_role.build import Built
-from logitd.model.convert.by_role.objective import text_objective
+from logitd.model.convert.by_role.objective import CheckText, text_objective
 from logitd.model.convert.by_role.read import (
-    CheckText,
     Recognised,
     RoleOptions,
     read_by_role,
@@ -40,10 +39,11 @@ from logitd.model.convert.by_role.resolve import OpenQuestions, compared_with_ch
 from logitd.model.convert.card import write_import_card
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from logitd.model.convert.hf.config import FAMILIES, read_huggingface
-from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS, read_object
+from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS
 from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.nanogpt import read_nanogpt
+from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
@@ -57,20 +57,20 @@ from logitd.model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
-"""Files that stand for the folder that they are in."""
+"""Files that name the folder they are in."""
 FINGERPRINT_BYTES = 2**20
 CHECKED_CHARACTERS = 2_000_000
-"""Of a text that a model is tried on; windows are taken from all of it."""
+"""Most characters of a text for --check; windows are taken from all of them."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
     RuntimeError,
     zipfile.BadZipFile,
 )
-"""What reading a value of a kind that nobody expects there may raise."""
+"""Errors that a value of an unexpected kind may raise."""
 
-ROWS = ("token_embedding.weight", "head.weight", "head.bias")
-"""Weights with a row for each token."""
+ROWS = frozenset(("token_embedding.weight", "head.weight", "head.bias"))
+"""Weights with one row per token."""
 
 
 def import_model(
@@ -89,18 +89,24 @@ def import_model(
 ) -> CheckpointInfo:
     """Read the model at `source` and save it as a new checkpoint at `destination`.
 
-    `tokenizer` names a vocabulary where the source has none or another one is right
-    (`vocabulary/named.py`); `unused_rows` lets it have fewer ids than the model has rows.
-    `dtype` is that of the stored weights, "auto" that of the source. `context_length` shortens the
-    model's context. `roles` are answers to what the source does not say: with them its tensors are
-    recognised by role, whatever program it is from. `check` is a text that the model should
-    predict. `ignored_settings` are names of settings of the source that change no logit, though
-    they are not understood. `log` is told what was understood. Raises ConvertError,
-    CheckpointError when `destination` exists, and FileError where it cannot be written.
+    tokenizer         a vocabulary to use instead of the source's (`vocabulary/named.py`)
+    dtype             dtype of the stored weights; "auto" is the source's
+    context_length    positions to keep; None keeps all
+    skip_normalizer   import a tokenizer.json without its normalizer
+    unused_rows       allow a vocabulary with fewer ids than the model has rows
+    roles             answers to open questions; with any, tensors of every program are recognised
+                      by role
+    check             a text that the model should predict
+    ignored_settings  settings of the source that are not understood and change no logit
+    log               called with each line of what was understood
+
+    Raises ConvertError, CheckpointError if `destination` exists, and FileError if it cannot be
+    written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
-    with _teaching(source):
+    files = [] if check is None else _check_files(check)
+    with _reporting_damage(source):
         opened, folder = _open(
             source, context_length, roles or RoleOptions(), checked=check is not None
         )
@@ -109,7 +115,7 @@ def import_model(
         _require_understood(opened, ignored_settings, checked=check is not None)
     elif ignored_settings:
         raise ConvertError("--ignore-setting and --code: the owner's code says what settings do")
-    with _teaching(folder):
+    with _reporting_damage(folder):
         vocabulary = choose_vocabulary(
             tokenizer,
             contents=opened.contents,
@@ -120,7 +126,7 @@ def import_model(
             unused_rows=unused_rows,
             text=check,
         )
-    text = None if check is None else _check_text(check, vocabulary)
+    text = None if check is None else _check_text(check, files, vocabulary)
     if isinstance(opened, Recognised):
         model = read_by_role(opened, text=text, log=log)
     else:
@@ -165,8 +171,8 @@ def import_model(
 
 
 def importable(source: Path) -> bool:
-    """Whether a path may hold a model of somebody else's: a file of weights, or a folder with one
-    that is not a checkpoint of this project."""
+    """True if a path may hold a foreign model: a file of weights, or a folder with one that is not
+    a checkpoint of this project."""
     if source.is_file():
         return source.suffix in SUFFIXES
     if not source.is_dir() or _is_own(source):
@@ -177,8 +183,8 @@ def importable(source: Path) -> bool:
 
 
 def fingerprint(source: Path) -> str:
-    """What tells a source from another of the same name: a hash of the names and sizes of its files
-    of weights, and of how each begins and ends."""
+    """A hash that tells a source from another of the same name: of the names, sizes, first and last
+    bytes of its files of weights."""
     files = [source]
     if source.is_dir():
         files = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix in LOOKED_FOR)
@@ -194,9 +200,9 @@ def fingerprint(source: Path) -> str:
 
 
 @contextmanager
-def _teaching(where: Path) -> Iterator[None]:
-    """Turns what damaged values make of code that expects others into a ConvertError: a field of
-    JSON or of a pickle may be anything, and not each is looked at before it is used."""
+def _reporting_damage(where: Path) -> Iterator[None]:
+    """Turn the errors of damaged values into a ConvertError: a field of JSON or of a pickle may be
+    of any kind, and not every field is checked before it is used."""
     try:
         yield
     except (ConvertError, CheckpointError):
@@ -212,8 +218,8 @@ def _teaching(where: Path) -> Iterator[None]:
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognised, Path]:
-    """The model at a path, read whole where its format says everything, and the folder in which
-    its tokenizer may be."""
+    """The model at a path, already read if its format fixes the computation, and the folder of its
+    tokenizer."""
     if source.is_file() and source.name in PUBLISHED_FILES:
         source = source.parent
     if not source.exists():
@@ -232,35 +238,30 @@ def _open(
 def _read_published(
     source: Path, context_length: int | None, *, by_role_else: bool
 ) -> ForeignModel | None:
-    """A model in a format that says all that it computes; None where it is in none of them, or of
-    a family of Hugging Face's that has no reader and may be recognised by role."""
+    """A model in a format that fixes its computation; None if it has another format, or is of a
+    Hugging Face family without a reader that may be recognised by role."""
     if source.is_file():
         return read_nanogpt(source)
     if (source / litgpt.WEIGHTS).is_file():
         return read_litgpt(source, context_length=context_length)
     if (source / NANOGPT).is_file() and (model := read_nanogpt(source / NANOGPT)) is not None:
         return model
-    if (source / CONFIG).is_file():
-        document = read_object(source / CONFIG)
-        known = document.get("model_type") in FAMILIES or not by_role_else
-        if "model_type" in document and "format_version" not in document and known:
-            return read_huggingface(source, context_length=context_length)
+    document = object_beside(source, CONFIG)
+    known = document.get("model_type") in FAMILIES or not by_role_else
+    if "model_type" in document and "format_version" not in document and known:
+        return read_huggingface(source, context_length=context_length)
     return None
 
 
 def _is_own(folder: Path) -> bool:
-    """True if a folder is a checkpoint or a run of this project."""
-    config = folder / CONFIG
-    if is_run(folder):
-        return True
-    return config.is_file() and "format_version" in read_object(config)
+    return is_run(folder) or "format_version" in object_beside(folder, CONFIG)
 
 
 def _require_understood(
     opened: ForeignModel | Recognised, ignored: Collection[str], *, checked: bool
 ) -> None:
     """Raise OpenQuestions if settings of the source are not understood, with its other open
-    questions unless a text is going to answer them."""
+    questions unless a text will answer them."""
     where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
     if not (unknown := still_unknown(opened.unknown, ignored, where)):
         return
@@ -273,11 +274,16 @@ def _require_understood(
     raise OpenQuestions(lines, list(unknown))
 
 
-def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:
-    """A text as ids of the source. Raises ConvertError."""
+def _check_files(path: Path) -> list[Path]:
     try:
-        documents = documents_of_all(named_files(str(path)), None)
-        text = beginning(documents, CHECKED_CHARACTERS).replace("\r\n", "\n")
+        return named_files(str(path))
+    except DataError as error:
+        raise ConvertError(f"--check {path}: {error}") from error
+
+
+def _check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokenizer) -> CheckText:
+    try:
+        text = beginning(documents_of_all(files, None), CHECKED_CHARACTERS).replace("\r\n", "\n")
         ids = vocabulary.tokenizer.encode(text)
     except (DataError, TokenizerError) as error:
         raise ConvertError(f"--check {path}: {error}") from error
@@ -286,11 +292,9 @@ def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:
 
 
 def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -> ForeignModel:
-    """A model of a known format with its loss on a text. Raises ConvertError where it predicts
-    the text worse than the tokens' own frequencies do."""
-    objective = text_objective(text.token_ids, model.config.context_length)
-    if objective is None:
-        raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
+    """A model of a known format with its loss on a text. Raises ConvertError if it predicts the
+    text worse than the frequencies of its tokens do."""
+    objective = text_objective(text, model.config.context_length)
     built = Built(model.config, model.weights, ())
     loss = float(objective(built, causal=True, effort="full").mean())
     chance = objective.unigram_nats()
@@ -307,24 +311,16 @@ def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -
 def _fitted(
     model: ForeignModel, vocabulary: ForeignTokenizer, context_length: int | None
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The model with rows in the vocabulary's order, padded, and its context cut if wanted."""
     config, weights = model.config, dict(model.weights)
     size, rows = vocabulary.tokenizer.vocab_size, config.vocab_size
-    largest = max(vocabulary.order) + 1 if vocabulary.order is not None else size
-    if largest > rows:
-        raise ConvertError(
-            f"the model has {rows:,} rows of the embedding and the vocabulary ids up to "
-            f"{largest - 1:,}: they do not belong together"
-        )
     if vocabulary.order is not None:
         order = torch.tensor(vocabulary.order)
         rows = size
-        weights |= {name: weights[name][order] for name in ROWS if name in weights}
+        weights |= {name: weights[name][order] for name in ROWS & weights.keys()}
     padded_rows = padded(rows)
-    for name in ROWS:
-        if name in weights and padded_rows > rows:
-            extra = weights[name].new_zeros(padded_rows - rows, *weights[name].shape[1:])
-            weights[name] = torch.cat((weights[name], extra))
+    for name in ROWS & weights.keys():
+        extra = weights[name].new_zeros(padded_rows - rows, *weights[name].shape[1:])
+        weights[name] = torch.cat((weights[name], extra))
     if context_length is not None:
         if context_length > config.context_length:
             raise ConvertError(
@@ -342,7 +338,6 @@ def _fitted(
 def _without_zero_biases(
     config: GPTConfig, weights: dict[str, Tensor]
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The same without biases that are all zeros, if the norms have none."""
     biases = {f"blocks.{n}.{part}.bias" for n in range(config.n_layer) for part in MATRICES}
     if not config.bias or config.norm != "rmsnorm" or any(weights[name].any() for name in biases):
         return config, weights
@@ -353,13 +348,12 @@ def _without_zero_biases(
 def _check(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], stored: torch.dtype
 ) -> None:
-    """Raise ConvertError unless these are the weights of the model that is to be saved."""
     given = {name: tensor.shape for name, tensor in weights.items()}
     if wrong := sorted(name for name in given.keys() | shapes.keys()
                        if given.get(name) != shapes.get(name)):  # fmt: skip
         name = wrong[0]
         raise ConvertError(
-            f"{len(wrong)} tensors do not fit the model, the first is {name}: it has the shape "
+            f"{len(wrong)} tensors do not fit the model, the first is {name}: its shape is "
             f"{given.get(name)}, expected {shapes.get(name)}"
         )
     limit = torch.finfo(stored).max

@@ -1,41 +1,46 @@
-"""Layouts: the names, order and orientation of a GPT's weights in other programs.
+"""Layouts: the names, order and orientation of a GPT's weights and sizes in other programs.
 
-A `Layout` is a table from our modules to theirs. `read_weights` takes the tensors of a file by it,
-`write_weights` gives our weights their names: one table for both ways. Knows no configurations
-(`hf/config.py`, `nanogpt.py`, `litgpt.py`) and no files.
+A `Layout` maps our modules and sizes to theirs, for reading (`read_weights`, `read_sizes`) and
+writing (`write_weights`, `write_sizes`). Other keys of configurations are in `hf/config.py`,
+`nanogpt.py` and `litgpt.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import empty_gpt
-from logitd.model.convert.foreign import ConvertError, StateDictReader
+from logitd.model.convert.foreign import ConvertError, Settings, StateDictReader
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
 EMBEDDING, POSITIONS, HEAD = "token_embedding", "position_embedding", "head"
 NORMS = ("attention_norm", "mlp_norm", "final_norm")
 MATRICES = ("attention_out", "mlp_up", "mlp_down")
+LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_down")
+"""The modules of a layer, without norms of query and key."""
 
 Rows = Mapping[str, Tensor]
-"""For a module, which row of theirs each row of ours is."""
+"""For a module, the index in their rows of each of our rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Modules by our names, and theirs.
+    """Their names by ours.
 
     outside     modules outside the layers
-    inside      modules of a layer; the rows of several lie one behind the other here
+    inside      modules of a layer (`inside`)
     layer       text before the names of a layer, with {N} for its number
-    prefixes    alternatives of the text before every name but the head's; the last one is written
-    heads       alternatives of the head's name; the first one is written
-    transposed  matrices of the layers lie (in, out)
-    skipped     rows at the start of a table that belong to nothing here
+    prefixes    alternatives of the text before every name except the head's; the last is written
+    heads       alternatives of the head's name; the first is written
+    transposed  matrices of the layers are stored (in, out)
+    skipped     rows at the start of a table that are not used
     rows        the order of rows, if it differs
+    sizes       their keys of fields of a GPTConfig; alternatives have spaces between them
+    eps         their key of the norms' eps, and its default
     """
 
     outside: Mapping[str, str]
@@ -46,9 +51,10 @@ class Layout:
     transposed: bool = False
     skipped: Mapping[str, int] = field(default_factory=dict)
     rows: Callable[[GPTConfig], Rows] = lambda config: {}
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    eps: tuple[str, float] | None = None
 
     def names(self, module: str, prefix: str) -> list[str]:
-        """Their names of a module of ours."""
         if module == HEAD:
             return [self.heads[0]]
         if not module.startswith("blocks."):
@@ -58,16 +64,30 @@ class Layout:
         return [f"{layer}{name}" for name in self.inside[part]]
 
     def is_transposed(self, module: str, tensor_dims: int) -> bool:
-        """True if a tensor of a module lies (in, out) there."""
         return self.transposed and tensor_dims == 2 and module.startswith("blocks.")
+
+
+def read_sizes(settings: Settings, layout: Layout, **defaults: int) -> dict[str, Any]:
+    """The sizes of a configuration as fields of a GPTConfig. Raises ConvertError."""
+    read: dict[str, Any] = {"vocab_size": settings.integer("vocab_size")}
+    for ours, theirs in layout.sizes.items():
+        read[ours] = settings.integer(*theirs.split(), default=defaults.get(ours))
+    return read | ({"norm_eps": settings.number(*layout.eps)} if layout.eps else {})
+
+
+def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
+    """The sizes by their keys, each alternative included."""
+    written = {
+        key: getattr(config, ours) for ours, keys in layout.sizes.items() for key in keys.split()
+    }
+    return written | ({layout.eps[0]: config.norm_eps} if layout.eps else {})
 
 
 def read_weights(
     reader: StateDictReader, config: GPTConfig, layout: Layout, *, unbiased: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """The weights of a model of this shape by our names; `unbiased` are parts that have no biases
-    there, though others have: they get zeros. Raises ConvertError for a tensor that is missing or
-    of another shape."""
+    """The weights of a model of this shape by our names. Parts in `unbiased` have no biases there
+    and get zeros. Raises ConvertError for a tensor that is missing or of another shape."""
     reader.require_layers(config.n_layer)
     first = layout.names(EMBEDDING, "")[0]
     found = (prefix for prefix in layout.prefixes if f"{prefix}{first}.weight" in reader)
@@ -77,13 +97,12 @@ def read_weights(
         module, kind, part = _split(name)
         if part == HEAD or (kind == "bias" and part in unbiased):
             continue
-        names = layout.names(module, prefix)
-        pieces = []
+        names, skipped, pieces = layout.names(module, prefix), layout.skipped.get(module, 0), []
         for their, size in zip(names, _sizes(config, part, shape[0], len(names)), strict=True):
-            piece = [layout.skipped.get(module, 0) + size, *shape[1:]]
+            piece = [skipped + size, *shape[1:]]
             turned = layout.is_transposed(module, len(piece))
             tensor = reader.take(f"{their}.{kind}", *(piece[::-1] if turned else piece))
-            pieces.append((tensor.T if turned else tensor)[layout.skipped.get(module, 0) :])
+            pieces.append((tensor.T if turned else tensor)[skipped:])
         weights[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         if part in rows:
             weights[name] = weights[name][rows[part]]
@@ -94,7 +113,7 @@ def read_weights(
 def _read_head(
     reader: StateDictReader, config: GPTConfig, layout: Layout, embedding: Tensor
 ) -> dict[str, Tensor]:
-    """The head; a tied one is only compared, if it is stored once more."""
+    """The head's weights; if it is tied and stored all the same, they must equal the embedding."""
     head = next((name for name in layout.heads if f"{name}.weight" in reader), layout.heads[0])
     weights: dict[str, Tensor] = {}
     if not config.tied_head or f"{head}.weight" in reader:
@@ -104,14 +123,14 @@ def _read_head(
     if config.tied_head and not torch.equal(weights.pop("head.weight", embedding), embedding):
         raise ConvertError(
             f"{head}.weight differs from the embedding, and tie_word_embeddings says that they are "
-            "one; which is right cannot be told from here"
+            "one: the file contradicts its configuration"
         )
     return weights
 
 
 def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
-    """Add zeros for the biases that a model of this shape has and its weights lack; the parts that
-    got some, sorted."""
+    """Add zeros for the biases that a model of this shape has and its weights lack. Returns the
+    parts that got some, sorted."""
     filled = set[str]()
     for name in _shapes(config):
         module, kind, part = _split(name)
@@ -133,7 +152,7 @@ def tie_if_equal(
 
 
 def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[str, Tensor]:
-    """The weights by their names, without padded rows, each in memory of its own; parts that are
+    """The weights by their names, without padded rows, each in memory of its own. Parts that are
     `biased` there get zeros if they have no bias here. Sinusoidal positions become learned ones."""
     config, state = gpt.config, gpt.state_dict()
     rows = layout.rows(config)
@@ -160,27 +179,26 @@ def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[
 
 
 def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a GPT's weights by our names, without padded rows."""
     bare = replace(config, padded_vocab_size=config.vocab_size)
     state = empty_gpt(bare, torch.device("meta")).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Module, kind and part of a weight: blocks.0.qkv.bias is blocks.0.qkv, bias and qkv."""
+    """Module, kind and part: blocks.0.qkv.bias is blocks.0.qkv, bias and qkv."""
     module, _, kind = name.rpartition(".")
     return module, kind, module.rpartition(".")[2]
 
 
 def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
-    """The rows of each of `count` modules that one of ours consists of."""
+    """The rows of each of the `count` modules that one of ours is made of."""
     if part == "qkv" and count == 3:
         return [rows - 2 * config.kv_width, config.kv_width, config.kv_width]
     return [rows // count] * count
 
 
 def head_by_head(config: GPTConfig) -> Rows:
-    """GPT-NeoX: query, key and value of each head in turn, whose turning channels come first."""
+    """GPT-NeoX: query, key and value of each head in turn; rotated channels come first."""
     rows = torch.arange(config.qkv_width).view(config.n_head, 3, config.head_dim)
     order = half_split(config)
     query, key, value = rows.unbind(dim=1)
@@ -188,7 +206,7 @@ def head_by_head(config: GPTConfig) -> Rows:
 
 
 def turning_first(config: GPTConfig) -> Rows:
-    """LitGPT: all queries, all keys, all values; the turning channels of a head come first."""
+    """LitGPT: all queries, all keys, all values; the rotated channels of a head come first."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)  # (H + 2K, D)
     order, turned = half_split(config), config.n_head + config.n_kv_head
     norm = torch.tensor(order)
@@ -206,7 +224,7 @@ def group_by_group(config: GPTConfig) -> Rows:
 
 
 def neighbours_turn(config: GPTConfig) -> Rows:
-    """llama.cpp's "llama": channels 2i and 2i + 1 of a head turn together."""
+    """llama.cpp's "llama": channels 2i and 2i + 1 of a head are rotated together."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     turned = config.n_head + config.n_kv_head
     pairs = rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
@@ -223,50 +241,71 @@ def half_split(config: GPTConfig) -> list[int]:
     return [*first, *range(turning, config.rotary_dim), *range(ends, config.head_dim)]
 
 
+def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
+    """Modules of a layer in the order of LAYER; the rows of modules in one string, with spaces
+    between them, are joined here. `norms` are those of query and key."""
+    parts = dict(zip(LAYER, names, strict=True)) | norms
+    return {part: tuple(theirs.split()) for part, theirs in parts.items()}
+
+
+def sizes(*keys: str, **more: str) -> dict[str, str]:
+    """Keys of the context, width, layers and heads, and of further sizes."""
+    names = ("context_length", "d_model", "n_layer", "n_head")
+    return dict(zip(names, keys, strict=True)) | more
+
+
 GPT2 = Layout(
     outside={EMBEDDING: "wte", POSITIONS: "wpe", "final_norm": "ln_f"},
-    inside={
-        "attention_norm": ("ln_1",),
-        "qkv": ("attn.c_attn",),
-        "attention_out": ("attn.c_proj",),
-        "mlp_norm": ("ln_2",),
-        "mlp_up": ("mlp.c_fc",),
-        "mlp_down": ("mlp.c_proj",),
-    },
+    inside=inside("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
     layer="h.{N}.",
     prefixes=("", "transformer."),
     transposed=True,
+    sizes=sizes("n_positions n_ctx", "n_embd", "n_layer", "n_head", d_ff="n_inner"),
+    eps=("layer_norm_epsilon", 1e-5),
 )
-NANOGPT = replace(GPT2, prefixes=("transformer.",), transposed=False)
+NANOGPT = replace(
+    GPT2,
+    prefixes=("transformer.",),
+    transposed=False,
+    sizes=sizes("block_size", "n_embd", "n_layer", "n_head"),
+    eps=None,
+)
+_SIZES = ("max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
 LLAMA = Layout(
     outside={EMBEDDING: "embed_tokens", "final_norm": "norm"},
-    inside={
-        "attention_norm": ("input_layernorm",),
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "query_norm": ("self_attn.q_norm",),
-        "key_norm": ("self_attn.k_norm",),
-        "attention_out": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp_down": ("mlp.down_proj",),
-    },
+    inside=inside(
+        "input_layernorm",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+        "mlp.gate_proj mlp.up_proj",
+        "mlp.down_proj",
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+    ),
     layer="layers.{N}.",
     prefixes=("", "model."),
+    sizes=sizes(
+        *_SIZES, d_ff="intermediate_size", n_kv_head="num_key_value_heads", head_dim="head_dim"
+    ),
+    eps=("rms_norm_eps", 1e-6),
 )
 NEOX = Layout(
     outside={EMBEDDING: "embed_in", "final_norm": "final_layer_norm"},
-    inside={
-        "attention_norm": ("input_layernorm",),
-        "qkv": ("attention.query_key_value",),
-        "attention_out": ("attention.dense",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp_up": ("mlp.dense_h_to_4h",),
-        "mlp_down": ("mlp.dense_4h_to_h",),
-    },
+    inside=inside(
+        "input_layernorm",
+        "attention.query_key_value",
+        "attention.dense",
+        "post_attention_layernorm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    ),
     layer="layers.{N}.",
     prefixes=("", "gpt_neox."),
     heads=("embed_out", "lm_head"),
     rows=head_by_head,
+    sizes=sizes(*_SIZES, d_ff="intermediate_size"),
+    eps=("layer_norm_eps", 1e-5),
 )
 OPT = Layout(
     outside={
@@ -274,47 +313,44 @@ OPT = Layout(
         POSITIONS: "embed_positions",
         "final_norm": "final_layer_norm",
     },
-    inside={
-        "attention_norm": ("self_attn_layer_norm",),
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention_out": ("self_attn.out_proj",),
-        "mlp_norm": ("final_layer_norm",),
-        "mlp_up": ("fc1",),
-        "mlp_down": ("fc2",),
-    },
+    inside=inside(
+        "self_attn_layer_norm",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "self_attn.out_proj",
+        "final_layer_norm",
+        "fc1",
+        "fc2",
+    ),
     layer="layers.{N}.",
     prefixes=("", "decoder.", "model.decoder."),
-    skipped={POSITIONS: 2},  # rows that fairseq counted for the padding
+    skipped={POSITIONS: 2},  # fairseq counts rows for the padding
+    sizes=sizes(*_SIZES, d_ff="ffn_dim"),
 )
 LITGPT = Layout(
     outside={EMBEDDING: "transformer.wte", "final_norm": "transformer.ln_f"},
-    inside={
-        "attention_norm": ("norm_1",),
-        "qkv": ("attn.qkv",),
-        "query_norm": ("attn.norm_q",),
-        "key_norm": ("attn.norm_k",),
-        "attention_out": ("attn.proj",),
-        "mlp_norm": ("norm_2",),
-        "mlp_up": ("mlp.fc",),
-        "mlp_down": ("mlp.proj",),
-    },
+    inside=inside(
+        *("norm_1", "attn.qkv", "attn.proj", "norm_2", "mlp.fc", "mlp.proj"),
+        query_norm="attn.norm_q",
+        key_norm="attn.norm_k",
+    ),
     layer="transformer.h.{N}.",
     rows=turning_first,
+    sizes={
+        **NANOGPT.sizes,
+        "d_ff": "intermediate_size",
+        "n_kv_head": "n_query_groups",
+        "head_dim": "head_size",
+    },
+    eps=("norm_eps", 1e-5),
 )
 GGUF_GPT2 = Layout(
     outside={EMBEDDING: "token_embd", POSITIONS: "position_embd", "final_norm": "output_norm"},
-    inside={
-        "attention_norm": ("attn_norm",),
-        "qkv": ("attn_qkv",),
-        "attention_out": ("attn_output",),
-        "mlp_norm": ("ffn_norm",),
-        "mlp_up": ("ffn_up",),
-        "mlp_down": ("ffn_down",),
-    },
+    inside=inside("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"),
     layer="blk.{N}.",
     heads=("output",),
 )
-GGUF_LLAMA = Layout(
+GGUF_LLAMA = replace(
+    GGUF_GPT2,
     outside={EMBEDDING: "token_embd", "final_norm": "output_norm"},
     inside={
         **GGUF_GPT2.inside,
@@ -323,8 +359,6 @@ GGUF_LLAMA = Layout(
         "key_norm": ("attn_k_norm",),
         "mlp_up": ("ffn_gate", "ffn_up"),
     },
-    layer="blk.{N}.",
-    heads=("output",),
     rows=neighbours_turn,
 )
 GGUF_QWEN = replace(GGUF_LLAMA, rows=lambda config: {})

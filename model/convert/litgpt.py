@@ -1,9 +1,9 @@
 """LitGPT's `lit_model.pth` with `model_config.yaml`: the shapes of Llama, GPT-NeoX and Pythia.
 
-Old versions have query, key and value under `attn.attn`, group by group. A head is always stored;
+Old versions store query, key and value under `attn.attn`, group by group. A head is always stored;
 one that equals the embedding is kept once. Reading YAML needs PyYAML. Recognition by role
-(`by_role/`) cannot replace this reader: it reads no YAML, turns whole heads only, and does not know
-that order.
+(`by_role/`) does not replace this reader: it reads no YAML, rotates whole heads only, and does not
+know that order.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
+from logitd.model.convert.foreign import (
+    ConvertError,
+    ForeignModel,
+    Settings,
+    StateDictReader,
+    naming,
+)
 from logitd.model.convert.layouts import (
     LITGPT,
     MATRICES,
     Layout,
     group_by_group,
+    read_sizes,
     read_weights,
     tie_if_equal,
 )
@@ -25,30 +32,22 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.convert.state_file import named_tensors
 from logitd.model.extras import installation
 from logitd.model.files import CONFIG_BYTES
-from logitd.model.transformer.config import ConfigError, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "shared_attention_norm": (False,),
-    "post_attention_norm": (False,),
-    "post_mlp_norm": (False,),
-    "norm_1": (True,),
-    "norm_2": (True,),
+    **dict.fromkeys(("shared_attention_norm", "post_attention_norm", "post_mlp_norm"), (False,)),
+    **dict.fromkeys(("scale_embeddings", "rope_interleave"), (False,)),
+    **dict.fromkeys(("norm_1", "norm_2"), (True,)),
+    **dict.fromkeys(("rope_adjustments", "rope_local_base_freq", "rope_indices"), ()),
+    **dict.fromkeys(("attention_scores_scalar", "latent_attention"), ()),
+    **dict.fromkeys(("attention_logit_softcapping", "final_logit_softcapping"), ()),
     "norm_qk_type": ("default",),
-    "scale_embeddings": (False,),
     "rope_condense_ratio": (1,),
-    "rope_interleave": (False,),
-    "rope_adjustments": (),
-    "rope_local_base_freq": (),
-    "rope_indices": (),
-    "attention_scores_scalar": (),
-    "attention_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "latent_attention": (),
     "n_expert": (0,),
 }
-"""Keys that change what is computed, each with the values that do not (besides null)."""
+"""Keys that change the computation, each with the values that do not, next to null."""
 
 READ = {
     "name", "hf_config", "block_size", "n_layer", "n_embd", "vocab_size", "padding_multiple",
@@ -57,34 +56,29 @@ READ = {
     "rotary_percentage", "intermediate_size", "bias", "mlp_class_name", "gelu_approximate",
     "rope_n_elem", "parallel_residual", "lm_head_bias",
 }  # fmt: skip
-"""Keys that are read, or say nothing about the computation."""
+"""Keys that are read here, or do not change the computation."""
 
 
 def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     """Read a checkpoint folder of LitGPT. Raises ConvertError."""
-    where = str(folder / CONFIG)
+    where, path = str(folder / CONFIG), folder / WEIGHTS
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
     unknown = _unknown(settings, values)
-    weights_file = str(folder / WEIGHTS)
-    loaded = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
+    loaded = read_pt(path, keep='{"model": state_dict}')
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
-    tensors = named_tensors(weights_file, state)
-    reader = StateDictReader(weights_file, tensors, tensors.__getitem__)
-    try:
+    reader = StateDictReader(str(path), named_tensors(str(path), state))
+    with naming(where):
         config = _config(settings, context_length)
-    except ConfigError as error:
-        raise ConvertError(f"{where}: {error}") from error
     unbiased = () if settings.flag("bias", True) else MATRICES
     config, weights = tie_if_equal(
         config, read_weights(reader, config, _layout(reader, config), unbiased=unbiased)
     )
-    reader.finish()
     return ForeignModel(
         kind="LitGPT",
         config=config,
         weights=weights,
-        dtype=reader.dtype(),
+        dtype=reader.finish(),
         contents={"config": values},
         unknown=unknown,
         facts={"name": settings.get("name", "")},
@@ -99,7 +93,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"reading {path.name} needs PyYAML, which is not installed: {installation('litgpt')}"
         ) from error
     if not path.exists():
-        raise ConvertError(f"{path} does not exist; it says what {WEIGHTS} is")
+        raise ConvertError(f"{path} does not exist; it describes {WEIGHTS}")
     try:
         values = yaml.safe_load(source_text(path, CONFIG_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -112,7 +106,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _unknown(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that nothing here understands. Raises ConvertError for those that ask for what is not
+    """Keys that nothing here understands. Raises ConvertError for a computation that is not
     supported."""
     for name, neutral in NEUTRAL.items():
         settings.reject_unless(name, neutral, "not supported here")
@@ -129,39 +123,30 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     gated = settings.get("mlp_class_name", "GptNeoxMLP") == "LLaMAMLP"
     exact = settings.get("gelu_approximate", "none") == "none"
     width, n_head = settings.integer("n_embd"), settings.integer("n_head")
-    context, head_dim = (
-        settings.integer("block_size"),
-        settings.integer("head_size", default=max(1, width // n_head)),
+    sizes = read_sizes(
+        settings, LITGPT, head_dim=max(1, width // n_head), n_kv_head=n_head, d_ff=4 * width
     )
+    context, vocab_size = sizes["context_length"], sizes["vocab_size"]
     window = settings.integer("sliding_window_size", default=context)
     if window < min(context, context_length or context):
         raise ConvertError(
-            f"sliding_window_size is {window}; every position sees all before it here. Within the "
+            f"sliding_window_size is {window}; here every position sees all before it. Within the "
             f"window both are the same: import it with --context-length {window}"
         )
     norm_qk = settings.flag("norm_qk", False)
     if norm_qk and layer_norm:
         raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalised here")
     biased = settings.flag("bias", True)
-    vocab_size = settings.integer("vocab_size")
     multiple = settings.integer("padding_multiple", default=512)
+    padded = -(-vocab_size // multiple) * multiple
+    sizes["vocab_size"] = settings.integer("padded_vocab_size", default=padded)
     return gpt2_shape(
-        vocab_size=settings.integer(
-            "padded_vocab_size", default=-(-vocab_size // multiple) * multiple
-        ),
-        context_length=context,
-        n_layer=settings.integer("n_layer"),
-        n_head=n_head,
-        n_kv_head=settings.integer("n_query_groups", default=n_head),
-        d_model=width,
-        head_dim=head_dim,
-        d_ff=settings.integer("intermediate_size", default=4 * width),
+        **sizes,
         norm="layernorm" if layer_norm else "rmsnorm",
-        norm_eps=settings.number("norm_eps", 1e-5),
         residual="parallel" if settings.flag("parallel_residual", True) else "sequential",
         positions="rotary",
         rope_theta=settings.number("rope_base", 10_000),
-        rotary_dim=int(head_dim * settings.number("rotary_percentage", 0.25)),
+        rotary_dim=int(sizes["head_dim"] * settings.number("rotary_percentage", 0.25)),
         activation="swiglu" if gated else "gelu" if exact else "gelu_tanh",
         bias=biased or layer_norm,  # LitGPT's LayerNorm always has one
         qkv_bias=biased or settings.flag("attn_bias", False),
@@ -172,7 +157,6 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
 
 
 def _layout(reader: StateDictReader, config: GPTConfig) -> Layout:
-    """The names of a version and of its kind of feed-forward."""
     inside = dict(LITGPT.inside)
     if config.activation == "swiglu":
         inside["mlp_up"] = ("mlp.fc_1", "mlp.fc_2")

@@ -1,24 +1,27 @@
 """nanoGPT's `ckpt.pt`: GPT-2's shape, with or without biases, and exact GELU.
 
-The optimizer's state in the file is not read.
+The optimizer's state in the file is not read. Recognition by role (`by_role/`) does not replace
+this reader: it would have to ask for the activation and the place of the norms, and does not check
+shapes against `model_args`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from logitd.model.convert.layouts import NANOGPT, read_weights, tie_if_equal
+from logitd.model.convert.foreign import ForeignModel, Settings, StateDictReader, naming
+from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.state_file import collect_settings, named_tensors
 from logitd.model.convert.unknown_settings import unknown_settings
-from logitd.model.transformer.config import ConfigError, gpt2_shape
+from logitd.model.transformer.config import gpt2_shape
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
-    """Read a file as nanoGPT's train.py writes it; None if its keys or the names of its tensors are
-    not nanoGPT's. Raises ConvertError."""
+    """Read a file of nanoGPT's train.py; None if its keys or names are not nanoGPT's. Raises
+    ConvertError."""
     if path.suffix == ".safetensors":
         return None
     checkpoint = read_pt(path, keep="model.state_dict()")
@@ -29,36 +32,28 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     if not known or not any(str(n).endswith("transformer.h.0.ln_1.weight") for n in state):
         return None
     settings = Settings(f"model_args of {path}", arguments)
-    tensors = named_tensors(str(path), state)
-    reader = StateDictReader(str(path), tensors, tensors.__getitem__)
+    reader = StateDictReader(str(path), named_tensors(str(path), state))
     reader.ignore(".attn.bias")  # the causal mask, in old versions
     bias = settings.flag("bias", True)
-    try:
+    with naming(f"model_args of {path}"):
         config = gpt2_shape(
-            vocab_size=settings.integer("vocab_size"),
-            context_length=settings.integer("block_size"),
-            n_layer=settings.integer("n_layer"),
-            n_head=settings.integer("n_head"),
-            d_model=settings.integer("n_embd"),
+            **read_sizes(settings, NANOGPT),
             activation="gelu",
             bias=bias,
             qkv_bias=bias,
             tied_head="lm_head.weight" not in reader,
             dropout=settings.number("dropout", 0.0),
         )
-    except ConfigError as error:
-        raise ConvertError(f"model_args of {path}: {error}") from error
     config, weights = tie_if_equal(config, read_weights(reader, config, NANOGPT))
-    reader.finish()
-    training = checkpoint.get("config")
+    training, step = checkpoint.get("config"), checkpoint.get("iter_num")
     training = training if isinstance(training, dict) else {}
-    step, contents = checkpoint.get("iter_num"), without_tensors(checkpoint)
     step = step if type(step) is int and step > 0 else 0
+    contents = without_tensors(checkpoint)
     return ForeignModel(
         kind="nanoGPT",
         config=config,
         weights=weights,
-        dtype=reader.dtype(),
+        dtype=reader.finish(),
         step=step,
         tokens=step * _tokens_per_step(training),
         val_loss=_loss(checkpoint.get("best_val_loss")),
@@ -68,8 +63,7 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     )
 
 
-def _tokens_per_step(training: dict[Any, Any]) -> int:
-    """Tokens of a step in all processes together, 0 if the file does not say."""
+def _tokens_per_step(training: Mapping[Any, Any]) -> int:
     product = 1
     for name in ("gradient_accumulation_steps", "batch_size", "block_size"):
         value = training.get(name)
@@ -80,7 +74,7 @@ def _tokens_per_step(training: dict[Any, Any]) -> int:
 
 
 def _loss(value: Any) -> float | None:
-    """The last evaluation's loss; nanoGPT writes 1e9 for none."""
+    """The loss of the last evaluation; nanoGPT writes 1e9 if there was none."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value)
     known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6

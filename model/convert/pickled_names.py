@@ -1,7 +1,7 @@
-"""Names in a pickle: which classes and functions it asks for, read without building anything.
+"""Names in a pickle: the classes and functions that it asks for, read without building anything.
 
-Walks the instructions with `pickletools`, which runs none of them. Covers torch.save's zip archives
-and its older form (several pickles one behind the other), and plain pickles.
+Walks the instructions with `pickletools`, which runs none of them. Covers torch.save's zip
+archives, its older form (several pickles in a row), and plain pickles.
 """
 
 import pickletools
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BYTES = 256 * 2**20
-"""Of a pickle's instructions at most; tensors stand beside them in a zip archive."""
+"""Most bytes of a pickle's instructions; a zip archive stores tensors outside them."""
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What torch.save's older form begins with: its magic number, pickled."""
+"""First bytes of torch.save's older form: its magic number, pickled."""
 
 DAMAGE = (
     *(ValueError, OSError, IndexError, EOFError, KeyError, OverflowError, MemoryError),
     *(zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, zlib.error),
 )
-"""What reading a damaged pickle or archive may raise."""
+"""Errors that reading a damaged pickle or archive may raise."""
 
 HARMLESS = frozenset(
     {
@@ -41,16 +41,16 @@ HARMLESS = frozenset(
         "torch.serialization._get_layout",
     }
 )
-"""What `weights_only=True` builds by itself, besides storages and dtypes."""
+"""Names that `weights_only=True` builds by itself, next to storages and dtypes."""
 
 
 @dataclass(frozen=True)
 class PickledNames:
-    """What a file names.
+    """Names in a file.
 
     foreign       classes and functions beyond tensors and containers, in the file's order
-    holds_module  a torch module is among what it would build
-    by_torch      the file is torch.save's, not pickle.dump's
+    holds_module  it would build a torch module
+    by_torch      torch.save wrote it, not pickle.dump
     complete      the instructions could be read to their end
     """
 
@@ -61,9 +61,8 @@ class PickledNames:
 
 
 def pickled_names(path: Path) -> PickledNames:
-    """The names in a file; none where it is not a pickle."""
-    by_torch, names, complete = False, list[str](), False
-    texts = set[str]()
+    """The names in a file; none if it is not a pickle."""
+    by_torch, names, complete, texts = False, list[str](), False, set[str]()
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -83,7 +82,7 @@ def pickled_names(path: Path) -> PickledNames:
                     names += _globals(file, texts)
                     complete = True
     except DAMAGE:
-        pass  # what was read until then is what is known: the caller says that it is damaged
+        pass  # the names read so far count; the caller reports the damage
     foreign = tuple(dict.fromkeys(name for name in names if not _harmless(name)))
     module = "_modules" in texts and "_parameters" in texts
     return PickledNames(foreign, module, by_torch, complete)
@@ -97,11 +96,11 @@ def _harmless(name: str) -> bool:
 
 
 def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Each with its argument. Names of damaged bytes may look like escapes that Python no longer
-    has; what it says to that is for who writes source code."""
+    """Instructions with their arguments. Python warns of damaged bytes that look like outdated
+    escapes; such warnings are for authors of source code."""
     instructions = pickletools.genops(file)
     while True:
-        with warnings.catch_warnings():  # about each: a generator must not change them for others
+        with warnings.catch_warnings():  # around each step: a generator must not keep filters
             warnings.simplefilter("ignore", DeprecationWarning)
             instruction = next(instructions, None)
         if instruction is None:
@@ -111,7 +110,7 @@ def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
 
 
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
-    """The names of one pickle. `texts` is given the strings that mark a torch module."""
+    """The names in one pickle. Adds to `texts` the strings that mark a torch module."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""

@@ -1,11 +1,11 @@
 """PyTorch's .pt and .pth files, read as data alone.
 
-`torch.load` with `weights_only=True` and nothing else. Objects of a configuration's class
-(`__main__.GPTConfig`, `argparse.Namespace`) are read as their attributes, by a class of this module
-in their place: no code of theirs is imported or run. A whole pickled module is refused with the
-names that it holds (`pickled_names.py`) and the line that saves what is needed. Files from before
-torch 1.6, which are not zip archives, are read too. Meta files of character vocabularies are
-pickles as well, of plain containers; `read_plain_pickle` builds nothing but these.
+Uses `torch.load` with `weights_only=True`. Objects of a configuration's class
+(`__main__.GPTConfig`, `argparse.Namespace`) are read as their attributes, by a class of this
+module: none of their code is imported or run. A whole pickled module is refused with the names that
+it holds (`pickled_names.py`) and the line that saves its weights. Files from before torch 1.6,
+which are not zip archives, are read too. `read_plain_pickle` reads the plain containers of a
+vocabulary.
 """
 
 import io
@@ -19,41 +19,56 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pickled_names import PickledNames, pickled_names
-from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive
+from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive, tensors_in
 from logitd.model.convert.source_file import require_source, source_bytes
 
 PACKED_TIMES = 4
-"""How many times its size an archive may unpack to."""
+"""Largest ratio of an archive's unpacked size to its own."""
 PICKLE_BYTES = 64 * 2**20
-"""More than any character vocabulary has."""
+"""Largest pickle, in bytes; character vocabularies are smaller."""
 
 
 class Attributes:
-    """An object of a class that was not imported: its attributes alone."""
+    """The attributes of an object whose class is not imported."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> "Attributes":
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """Attributes as pickle has them: a dictionary, or one of slots beside it. Other states
-        (NumPy's tuples) say nothing by name and are left out."""
+        """Take the attributes as pickle stores them: a dictionary, or also one of slots. Other
+        states (NumPy's tuples) have no names and are left out."""
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 vars(self).update(part)
 
 
-def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
-    """The dictionary that a .pt file holds; its tensors stay on the disk until they are read.
+class UncalledAttributes(Attributes):
+    """The same in a plain pickle, which makes objects without a call: calling `__init__` or passing
+    arguments would run code of the class."""
 
-    `keep` is, as Python, what to save where the file was made if it cannot be read. Raises
-    ConvertError.
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        if arguments or named:
+            cls._refuse()
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._refuse()
+
+    @classmethod
+    def _refuse(cls) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {cls.__name__}, and to build that would run code")
+
+
+def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
+    """The dictionary that a .pt file holds; its tensors stay on disk until they are read.
+
+    `keep` is the Python expression to save instead if the file cannot be read. Raises ConvertError.
     """
     require_source(path)
     archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
@@ -61,7 +76,7 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
         loaded = _load(path, archive)
     except pickle.UnpicklingError as error:
         loaded = _load_with_attributes(path, keep, archive, error)
-    except Exception as error:  # torch stumbles over damaged bytes in many ways
+    except Exception as error:  # torch fails on damaged bytes in many ways
         raise _unreadable(path, keep, error) from error
     plain = _plain(loaded)
     if not isinstance(plain, dict):
@@ -71,9 +86,9 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
 
 
 def _archive(path: Path, keep: str) -> Archive:
-    """What an archive says of itself. Raises ConvertError for one that unpacks to much more than it
-    is (torch.save does not compress, and what is read is allocated as it says), or whose list of
-    files cannot be read."""
+    """The list of files of an archive. Raises ConvertError if it cannot be read, or if the archive
+    unpacks to much more than its size: torch.save does not compress, and torch allocates the sizes
+    that the list names."""
     try:
         archive = read_archive(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
@@ -89,7 +104,7 @@ def _archive(path: Path, keep: str) -> Archive:
 
 def _load(path: Path, archive: Archive | None) -> Any:
     mapped = archive is not None and not archive.compressed
-    with warnings.catch_warnings():  # torch says of other pickle protocols that they are unusual
+    with warnings.catch_warnings():  # torch warns of unusual pickle protocols
         warnings.simplefilter("ignore")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
@@ -97,8 +112,8 @@ def _load(path: Path, archive: Archive | None) -> Any:
 def _load_with_attributes(
     path: Path, keep: str, archive: Archive | None, refused: pickle.UnpicklingError
 ) -> Any:
-    """The file with the classes that it names replaced by bags of attributes. Raises ConvertError
-    where it is more than configurations: a module, or functions to call."""
+    """The file with `Attributes` in place of the classes that it names. Raises ConvertError if it
+    holds more than configurations: a module, or functions to call."""
     names = pickled_names(path)
     if not (archive is not None or names.holds_module or names.foreign):
         raise _unreadable(path, keep, refused) from refused
@@ -119,7 +134,6 @@ def _load_with_attributes(
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Bags of attributes as dictionaries, to the depth that configurations have."""
     if isinstance(value, Attributes):
         value = dict(vars(value))
     if depth < 4 and isinstance(value, Mapping):
@@ -128,7 +142,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
-    """What a pickle names, and how to get the weights out where it was made."""
     shown = ", ".join(names.foreign[:6]) + (", ..." if len(names.foreign) > 6 else "")
     if not names.holds_module:
         return ConvertError(
@@ -147,7 +160,6 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
 
 
 def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
-    """A file that is neither torch's zip nor its older form, told from a damaged one."""
     size = f"{path} ({path.stat().st_size:,} bytes)"
     names = pickled_names(path)
     if names.holds_module or names.foreign:
@@ -173,88 +185,37 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
 
 
 def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file holds beside its tensors and the dictionaries and lists that have some."""
+    """The values of a file except its tensors and the dictionaries and lists that hold some."""
     return {
         key: value
         for key, value in checkpoint.items()
-        if isinstance(key, str) and not _holds_tensors(value)
+        if isinstance(key, str) and not any(tensors_in(value))
     }
 
 
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        depth > 0
-        and isinstance(value, list | tuple)
-        and any(_holds_tensors(inner, depth - 1) for inner in value)
-    )
-
-
 def read_plain_pickle(path: Path) -> Any:
-    """What a pickle of dictionaries, lists, numbers and texts holds; an object that has these as
-    attributes is a dictionary of them. Raises ConvertError."""
+    """A pickle of dictionaries, lists, numbers and texts; an object with these as attributes
+    becomes a dictionary. Raises ConvertError."""
     raw = source_bytes(path, PICKLE_BYTES)
     try:
         _check_memo(raw)
-        return _attributes(_PlainUnpickler(io.BytesIO(raw), encoding="utf-8").load())
-    except Exception as error:  # as many kinds as there are ways to break a pickle
+        return _plain(_PlainUnpickler(io.BytesIO(raw), encoding="utf-8").load())
+    except Exception as error:  # a pickle can be broken in many ways
         raise ConvertError(
             f"{path} is not a pickle of plain values: {type(error).__name__}: {error}"
         ) from error
 
 
 def _check_memo(raw: bytes) -> None:
-    """Raise UnpicklingError where a pickle puts something at a place that it cannot come to by
-    counting: Python makes room for all places before it."""
+    """Raise UnpicklingError if a memo index exceeds the pickle's length: Python allocates all
+    entries before it."""
     for opcode, argument, _ in pickletools.genops(raw):
         if opcode.name.endswith("PUT") and argument is not None and argument > len(raw):
             raise pickle.UnpicklingError(f"it has no {argument:,} values to remember")
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows no class and no function, so nothing runs: whatever is named stands for an object
-    without code."""
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("collections", "OrderedDict"), ("collections", "Counter")):
             return dict
-        return _NeverCalled(f"{module}.{name}", (_Attributes,), {})
-
-
-class _NeverCalled(type):
-    """The type of objects that a pickle names. Pickles make plain objects without a call; one that
-    calls what it names would run code."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {cls.__name__}, and to build that would run code")
-
-
-class _Attributes(metaclass=_NeverCalled):
-    """Stands for an object of a pickle: has its attributes and nothing else."""
-
-    state: Any = None
-
-    def __new__(cls, *args: Any) -> Self:
-        if args:
-            raise pickle.UnpicklingError(
-                f"it names {cls.__name__}, and to build that would run code"
-            )
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _attributes(value: Any) -> Any:
-    """An object as a dictionary of its attributes, and so what is directly in a container."""
-    if isinstance(value, _Attributes):
-        value = value.state if isinstance(value.state, dict) else {}
-    if isinstance(value, dict):
-        return {
-            key: inner.state if isinstance(inner, _Attributes) else inner
-            for key, inner in value.items()
-        }
-    return value
+        return type(f"{module}.{name}", (UncalledAttributes,), {})

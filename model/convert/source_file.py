@@ -1,7 +1,7 @@
-"""Source file: a file of somebody else's, read with a sentence for whatever is wrong with it.
+"""Source files: reading a foreign file, with ConvertError for everything that is wrong with it.
 
-What `model/files.py` reads, with ConvertError in place of the system's errors: a pipe, a device, a
-folder, a file that is missing, too large, not UTF-8 or not JSON. Knows nothing of formats.
+`model/files.py` reads the bytes; here its system errors become ConvertError: a pipe, a device, a
+folder, a file that is missing, too large, not UTF-8 or not JSON. Knows no formats.
 """
 
 import json
@@ -21,7 +21,7 @@ def require_source(path: Path) -> None:
 
 
 def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
-    """A file's bytes, of which it may have `most`. Raises ConvertError."""
+    """The bytes of a file of at most `most`. Raises ConvertError."""
     try:
         return read_regular(path, most)
     except OSError as error:
@@ -29,7 +29,7 @@ def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
 
 
 def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> str:
-    """A file as UTF-8; `lines` makes every line end "\\n", as Python's open() does. Raises
+    """A file as UTF-8; with `lines` every line ends in "\\n", as Python's open() does. Raises
     ConvertError."""
     try:
         text = source_bytes(path, most).decode("utf-8")
@@ -39,13 +39,26 @@ def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> st
 
 
 def source_json(path: Path) -> Any:
-    """A file's JSON. Raises ConvertError."""
+    """The JSON of a file. Raises ConvertError."""
     try:
         return json.loads(source_bytes(path).decode("utf-8-sig"))
     except RecursionError as error:
         raise ConvertError(f"{path} is not JSON: it nests too deeply") from error
     except ValueError as error:
         raise ConvertError(f"{path} is not JSON: {error}") from error
+
+
+def source_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ConvertError."""
+    document = source_json(path)
+    if not isinstance(document, dict):
+        raise ConvertError(f"{path} is not a JSON object")
+    return document
+
+
+def object_beside(folder: Path | None, name: str) -> dict[str, Any]:
+    """The JSON object of a file in a folder; empty if there is none. Raises ConvertError."""
+    return source_object(folder / name) if folder and (folder / name).is_file() else {}
 
 
 def _unreadable(path: Path, error: OSError) -> ConvertError:

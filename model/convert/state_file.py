@@ -1,8 +1,8 @@
-"""State file: a file of weights that any code wrote, as tensors by name, settings and the rest.
+"""State files: weights that any code wrote, as tensors by name, settings and other contents.
 
-Finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, however deep it is wrapped,
-and the values of its configuration, in the file or in a JSON file beside it. Reads pickles as
-`pt_file.py` does: no code runs. Says nothing about what the tensors are: see `by_role/`.
+Finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, however deep it is nested,
+and the values of its configuration, in the file or in a JSON file next to it. Pickles are read as
+data alone (`pt_file.py`). Does not interpret tensors: see `by_role/`.
 """
 
 import re
@@ -20,9 +20,10 @@ from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import require_source, source_json
 from logitd.model.convert.unknown_settings import unknown_settings
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar", ".model")
-"""Files that may hold weights; those of the second half only by their own name."""
-LOOKED_FOR = SUFFIXES[:5]
+LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+"""Suffixes of files of weights that are found in a folder."""
+SUFFIXES = (*LOOKED_FOR, ".pkl", ".tar", ".model")
+"""Suffixes of files that may hold weights if they are named."""
 
 STATES = (
     "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",
@@ -32,19 +33,19 @@ STATES = (
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _TRAINING = re.compile("optim|sched|train|scaler|rng|metric|hist|loss|wandb|stats|data")
-"""Words in names of sections that say nothing of the model."""
+"""Words in names of sections that do not describe the model."""
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """What a file holds.
+    """The contents of a file of weights.
 
-    where      the file and the key of the state dict in it, for messages
-    state      that key, None where the file is the state dict
+    where      the file and the key of its state dict, for messages
     tensors    by name, without the prefixes of wrappers
-    settings   numbers, flags and words of its configuration, by the names that they have there
-    unknown    those of them that may change logits and that nothing here understands
-    contents   everything in the file but its tensors: a vocabulary may be among it
+    state      the key of the state dict; None if the file is the state dict
+    settings   numbers, flags and words of its configuration, by their names there
+    contents   everything in the file except tensors; may include a vocabulary
+    unknown    settings that may change logits and that nothing here understands
     """
 
     path: Path
@@ -57,23 +58,19 @@ class StateFile:
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
-    """Read a file of weights; `state` is the key of the state dict, dots between nested ones.
+    """Read a file of weights; `state` is the key of the state dict, with dots between nested keys.
     Raises ConvertError."""
-    tensors: Mapping[str, Tensor]
-    contents: dict[str, Any] = {}
-    if path.suffix == ".safetensors":
-        tensors = _read_safetensors(path)
-        where, key = str(path), ""
-    else:
-        loaded = read_pt(path, keep="model.state_dict()")
-        key, tensors = _state_dict(path, loaded, state)
-        where = f"{path} ({key})" if key else str(path)
-        contents = without_tensors(loaded) if key else {}
+    loaded, key, contents = read_tensors(path), "", dict[str, Any]()
+    if path.suffix != ".safetensors":
+        whole = loaded
+        key, loaded = _state_dict(path, whole, state)
+        contents = without_tensors(whole) if key else {}
+    where = f"{path} ({key})" if key else str(path)
     beside = _settings_beside(path)
     return StateFile(
         path,
         where,
-        named_tensors(where, tensors),
+        named_tensors(where, loaded),
         state=key or None,
         settings=beside | collect_settings(contents),
         contents=contents,
@@ -98,7 +95,11 @@ def find_state_file(folder: Path) -> Path:
     )
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> Mapping[Any, Any]:
+    """The dictionary of a file of weights. Its values stay on disk until they are read. Raises
+    ConvertError."""
+    if path.suffix != ".safetensors":
+        return read_pt(path, keep="model.state_dict()")
     require_source(path)
     try:
         with safe_open(path, framework="pt") as opened:
@@ -110,7 +111,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _state_dict(
     path: Path, loaded: Mapping[Any, Any], wanted: str | None
 ) -> tuple[str, Mapping[str, Tensor]]:
-    """The key of the state dict and the dict itself; the key is "" where the file is the dict."""
+    """The key of the state dict and the dict itself; the key is "" if the file is the dict."""
     candidates = dict(_state_dicts(loaded))
     if wanted is not None:
         if wanted not in candidates:
@@ -124,13 +125,11 @@ def _state_dict(
             f"{key} ({type(value).__name__})" for key, value in list(loaded.items())[:8]
         )
         raise ConvertError(f"{path} has no state dict (names and tensors); it holds {held}")
-    if len(candidates) == 1:
-        return next(iter(candidates.items()))
     ranked = sorted(candidates, key=_rank)
-    if _rank(ranked[0]) == _rank(ranked[1]):
+    if len(ranked) > 1 and _rank(ranked[0]) == _rank(ranked[1]):
         raise ConvertError(
-            f"{path} holds {len(candidates)} state dicts: {', '.join(ranked)}; say in a --map file "
-            "which is meant (state = ...)"
+            f"{path} holds {len(candidates)} state dicts: {', '.join(ranked)}; name one in a --map "
+            "file (state = ...)"
         )
     return ranked[0], candidates[ranked[0]]
 
@@ -143,20 +142,18 @@ def _rank(key: str) -> int:
 def _state_dicts(
     value: Mapping[Any, Any], path: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Mappings of names to tensors, and the keys that lead to them."""
     tensors = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, Tensor)}
     if len(tensors) >= 4 and sum(tensor.dim() > 1 for tensor in tensors.values()) >= 3:
         yield path, tensors
-        return
-    if depth < 4:
+    elif depth < 4:
         for key, inner in value.items():
             if isinstance(key, str) and isinstance(inner, Mapping):
                 yield from _state_dicts(inner, f"{path}.{key}" if path else key, depth + 1)
 
 
 def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Tensors by their names without the prefixes of wrappers. Raises ConvertError for anything
-    else in a state dict."""
+    """Tensors by their names without the prefixes of wrappers. Raises ConvertError if a state dict
+    holds anything else."""
     unwrapped: dict[str, Tensor] = {}
     for full, tensor in state.items():
         if not isinstance(full, str) or not isinstance(tensor, Tensor):
@@ -175,9 +172,9 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 def collect_settings(
     contents: Mapping[str, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
-    """Numbers, flags and words of all nested dictionaries except vocabularies. Where two sections
-    have one name with two values, that of a section for the model counts. `of_model_alone` leaves
-    out the sections of a training."""
+    """Numbers, flags and words of all nested dictionaries except vocabularies. If two sections
+    disagree, a section of the model overrides the others. `of_model_alone` leaves out the sections
+    of a training."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 
@@ -199,20 +196,18 @@ def collect_settings(
 
 
 def _is_table(values: Mapping[Any, Any]) -> bool:
-    """True for a vocabulary: numbers that follow one another."""
     numbers = {value for value in values.values() if type(value) is int}
     return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
-    """The configuration in a JSON file beside the weights, if there is one that can be read."""
     for name in SETTINGS_FILES:
         file = path.parent / name
         if file.is_file():
             try:
                 document = source_json(file)
             except ConvertError as error:
-                raise ConvertError(f"{error} (beside the weights)") from error
+                raise ConvertError(f"{error} (next to the weights)") from error
             if isinstance(document, dict):
                 return collect_settings(document)
     return {}

@@ -1,4 +1,4 @@
-"""Unknown settings: numbers and flags of a configuration that may change what a model computes.
+"""Unknown settings: numbers and flags of a configuration that may change a model's logits.
 
 A setting is known if something here reads it, if it is a part of a shape, which tensors show, or if
 it belongs to the training. Every other number or flag is a question: a cap on logits or a factor
@@ -22,7 +22,7 @@ _SHAPE = (
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
     r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
 )
-"""Names of what tensors show: widths, biases, and whether the head is the embedding."""
+"""Names of facts that tensors show: widths, biases, and whether the head is the embedding."""
 _TRAINING = (
     r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
     r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
@@ -42,8 +42,8 @@ _TRAINING = (
     r"last_epoch|_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
     r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls|mask)(_id|_idx)?|ndigit"
 )
-"""Names of settings that do not change the logits of a trained model: how it was trained, drawn
-from, measured and stored."""
+"""Names of settings that do not change the logits of a trained model: its training, sampling,
+evaluation and storage."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -51,12 +51,12 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
 }
-"""Values of other settings that ask for what is computed here anyway."""
+"""Values of other settings that ask for the computation of this project."""
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and flags that may change a logit and that nothing here understands. A number
-    that is 0 asks for nothing."""
+    """The numbers and flags that may change a logit and that nothing here understands. The number 0
+    changes none."""
     return {
         name: value
         for name, value in settings.items()
@@ -71,12 +71,12 @@ def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def still_unknown(
     settings: Mapping[str, Any], ignored: Collection[str], where: str
 ) -> dict[str, Any]:
-    """The unknown settings without those that the user knows to change nothing. Raises ConvertError
-    for an ignored one that is not among them."""
+    """The unknown settings except those that the user ignores. Raises ConvertError for an ignored
+    one that is not unknown."""
     if wrong := sorted(set(ignored) - settings.keys()):
         raise ConvertError(
-            f"--ignore-setting {wrong[0]}: {where} has no such setting that is not understood; "
-            f"there are {', '.join(settings) or 'none'}"
+            f"--ignore-setting {wrong[0]}: it is not an unknown setting of {where}; those are "
+            f"{', '.join(settings) or 'none'}"
         )
     return {name: value for name, value in settings.items() if name not in ignored}
 
@@ -86,7 +86,7 @@ def question(settings: Mapping[str, Any]) -> str:
     shown = ", ".join(f"{name} {value!r}" for name, value in list(settings.items())[:12])
     flags = " ".join(f"--ignore-setting {name}" for name in list(settings)[:12])
     return (
-        f"settings are not understood, and a text does not show what they do: {shown}. Let --code "
-        "FILE.py:NAME (the owner's own class) show that the logits agree; or, if they change no "
-        f"logit: {flags}"
+        f"settings are not understood, and a text does not show their effect: {shown}. Give --code "
+        "FILE.py:NAME (the owner's own class) to compare logits; or, if they change no logit: "
+        f"{flags}"
     )

@@ -1,7 +1,7 @@
 """Build: tensors by role and a computation as a GPTConfig and its weights.
 
-Everything that this project's GPT does not compute is done to the weights once, without changing
-the result beyond float rounding:
+Computations that this project's GPT does not have are folded into the weights once, which changes
+the result only by float rounding:
 
 - heads with tensors of their own, and fused matrices in another order: rows in this order;
 - scores over sqrt(d_model), or over nothing: query rows times the difference;
@@ -15,20 +15,22 @@ the result beyond float rounding:
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.tensor_map import MappedTensors, Part, Role
+from logitd.model.convert.by_role.tensor_map import QKV, SEPARATE, MappedTensors, Part, Role
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.layouts import fill_biases
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import sinusoidal_table
 
 PARTS: tuple[Part, ...] = ("weight", "bias")
-QKV: tuple[Role, ...] = ("qkv", "query", "key", "value")
+COPIED = ("context_length", "norm", "norm_position", "norm_eps", "final_norm", "residual",
+          "rope_theta", "activation")  # fmt: skip
+"""Fields of a Computation that are fields of a GPTConfig."""
 UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
 
 
@@ -36,7 +38,7 @@ UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
 class Built:
     """A model in this project's form. `folds` are the changes of weights, as sentences.
 
-    rescaled   numbers were multiplied, so a narrow dtype would round them once more
+    rescaled   numbers were multiplied, so a narrow dtype would round them again
     """
 
     config: GPTConfig
@@ -47,16 +49,14 @@ class Built:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Numbers of heads, and their width."""
-
     n_head: int
     n_kv_head: int
     head_dim: int
 
 
 def query_rows(tensors: MappedTensors) -> tuple[int, int]:
-    """Rows of all queries, and of all keys. Raises ConvertError for a fused matrix that cannot be
-    cut into three."""
+    """Rows of all queries, and of all keys. Raises ConvertError if a fused matrix cannot be cut
+    into three."""
     if not tensors.map.has("qkv"):
         return tensors.shape("query")[0], tensors.shape("key")[0]
     rows, width = tensors.shape("qkv")
@@ -82,61 +82,52 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
 
 
 def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
-    """Raise ConvertError if a computation needs tensors that are missing, or leaves some out."""
-    mapped, gated = tensors.map, how.activation == "swiglu"
-    has_gate = mapped.has("mlp_gate") or mapped.has("mlp_gate_up")
-    norms: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
-    contradictions = {
-        "norm is rmsnorm, and norms have biases":
-            how.norm == "rmsnorm" and any(mapped.has(role, "bias") for role in norms),
-        "final_norm is true, and no tensor is the norm behind the layers":
-            how.final_norm and not mapped.has("final_norm"),
-        "positions are learned, and no tensor is their table":
-            how.positions == "learned" and not mapped.has("positions"),
-        "qk_norm is learned, and no tensors are norms of query and key":
-            how.qk_norm == "learned" and not mapped.has("query_norm"),
-        f"activation is {how.activation}, and the feed-forward has {'a' if has_gate else 'no'} "
-        "gate": gated != has_gate,
-    }  # fmt: skip
-    for sentence, holds in contradictions.items():
-        if holds:
-            raise ConvertError(f"{tensors.where}: {sentence}")
+    mapped = tensors.map
+    has_bias = mapped.has_bias("attention_norm", "mlp_norm", "final_norm")
+    gate = "a" if mapped.has_gate else "no"
+    missing: tuple[tuple[bool, Role, str], ...] = (
+        (how.final_norm, "final_norm", "final_norm is true, and no norm follows the layers"),
+        (
+            how.positions == "learned",
+            "positions",
+            "positions are learned, and no tensor is their table",
+        ),
+        (how.qk_norm == "learned", "query_norm", "qk_norm is learned, and no tensor is one"),
+    )
+    found = [sentence for needed, role, sentence in missing if needed and not mapped.has(role)]
+    if how.norm == "rmsnorm" and has_bias:
+        found.append("norm is rmsnorm, and norms have biases")
+    if mapped.has_gate != (how.activation == "swiglu"):
+        found.append(f"activation is {how.activation}, and the feed-forward has {gate} gate")
+    if found:
+        raise ConvertError(f"{tensors.where}: {'; '.join(found)}")
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:
-    """The model that computes what `how` says with these tensors. Raises ConvertError and
-    ConfigError."""
+    """The model that computes `how` with these tensors. Raises ConvertError and ConfigError."""
     _check_consistent(tensors, how)
     mapped, heads = tensors.map, head_shape(tensors, how.n_head)
     weights = _outside(tensors, how)
     for layer in range(mapped.n_layer):
         for name, tensor in _layer(tensors, how, heads, layer).items():
             weights[f"blocks.{layer}.{name}"] = tensor
-    norms: list[Role] = ["attention_norm", "mlp_norm", *(["final_norm"] if how.final_norm else [])]  # type: ignore[list-item]
-    matrices: tuple[Role, ...] = ("attention_out", "mlp_down", *UP)
+    norm_bias = mapped.has_bias("attention_norm", "mlp_norm") or (
+        how.final_norm and mapped.has_bias("final_norm")
+    )
     rows, width = tensors.shape("token_embedding")
     config = GPTConfig.from_dict(
         {
             "vocab_size": rows,
             "padded_vocab_size": rows,
-            "context_length": how.context_length,
             "n_layer": mapped.n_layer,
-            "n_head": heads.n_head,
-            "n_kv_head": heads.n_kv_head,
-            "head_dim": heads.head_dim,
+            **asdict(heads),
             "d_model": width,
             "d_ff": weights["blocks.0.mlp_down.weight"].shape[1],
-            "norm": how.norm,
-            "norm_position": how.norm_position,
-            "norm_eps": how.norm_eps,
-            "final_norm": how.final_norm,
-            "residual": how.residual,
+            **{name: getattr(how, name) for name in COPIED},
             "positions": how.positions if how.positions in ("rotary", "sinusoidal") else "learned",
-            "rope_theta": how.rope_theta,
-            "activation": how.activation,
-            "bias": any(mapped.has(role, "bias") for role in matrices)
-            or (how.norm == "layernorm" and any(mapped.has(role, "bias") for role in norms)),
-            "qkv_bias": any(mapped.has(role, "bias") for role in QKV),
+            "bias": mapped.has_bias("attention_out", "mlp_down", *UP)
+            or (how.norm == "layernorm" and norm_bias),
+            "qkv_bias": mapped.has_bias(*QKV),
             "qk_norm": how.qk_norm != "none",
             "tied_head": "head.weight" not in weights,
             "head_bias": mapped.has("head", "bias"),
@@ -154,12 +145,11 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
 
 
 def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
-    """Token embedding, position table, final norm and head."""
     embedding, head = tensors.take("token_embedding"), tensors.get("head")
     if head is not None and head.shape != embedding.shape:
         raise ConvertError(
             f"{tensors.where}: the head is {list(head.shape)} and the token embedding "
-            f"{list(embedding.shape)}; they have to be alike"
+            f"{list(embedding.shape)}; their shapes must be equal"
         )
     weights: dict[str, Tensor] = {}
     if head is not None and not torch.equal(head, embedding):
@@ -185,7 +175,8 @@ def _position_table(tensors: MappedTensors, how: Computation, width: int) -> Ten
         table = tensors.take("positions")
         if len(table) < length:
             raise ConvertError(
-                f"{tensors.where}: {length} positions are asked for, and its table has {len(table)}"
+                f"{tensors.where}: context_length is {length}, and its table of positions has "
+                f"{len(table)} rows"
             )
         return table[:length]
     if how.positions == "none":
@@ -197,7 +188,6 @@ def _position_table(tensors: MappedTensors, how: Computation, width: int) -> Ten
 def _layer(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> dict[str, Tensor]:
-    """The weights of a layer, by their names in it."""
     roles: tuple[Role, ...] = ("attention_norm", "attention_out", "mlp_norm", "mlp_down")
     weights = {
         f"{role}.{part}": tensor
@@ -221,20 +211,18 @@ def _layer(
 
 @dataclass(frozen=True)
 class _Projection:
-    """Rows of a matrix (R, C), and their biases (R,) if there are any."""
+    """Rows of a matrix (R, C), and their biases (R,) if it has some."""
 
     weight: Tensor
     bias: Tensor | None
 
     def change(self, rows: Callable[[Tensor], Tensor]) -> "_Projection":
-        """The same change of rows to both."""
         return _Projection(rows(self.weight), None if self.bias is None else rows(self.bias))
 
 
 def _attention(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> dict[str, Tensor]:
-    """Query, key and value as one matrix, and their norms."""
     weights: dict[str, Tensor] = {}
     query, key, value = _projections(tensors, how, heads, layer)
     scale = {
@@ -247,7 +235,7 @@ def _attention(
     else:
         norms = _qk_norms(tensors, how, heads, layer)
         weights |= {"query_norm.weight": norms[0] * scale, "key_norm.weight": norms[1]}
-        # An eps of the source's own: rows times this, so that eps counts as much as there.
+        # Rows are scaled by this so that the norms' eps has the weight of the source's own eps.
         stretch = math.sqrt(how.norm_eps / how.qk_norm_eps)
         if stretch != 1.0:
             query, key = (part.change(lambda rows: rows * stretch) for part in (query, key))
@@ -267,28 +255,26 @@ def _attention(
 def _projections(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> tuple[_Projection, _Projection, _Projection]:
-    """Query, key and value."""
-    apart: tuple[Role, ...] = ("query", "key", "value")
     biases: Sequence[Tensor | None]
     if tensors.map.has("qkv"):
         bias = tensors.get("qkv", "bias", layer)
         weights = _cut(tensors.take("qkv", layer=layer), how, heads)
         biases = [None] * 3 if bias is None else _cut(bias, how, heads)
     else:
-        weights = [tensors.take(role, "weight", layer) for role in apart]
-        biases = [tensors.get(role, "bias", layer) for role in apart]
+        weights = [tensors.take(role, "weight", layer) for role in SEPARATE]
+        biases = [tensors.get(role, "bias", layer) for role in SEPARATE]
     query, key, value = map(_Projection, weights, biases)
     return query, key, value
 
 
 def _cut(tensor: Tensor, how: Computation, heads: HeadShape) -> list[Tensor]:
-    """The query, key and value of a fused matrix or bias."""
     queries, keys = heads.n_head * heads.head_dim, heads.n_kv_head * heads.head_dim
     if how.qkv_layout == "per_head":
         if queries != keys:
             raise ConvertError(
-                f"query, key and value lie head by head, and there are {heads.n_head} heads for "
-                f"queries and {heads.n_kv_head} for keys; equal numbers can be imported"
+                f"rows of query, key and value are ordered head by head, and there are "
+                f"{heads.n_head} heads for queries and {heads.n_kv_head} for keys; equal numbers "
+                "can be imported"
             )
         # (H * 3 * D, ...) to three of (H * D, ...)
         by_head = tensor.unflatten(0, (heads.n_head, 3, heads.head_dim))
@@ -350,7 +336,6 @@ def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[
 def _describe_folds(
     tensors: MappedTensors, how: Computation, heads: HeadShape, filled: Sequence[str]
 ) -> Iterator[str]:
-    """A sentence for each change that is not mere renaming; `filled` are parts that got biases."""
     mapped, width = tensors.map, tensors.shape("token_embedding")[1]
     if how.embedding_scale == "sqrt_d_model":
         yield f"the embedding times sqrt({width}), as the source multiplies it"
@@ -374,7 +359,7 @@ def _describe_folds(
         yield "the identity behind attention: the source has no output projection"
     if not mapped.has("mlp_down"):
         yield "the identity as second matrix of the feed-forward: the source has none"
-    if mapped.names.get(("attention_norm", "weight")) == mapped.names.get(("mlp_norm", "weight")):
+    if mapped.name("attention_norm") == mapped.name("mlp_norm"):
         yield "one norm for attention and feed-forward: stored twice"
     if how.positions == "sinusoidal_halves":
         yield "the sinusoidal table (sines, then cosines) stored as learned positions"

@@ -1,6 +1,6 @@
-"""Computation: what a GPT computes with its tensors, as far as names and shapes do not fix it.
+"""Computation: the parts of a GPT's computation that names and shapes do not fix.
 
-Each field has a flag of its own name. `questions.py` lists the values that a file leaves open,
+Each field has a flag of the same name. `questions.py` lists the values that a file leaves open,
 `resolve.py` chooses among them, `build.py` turns the result into a `GPTConfig` and its weights.
 """
 
@@ -10,16 +10,17 @@ from typing import Literal
 from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
 
 ScoreScale = Literal["head_dim", "d_model", "none"]
-"""What a query times a key is divided by: the square root of either width, or nothing."""
+"""Width whose square root divides attention scores; "none" does not divide them."""
 Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "none"]
 """`sinusoidal_halves` has all sines first and then all cosines."""
 RotaryLayout = Literal["half", "interleaved"]
-"""Which channels of a head turn together: i and i + D / 2, or 2 i and 2 i + 1."""
+"""Channels of a head that are rotated together: i and i + D / 2, or 2 i and 2 i + 1."""
 QkvLayout = Literal["qkv", "kqv", "per_head"]
-"""Rows of a fused matrix: all queries, keys, values; keys first; or for each head its own three."""
+"""Rows of a fused matrix: all queries, keys, values; keys first; or query, key and value of each
+head in turn."""
 GateOrder = Literal["gate_first", "up_first"]
 QkNorm = Literal["none", "learned", "unit"]
-"""RMS norm of queries and keys: with weights of the file, or with none at all."""
+"""RMS norm of queries and keys: with weights of the file, or without weights."""
 EmbeddingScale = Literal["one", "sqrt_d_model"]
 
 
@@ -27,7 +28,7 @@ EmbeddingScale = Literal["one", "sqrt_d_model"]
 class Computation:
     """One way to compute with the tensors of a file.
 
-    causal   whether a position sees itself and what precedes; a model where it sees all is refused
+    causal   a position sees itself and earlier ones; a model that sees all is refused
     """
 
     n_head: int

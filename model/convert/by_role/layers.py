@@ -1,22 +1,117 @@
-"""Layers: the part of the names that is a running number over equal sets of tensors.
+"""Layers: the names of a state dict as modules and as a running number over equal sets of tensors.
 
-Covers blocks in one list, in a list for each kind of part, written out by hand or alone without a
-number, and heads that have tensors of their own. Gives names with `{N}` and `{M}` in place of the
-numbers. Does not give roles: see `roles.py`.
+A module is a weight and its bias under one path: covers the ways to write its name
+(`attn.proj.weight`, `W_q`, `b_q`). Layers are blocks in one list, in one list per kind of part,
+written out by hand, or alone without a number, with heads that may have tensors of their own. Names
+have `{N}` and `{M}` in place of numbers. `recognise.py` finds roles.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.modules import Shape, module_name, projection_of
+from logitd.model.convert.by_role.tensor_map import Role
 from logitd.model.convert.foreign import ConvertError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A weight and its bias. `path` is the name without its last part, cut at the dots, with
+    `{N}` and `{M}` in place of the layer's and the head's number."""
+
+    path: tuple[str, ...]
+    weight: str  # full name, with {N} and {M}
+    shape: Shape
+    bias: str | None = None
+
+    @property
+    def last(self) -> str:
+        """The last part of the path that is a word or a number in a Sequential."""
+        return next((part for part in reversed(self.path) if part not in ("{N}", "{M}")), "")
+
+    def within(self, pattern: re.Pattern[str]) -> bool:
+        return any(words.matches(pattern, part) for part in self.path[:-1])
+
+    def named(self, pattern: re.Pattern[str]) -> bool:
+        return words.matches(pattern, self.last)
+
+    def mentions(self, pattern: re.Pattern[str]) -> bool:
+        return any(words.matches(pattern, part) for part in self.path)
+
+    @property
+    def table(self) -> Shape:
+        """The shape; (T, C) for a table (1, T, C) or (T, 1, C)."""
+        if len(self.shape) == 3 and 1 in self.shape[:2]:
+            return (self.shape[1] if self.shape[0] == 1 else self.shape[0], self.shape[2])
+        return self.shape
+
+
+def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
+    """Weights with their biases, in the file's order."""
+    weights: dict[tuple[str, ...], tuple[str, Shape]] = {}
+    biases: dict[tuple[str, ...], str] = {}
+    for name, shape in shapes.items():
+        path, last = module_name(name), name.rpartition(".")[2].lower()
+        bare = re.fullmatch(r"b(?:ias)?_(.+)", last)
+        if last in words.NORM_BIASES or last.endswith("_bias"):
+            biases[path] = name
+        elif bare and (twin := _twin(bare[1], path, shapes)) is not None:
+            biases[twin] = name
+        else:
+            weights[path] = name, shape
+    modules = [
+        Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
+    ]
+    # A bias without a weight keeps its name, so that it is reported as not understood.
+    return modules + [Module(path, name, ()) for path, name in biases.items()]
+
+
+def _twin(word: str, path: tuple[str, ...], shapes: Mapping[str, Shape]) -> tuple[str, ...] | None:
+    for last in (f"W_{word.upper()}", f"W_{word}", f"w_{word}", f"W{word}", f"w{word}"):
+        candidate = (*path[:-1], last)
+        if ".".join(candidate) in shapes:
+            return candidate
+    return None
+
+
+def module_name(name: str) -> tuple[str, ...]:
+    """The parts of a tensor's name that name its module; a bare parameter names itself."""
+    parts = name.split(".")
+    last = parts[-1].lower()
+    if last in words.NORM_WEIGHTS or last in words.NORM_BIASES:
+        return tuple(parts[:-1])
+    if joined := re.fullmatch(r"(.+)_(weight|bias)", parts[-1]):
+        return (*parts[:-1], joined[1])
+    return tuple(parts)
+
+
+def projection_of(name: str) -> Role | None:
+    """The projection of attention that a tensor belongs to, by its name alone."""
+    path = module_name(name)
+    last = next((part for part in reversed(path) if not _is_number(part)), "")
+    in_attention = any(
+        words.matches(words.ATTENTION, part) or words.matches(words.HEADS, part) for part in path
+    )
+    in_feed_forward = any(words.matches(words.FEED_FORWARD, part) for part in path[:-1])
+    if words.matches(words.FUSED, last) and not in_feed_forward:
+        return "qkv"
+    for role, pattern in words.PROJECTIONS.items():
+        if words.matches(pattern, last) and (in_attention or not in_feed_forward):
+            return role
+    return None
+
+
+def _is_number(part: str) -> bool:
+    return part.isdigit() or part in ("{N}", "{M}")
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Tensors in the layers, by names with {N} and {M}, and those outside them."""
+    """Tensors in the layers, by names with {N} and {M}, and outside them."""
 
     count: int
     first: int
@@ -30,13 +125,11 @@ class Layers:
 
 
 _Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]
-"""Shapes by what stands before the first number of a name, the number, and what stands behind."""
+"""Shapes by the text before the first number of a name, the number, and the text behind it."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Lists that number the same layers; `inside` is what a layer has, by names with {N}."""
-
     first: int
     count: int
     prefixes: Sequence[str]
@@ -64,7 +157,7 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]]:
-    """The lists in the names, and for each name in one what stands before its number there."""
+    """The lists in the names, and for each name in a list the text before its number."""
     lists: _Lists = defaultdict(lambda: defaultdict(dict))
     homes: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -81,15 +174,15 @@ def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]
 
 
 def _longest_run(lists: _Lists) -> _Run | None:
-    """The most layers that one list, or all lists with the same numbers, have; None without
-    attention in any."""
+    """The most layers of one list, or of all lists with the same numbers; None if none has
+    attention."""
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
         first, count = min(numbered), len(numbered)
         if first in (0, 1) and sorted(numbered) == list(range(first, first + count)):
             runs[first, count].append(before)
-            # A layer that has more or less than most: what differs is named later, by `check`.
+            # `tensor_map.check` reports a layer with other tensors than most.
             usual[before] = _most_common(list(numbered.values()))
     longest: _Run | None = None
     for (first, count), prefixes in runs.items():
@@ -106,7 +199,6 @@ def _longest_run(lists: _Lists) -> _Run | None:
 
 
 def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -> dict[str, Shape]:
-    """The tensors that a layer has in some lists, by names with {N}."""
     return {
         f"{before}{{N}}{behind}": shape
         for before in prefixes
@@ -115,8 +207,8 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """One block without a number: all but what is named like a tensor outside a block."""
-    outside = {name: shape for name, shape in shapes.items() if _stands_outside(name)}
+    """One block without a number: all names except those of tensors outside a block."""
+    outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
         names = ", ".join(list(shapes)[:6]) or "no float tensor"
@@ -130,7 +222,6 @@ def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
-    """Whether the last of a list has vectors alone, and those before it have more."""
     if len(numbered) < 2:
         return False
     last = numbered[max(numbered)]
@@ -141,7 +232,6 @@ def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
 
 
 def _first_number(name: str) -> tuple[str, int, str] | None:
-    """A name as text before its first number, the number, and text behind it."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
         if part.isdigit():
@@ -154,19 +244,17 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
 
 
 def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
-    """The set of tensors that most layers have; of as many, that with more tensors."""
+    """The set of tensors that most layers have; of equally common ones, the larger set."""
     return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
 
 
 def _is_block(shapes: Mapping[str, Shape], *, others: int) -> bool:
-    """Whether a set of names has attention's projections, and some other matrices."""
     projections = [name for name in shapes if projection_of(name) is not None]
     rest = [name for name, s in shapes.items() if len(s) == 2 and name not in projections]
     return bool(projections) and len(rest) >= others
 
 
-def _stands_outside(name: str) -> bool:
-    """Whether a tensor of a model with one block is outside it."""
+def _is_outside(name: str) -> bool:
     path = module_name(name)
     patterns = (words.POSITIONS, words.TOKEN_EMBEDDING, words.HEAD)
     if projection_of(name) is not None or len(path) > 2:
@@ -178,16 +266,14 @@ def _stands_outside(name: str) -> bool:
 
 
 def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shape], int]:
-    """Names with {M} in place of the number of a head, and how many heads there are."""
     replaced: dict[str, Shape] = {}
     numbers: defaultdict[str, set[int]] = defaultdict(set)
     for name, shape in shapes.items():
-        parts = name.split(".")
-        at = None
+        parts, at = name.split("."), None
         if projection_of(name) is not None:
-            numbers_at = [i for i, part in enumerate(parts) if part.isdigit()]
             # A number right behind the layer's is a part of the block, not a head.
-            at = next((i for i in numbers_at if i and parts[i - 1] != "{N}"), None)
+            heads = (i for i, part in enumerate(parts) if part.isdigit() and i)
+            at = next((i for i in heads if parts[i - 1] != "{N}"), None)
         if at is None:
             replaced[name] = shape
             continue
@@ -198,9 +284,9 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
                 f"{where}: {name} has shape {list(shape)} and another head {list(replaced[joined])}"
             )
         numbers[joined].add(head)
-    counts = {max(heads) + 1 for heads in numbers.values()} | {
-        len(heads) for heads in numbers.values()
-    }
+    counts = {count for heads in numbers.values() for count in (max(heads) + 1, len(heads))}
     if len(counts) > 1:
-        raise ConvertError(f"{where}: the heads of a layer have unlike sets of tensors: {counts}")
+        raise ConvertError(
+            f"{where}: the heads of a layer have different sets of tensors: {counts}"
+        )
     return replaced, counts.pop() if counts else 0

@@ -1,20 +1,20 @@
-"""Map file: a `TensorMap` and a `Computation` as TOML, for what names and shapes do not say.
+"""Map files: a `TensorMap` and a `Computation` as TOML, for facts that names and shapes hide.
 
-`logitd import` writes a draft where it stops; a person completes it, and gives it back by `--map`.
+`logitd import` writes a draft if it stops; a person completes it and passes it with `--map`.
 
-    state = "model_state"             # key of the state dict; leave out where the file is one
+    state = "model_state"             # key of the state dict; leave out if the file is one
 
     [tensors]                         # {N} is the number of the layer, {M} that of the head
     token_embedding.weight = "emb.weight"
     query.weight = "blocks.{N}.heads.{M}.q.weight"
-    mlp_down.weight = "identity"      # there is none, and nothing in its place
+    mlp_down.weight = "identity"      # the source has no such matrix
 
     [computation]                     # the flags, by their names with underscores
     n_head = 4
 
     [files]
     ignore = ["*.mask"]               # tensors that are not weights
-    transposed = ["mlp_up"]           # matrices that lie (in, out)
+    transposed = ["mlp_up"]           # matrices that are stored (in, out)
 """
 
 import re
@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -30,15 +30,16 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    TypeAdapter,
     ValidationError,
+    create_model,
 )
 from torch import Tensor
 
 from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.questions import FIELDS, Finding, Findings
+from logitd.model.convert.by_role.questions import FIELDS, Findings
 from logitd.model.convert.by_role.tensor_map import (
     LAYER_ROLES,
+    SEPARATE,
     Part,
     Role,
     TensorMap,
@@ -49,13 +50,13 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 
 MOST_DOTS = 100
-"""Dots in the keys of a line: the parser takes memory by the square of a key's parts."""
+"""Most dots in the keys of a line: the parser takes memory by the square of a key's parts."""
 _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 
 @dataclass(frozen=True)
 class MapFile:
-    """What a map file says. `names` may be empty: then tensors are recognised."""
+    """The contents of a map file. Without `names`, tensors are recognised."""
 
     path: Path
     state: str | None = None
@@ -65,26 +66,34 @@ class MapFile:
     transposed: frozenset[Role] = frozenset()
 
 
-class _Files(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class _Files(_Strict):
     ignore: list[str] = []
     transposed: list[Role] = []
 
 
-class _Document(BaseModel):
-    """The TOML of a map file."""
+_Model = TypeVar("_Model", bound=BaseModel)
+_KINDS = {int: PositiveInt, float: PositiveFloat}
+Answers: type[BaseModel] = create_model(  # type: ignore[call-overload]
+    "Answers",
+    __config__=ConfigDict(extra="forbid", strict=True),
+    **{name: (_KINDS.get(kind, kind), None) for name, kind in get_type_hints(Computation).items()},
+)
+"""The fields of a `Computation`, each optional."""
 
-    model_config = ConfigDict(extra="forbid")
 
+class _Document(_Strict):
     state: str | None = None
     tensors: dict[Role, dict[Part, Annotated[str, Field(min_length=1)]]] = {}
-    computation: dict[str, Any] = {}
+    computation: Answers = Answers()
     files: _Files = _Files()
 
 
 def read_map_file(path: Path) -> MapFile:
-    """Read a map file. Raises ConvertError, naming the key that is wrong."""
+    """Read a map file. Raises ConvertError with the name of the wrong key."""
     text = source_text(path, CONFIG_BYTES)
     for number, line in enumerate(text.splitlines(), start=1):
         if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
@@ -95,10 +104,7 @@ def read_map_file(path: Path) -> MapFile:
         parsed = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise ConvertError(f"{path} is not TOML: {error}") from error
-    try:
-        document = _Document.model_validate(parsed)
-    except ValidationError as error:
-        raise ConvertError(f"{path}: {_first_error(error)}") from error
+    document = _validated(str(path), _Document, parsed)
     names = {
         (role, part): name
         for role, parts in document.tensors.items()
@@ -108,46 +114,40 @@ def read_map_file(path: Path) -> MapFile:
         known = {"{N}", "{M}"} if role in LAYER_ROLES else set()
         if unknown := set(re.findall(r"\{[^}]*\}", name)) - known:
             raise ConvertError(
-                f"{path}: {role}.{part} is {name!r}, which has {sorted(unknown)}; {{N}} and {{M}} "
-                "are known in the layers"
+                f"{path}: {role}.{part} is {name!r}, which has {sorted(unknown)}; only names in "
+                "the layers have marks, {N} and {M}"
             )
     return MapFile(
         path=path,
         state=document.state,
         names=names,
-        answers=check_answers(f"{path} [computation]", document.computation),
+        answers=document.computation.model_dump(exclude_unset=True),
         ignore=tuple(document.files.ignore),
         transposed=frozenset(document.files.transposed),
     )
 
 
-def _first_error(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    return f"{key} is {first['input']!r}: {first['msg']}"
-
-
 def check_answers(where: str, answers: Mapping[str, Any]) -> dict[str, Any]:
     """Answers by field, each of its kind. Raises ConvertError."""
-    kinds = get_type_hints(Computation)
-    checked: dict[str, Any] = {}
-    for name, value in answers.items():
-        if name not in kinds:
-            raise ConvertError(f"{where}: unknown field {name!r}; known are {', '.join(FIELDS)}")
-        kind = {int: PositiveInt, float: PositiveFloat}.get(kinds[name], kinds[name])
-        try:
-            checked[name] = TypeAdapter(kind).validate_python(value, strict=True)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"]
-            raise ConvertError(f"{where}: {name} is {value!r}: {message}") from error
-    return checked
+    return _validated(where, Answers, answers).model_dump(exclude_unset=True)
+
+
+def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _Model:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if first["type"] == "extra_forbidden" and (model is Answers or key.startswith("computation.")):
+        raise ConvertError(f"{where}: unknown field {key}; known are {', '.join(FIELDS)}")
+    raise ConvertError(f"{where}: {key} is {first['input']!r}: {first['msg']}")
 
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
     """The map that a file describes, with layers and heads counted in the tensors' names. `ignored`
-    are tensors that are known not to be weights. Raises ConvertError for a name without a match."""
+    are tensors known not to be weights. Raises ConvertError for a name without a match."""
     weights = {role for role, part in file.names if part == "weight"}
-    attention = () if "qkv" in weights else ("query", "key", "value")
+    attention = () if "qkv" in weights else SEPARATE
     up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
     needed = ("token_embedding", "attention_norm", *attention, "mlp_norm", up)
     if file.names and (missing := [role for role in needed if role not in weights]):
@@ -155,36 +155,32 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
             f"{file.path}: [tensors] lacks {missing[0]}.weight; every GPT has {', '.join(needed)}"
         )
     layers = _numbers(file, tensors, "{N}")
-    heads = _numbers(file, tensors, "{M}")
     named = set(file.names.values())
+    unnamed = [name for name in ignored if name not in named]
     return TensorMap(
         n_layer=len(layers) or 1,
         first_layer=min(layers, default=0),
-        n_head=len(heads),
+        n_head=len(_numbers(file, tensors, "{M}")),
         names=file.names,
-        ignored=tuple(
-            dict.fromkeys(
-                [*(n for n in ignored if n not in named), *glob(file.ignore, list(tensors))]
-            )
-        ),
+        ignored=tuple(dict.fromkeys([*unnamed, *glob(file.ignore, list(tensors))])),
         transposed=file.transposed,
     )
 
 
 def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int]:
-    """The numbers that stand in place of a mark, over all names that have it."""
+    """The numbers in place of a mark, over all names that have it."""
     numbers: set[int] = set()
+    other = "{M}" if mark == "{N}" else "{N}"
     for (role, part), pattern in file.names.items():
         if mark not in pattern:
             continue
-        other = "{M}" if mark == "{N}" else "{N}"
         expression = re.escape(pattern).replace(re.escape(mark), r"(\d+)")
         compiled = re.compile(expression.replace(re.escape(other), r"\d+"))
         matches = {int(m[1]) for name in tensors if (m := compiled.fullmatch(name))}
         if not matches:
             raise ConvertError(
-                f"{file.path}: {role}.{part} is {pattern!r}, and no tensor has such a name; there "
-                f"are {', '.join(list(tensors)[:4])}, ..."
+                f"{file.path}: {role}.{part} is {pattern!r}, and no tensor has such a name; the "
+                f"tensors are {', '.join(list(tensors)[:4])}, ..."
             )
         numbers |= matches
     return numbers
@@ -217,7 +213,6 @@ def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Names with their numbers as {N}, each once."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "{N}", name) for name in names))
 
 
@@ -225,11 +220,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def mapped_findings(file: MapFile) -> dict[str, Finding]:
-    """The file's answers as findings."""
-    return {
-        name: Finding((value,), f"{name} in {file.path.name}")
-        for name, value in file.answers.items()
-    }

@@ -1,12 +1,15 @@
-"""Names: what people call the parts of a GPT, as tables to look a name up in.
+"""Names: words that people use for the parts of a GPT, as tables to look a name up in.
 
 A name of a state dict is cut at its dots (`blocks.0.attn.c_attn.weight`). Covers the words for
-tensors and for settings. Does not decide anything: a word is evidence that `layers.py` and
-the modules of roles weigh together with shapes.
+tensors and for settings. A word is only evidence; `layers.py` and `recognise.py` weigh it together
+with shapes.
 """
 
 import re
 from collections.abc import Mapping
+from typing import Literal
+
+SeparateRole = Literal["query", "key", "value"]
 
 WRAPPERS = ("_orig_mod", "module")
 """First parts that torch.compile and DistributedDataParallel put before every name."""
@@ -40,16 +43,18 @@ HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 
 
 def _projection(words: str) -> re.Pattern[str]:
-    """`q`, `W_q`, `to_q`, `q_proj`: one of the words, and what people put around it."""
+    """`q`, `W_q`, `to_q`, `q_proj`: one of the words, with the usual affixes."""
     return re.compile(
         rf"(w|to|in|fc|lin|linear|proj)?_?({words})"
         r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
     )
 
 
-QUERY = _projection("q|query|queries")
-KEY = _projection("k|key|keys")
-VALUE = _projection("v|value|values|val")
+PROJECTIONS: Mapping[SeparateRole, re.Pattern[str]] = {
+    "query": _projection("q|query|queries"),
+    "key": _projection("k|key|keys"),
+    "value": _projection("v|value|values|val"),
+}
 FUSED = re.compile(
     r"c_attn|(w|to|in|fc|lin|linear|proj|attn)?_?(qkv|kqv|query_key_value)(s|_?(proj|projection|lin|linear|layer|"
     r"net|map|w|matrix))?|in_proj"
@@ -78,7 +83,7 @@ GATED_DOWN = re.compile(
 
 
 def _norm_of(words: str) -> re.Pattern[str]:
-    """`q_norm`, `norm_q`: a norm of what these words name, on either side."""
+    """`q_norm`, `norm_q`: one of the words with a norm on either side."""
     return re.compile(
         rf"({words})_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?({words})"
     )
@@ -103,7 +108,7 @@ BUFFERS = re.compile(
     r"freqs?(_cis|_cos|_sin)?|cos|sin|cos_cached|sin_cached|cosine|sine|theta|thetas|angles)|"
     r"rope(_cache|_cos|_sin)?|cache_[kv]|k_cache|v_cache"
 )
-"""Last parts of what a module computes with and does not learn."""
+"""Last parts of names of tensors that a module computes with but does not learn."""
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "n_layer": (
@@ -159,7 +164,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "step": ("iter_num", "step", "steps", "iter", "iteration", "global_step", "n_steps", "iters"),
     "val_loss": ("best_val_loss", "val_loss", "best_loss", "validation_loss"),
 }  # fmt: skip
-"""For each number of a shape what people call it in a configuration, in lower case."""
+"""The keys in configurations of each number of a shape, in lower case."""
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_tanh": "gelu_tanh",
@@ -177,11 +182,11 @@ ACTIVATIONS: Mapping[str, str] = {
     "silu": "swiglu",
     "swish": "swiglu",
 }
-"""Names of activations in configurations. "gelu" is torch's default there, the exact one."""
+"""Names of activations in configurations. "gelu" is torch's default, the exact one."""
 
 
 def matches(pattern: re.Pattern[str], part: str) -> bool:
-    """Whether a whole part of a name is one of the words, in any case."""
+    """True if a whole part of a name is one of the words, in any case."""
     return pattern.fullmatch(snake_case(part)) is not None
 
 

@@ -1,14 +1,15 @@
-"""Objectives: how well a variant of a model explains what is known of it.
+"""Objectives: penalties of the variants of a model, lower being better; equally many at every call
+with the same effort.
 
 `TextObjective` has a text that the model was trained for: nats of each token. `LogitsObjective` has
 logits of the owner's code for some ids: the largest difference. Both run this project's forward in
-float32 over weights that `build.py` made. Does not choose (`resolve.py`).
+float32 on weights of `build.py`. `resolve.py` chooses.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,26 +17,23 @@ from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import empty_gpt
 from logitd.model.convert.by_role.build import Built
+from logitd.model.convert.foreign import ConvertError
 from logitd.model.transformer.gpt import GPT
 
 Effort = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
-"""Most tokens of a text that are predicted."""
+"""Most predicted tokens of a text."""
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
-"""Approximate limit of time: fewer tokens are predicted by large models."""
+"""Approximate time limits: large models predict fewer tokens."""
 WINDOW_TOKENS = 128
 
 
-class Objective(Protocol):
-    """Gives penalties, lower being better: equally many at every call with the same effort.
+@dataclass(frozen=True)
+class CheckText:
+    """A text that the model should predict, as ids of the source."""
 
-    distinct   most of them that are independent of each other
-    """
-
-    @property
-    def distinct(self) -> int: ...
-
-    def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor: ...
+    name: str
+    token_ids: Sequence[int]
 
 
 def open_gpt(built: Built) -> GPT:
@@ -63,16 +61,17 @@ def _attend_to_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class TextObjective:
     """The loss on windows (W, T + 1) of a text's ids.
 
-    distinct   tokens of the text that are predicted, each counted once
-    tokens     tokens that are predicted, by effort
+    distinct   predicted tokens of the text, each counted once
+    tokens     number of predictions, by effort
     """
 
+    name: str
     windows: Tensor
     distinct: int
     tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
     def at_speed(self, seconds_per_token: float) -> "TextObjective":
-        """The same objective, with fewer tokens if there is no time for more."""
+        """The same objective with as many tokens as the time limits allow."""
         tokens = {
             effort: max(WINDOW_TOKENS, min(most, int(SECONDS[effort] / seconds_per_token)))
             for effort, most in TOKENS.items()
@@ -91,41 +90,44 @@ class TextObjective:
         return torch.cat(losses)
 
     def unigram_nats(self) -> float:
-        """Nats per token of the text's own frequencies, which a model has to beat."""
+        """Nats per token of the text's own frequencies."""
         counts = torch.bincount(self.windows.flatten()).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
 
 
-def text_objective(token_ids: Sequence[int], context_length: int) -> TextObjective | None:
-    """Windows spread over a text; None if it is too short for one of two tokens."""
-    length = min(context_length, WINDOW_TOKENS, len(token_ids) - 1)
+def text_objective(text: CheckText, context_length: int) -> TextObjective:
+    """Windows spread over a text. Raises ConvertError if it is too short for one of two tokens."""
+    length = min(context_length, WINDOW_TOKENS, len(text.token_ids) - 1)
     if length < 2:
-        return None
-    last = len(token_ids) - length - 1
-    # A window at every half of one, as far as the budget reaches.
+        raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
+    last = len(text.token_ids) - length - 1
+    # Windows overlap by half, as far as the budget reaches.
     count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))
     starts = sorted({round(last * i / max(1, count - 1)) for i in range(count)})
-    # In an order in which the first windows, a quick look, come from everywhere.
+    # Shuffled, so that the first windows, a quick look, come from the whole text.
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).tolist()
-    ids = torch.tensor(token_ids)
+    ids = torch.tensor(text.token_ids)
     windows = torch.stack([ids[starts[i] : starts[i] + length + 1] for i in order])
-    return TextObjective(windows, distinct=min(windows[:, 1:].numel(), len(token_ids) - 1))
+    distinct = min(windows[:, 1:].numel(), len(ids) - 1)
+    return TextObjective(text.name, windows, distinct)
 
 
 @dataclass(frozen=True)
 class LogitsObjective:
-    """The largest difference to logits (B, T, V) that the owner's code gave for ids (B, T).
+    """The largest difference from logits (B, T, V) of the owner's code for ids (B, T).
 
-    log_probs   the owner's code gives log-probabilities instead of logits
+    name        the owner's code, for messages
+    log_probs   the owner's code returns log-probabilities instead of logits
     """
 
+    name: str
     token_ids: Tensor
     logits: Tensor
     log_probs: bool = False
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
-        """The largest difference (1,); infinite if it is not a number."""
+        """The largest difference (1,); infinite if it is NaN."""
         logits = logits_of(open_gpt(built), self.token_ids, causal=causal)
         if self.log_probs:
             logits = logits.log_softmax(dim=-1)
@@ -140,3 +142,6 @@ class LogitsObjective:
     def tolerance(self) -> float:
         """1e-4, or for large logits the error of float32."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
+
+
+Objective = TextObjective | LogitsObjective

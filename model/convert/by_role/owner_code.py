@@ -1,8 +1,8 @@
-"""Owner's code: the logits that the class a model was trained with gives for random ids.
+"""Owner's code: logits of the class that a model was trained with, for random ids.
 
-Runs `owner_process.py` with the owner's file in a process of its own, with the weights of the
-checkpoint, and takes back numbers alone. What it knows of the shape is offered under every name
-that people have for it. Does not compare: see `resolve.py`.
+Runs `owner_process.py` in a process of its own, with the owner's file and the weights of the
+checkpoint, and reads back numbers alone. Values of the shape are passed under every usual name.
+`resolve.py` compares the logits.
 """
 
 import json
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,20 @@ from torch import Tensor
 from logitd.model.convert.by_role import owner_process
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
+from logitd.model.convert.by_role.owner_process import Request
 from logitd.model.convert.by_role.questions import Findings, setting
-from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
 
 TIMEOUT_SECONDS = 300
 TOKENS = 24
-"""Ids of each of two sequences, or as many as the context holds."""
+"""Length of each of two sequences of ids, unless the context is shorter."""
 CAUSAL_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class OwnerCode:
-    """A file and the name in it, or an expression over its names."""
+    """A file, and a name in it or an expression over its names."""
 
     file: Path
     expression: str
@@ -65,41 +66,34 @@ def owner_logits(
     *,
     timeout: float = TIMEOUT_SECONDS,
 ) -> LogitsObjective:
-    """Run the owner's code. Raises ConvertError with what it said, or where a later id changes an
+    """Run the owner's code. Raises ConvertError with its own message, or if a later id changes an
     earlier position's logits."""
-    rows, _ = tensors.shape("token_embedding")
-    length = min(TOKENS, findings["context_length"].values[0])
+    request = request_of(code, tensors, findings, settings)
+    weights = {
+        name: tensor.clone().contiguous()
+        for name, tensor in tensors.tensors.items()
+        if not tensor.is_complex()
+    }
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as scratch:
         folder = Path(scratch)
-        save_file(
-            {name: tensor.clone().contiguous() for name, tensor in tensors.tensors.items()
-             if not tensor.is_complex()},
-            folder / owner_process.WEIGHTS,
-        )  # fmt: skip
-        request = {
-            "file": str(code.file.resolve()),
-            "expression": code.expression,
-            **known_values(tensors, findings, settings),
-            "rows": rows,
-            "length": length,
-        }
-        (folder / owner_process.REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        save_file(weights, folder / owner_process.WEIGHTS)
+        document = json.dumps(asdict(request))
+        (folder / owner_process.REQUEST).write_text(document, encoding="utf-8")
         _run(code, folder, timeout)
         answer = load_file(folder / owner_process.ANSWER)
-    if answer["logits"].shape != (*answer["token_ids"].shape, rows):
+    logits, token_ids = answer["logits"], answer["token_ids"]
+    if logits.shape != (*token_ids.shape, request.rows):
         raise ConvertError(
-            f"{code} gives logits of shape {list(answer['logits'].shape)} for ids of shape "
-            f"{list(answer['token_ids'].shape)}; expected {rows} for each id, the rows of the "
-            "token embedding"
+            f"{code} returns logits of shape {list(logits.shape)} for ids of shape "
+            f"{list(token_ids.shape)}; expected {request.rows} for each id, the rows of the token "
+            "embedding"
         )
-    _check_causal(code, answer)
-    return LogitsObjective(
-        answer["token_ids"].long(), answer["logits"], _normalised(answer["logits"])
-    )
+    _check_causal(code, logits, answer["changed"])
+    normalised = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
+    return LogitsObjective(str(code), token_ids.long(), logits, log_probs=normalised)
 
 
 def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
-    """Run the process to its end. Raises ConvertError."""
     command = [sys.executable, owner_process.__file__, str(folder)]
     try:
         done = subprocess.run(
@@ -114,7 +108,7 @@ def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ConvertError(
-            f"{code} did not give logits within {timeout:.0f} seconds; name the class itself, so "
+            f"{code} did not return logits within {timeout:.0f} seconds; name the class itself, so "
             "that nothing else of the file runs"
         ) from error
     problem = folder / owner_process.PROBLEM
@@ -127,27 +121,20 @@ def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
         )
 
 
-def known_values(
-    tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Values under every name that people have for them.
-
-    said    what the file's settings and the user say. No dropout, and the CPU
-    shape   what the tensors show
-    flags   guesses of which layers have a bias
-    values  all of these together
-    """
+def request_of(
+    code: OwnerCode, tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
+) -> Request:
+    """The request for the owner's process, without dropout and on the CPU."""
     rows, width = tensors.shape("token_embedding")
-    mapped = tensors.map
+    mapped, context_length = tensors.map, findings["context_length"].values[0]
     fields: dict[str, Any] = {
         "n_layer": mapped.n_layer,
         "d_model": width,
         "vocab_size": rows,
-        "context_length": findings["context_length"].values[0],
+        "context_length": context_length,
     }
     if mapped.has("mlp_down"):
         fields["d_ff"] = tensors.shape("mlp_down")[1]
-    shape = {key: value for field, value in fields.items() for key in SETTINGS[field]}
     said: dict[str, Any] = {"device": "cpu"}
     if findings["n_head"].resolved:
         said |= dict.fromkeys(SETTINGS["n_head"], findings["n_head"].values[0])
@@ -156,22 +143,24 @@ def known_values(
             said |= {key: given[0] for key in keys if key not in said}
     said |= {str(key).lower(): value for key, value in settings.items()}
     said |= dict.fromkeys(SETTINGS["dropout"], 0.0)
-    qkv = any(mapped.has(role, "bias") for role in ("qkv", "query", "key", "value"))
-    others = mapped.has("attention_out", "bias") or mapped.has("mlp_down", "bias")
-    flags = {"qkv_bias": qkv, "attention_bias": qkv, "bias": others, "use_bias": others}
-    return {"said": said, "shape": shape, "flags": flags, "values": shape | flags | said}
+    qkv, others = mapped.has_bias(*QKV), mapped.has_bias("attention_out", "mlp_down")
+    return Request(
+        file=str(code.file.resolve()),
+        expression=code.expression,
+        said=said,
+        shape={key: value for field, value in fields.items() for key in SETTINGS[field]},
+        flags={"qkv_bias": qkv, "attention_bias": qkv, "bias": others, "use_bias": others},
+        rows=rows,
+        length=min(TOKENS, context_length),
+    )
 
 
-def _check_causal(code: OwnerCode, answer: Mapping[str, Tensor]) -> None:
-    before, after = answer["logits"][:, :-1], answer["changed"][:, :-1]
-    if before.numel() and float((before - after).abs().max()) > CAUSAL_TOLERANCE:
+def _check_causal(code: OwnerCode, logits: Tensor, changed: Tensor) -> None:
+    """Raise ConvertError if `changed`, logits after another last id, differ before it."""
+    difference = (logits[:, :-1] - changed[:, :-1]).abs()
+    if difference.numel() and float(difference.max()) > CAUSAL_TOLERANCE:
         raise ConvertError(
             f"{code}: another last id changes the logits of earlier positions (by up to "
-            f"{float((before - after).abs().max()):.3g}): it has no causal mask, so it is not a "
-            "GPT and cannot generate"
+            f"{float(difference.max()):.3g}): it has no causal mask, so it is not a GPT and cannot "
+            "generate"
         )
-
-
-def _normalised(logits: Tensor) -> bool:
-    """Whether these are log-probabilities: their exponentials add up to 1."""
-    return bool(torch.allclose(logits.logsumexp(-1), torch.zeros(logits.shape[:-1]), atol=1e-4))

@@ -1,13 +1,12 @@
-"""The process that runs somebody's model code: definitions in, logits for random ids out.
+"""The process that runs an owner's model code: definitions in, logits for random ids out.
 
-A program of its own that imports nothing of this project: what runs here is the owner's file, with
-the rights of the user who asked for it, but without network. Of the file only imports, classes,
-functions and the assignments that these need are run: a training loop is not. An assignment that
-fails (`len(chars)` of a text that is not there) is left out, or taken from what the checkpoint
-says.
+A program that imports nothing of this project. It runs the owner's file with the rights of the
+user, but without network. Only imports, classes, functions and the assignments that these need are
+executed, not a training loop. An assignment that fails (`len(chars)` of a missing text) is left
+out, or replaced by a value of the checkpoint.
 
-Reads `request.json` and `weights.safetensors` in the folder that it is given; writes
-`answer.safetensors` (token_ids, logits, and the logits after another last id), or `problem.txt`.
+Reads a `Request` and the weights from its folder; writes `answer.safetensors` (token_ids, logits,
+and the logits after another last id), or `problem.txt`.
 """
 
 import ast
@@ -37,11 +36,35 @@ CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_arg
 
 
 class Problem(Exception):
-    """Why there are no logits, for the person who gave the code."""
+    """The reason why there is no model or no logits, for the person who gave the code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The owner's code and the numbers of the checkpoint, by every usual name in lower case.
+
+    file, expression   the owner's file, and a name in it or an expression over its names
+    said               values of the file's settings and of the user
+    shape              values that the tensors show
+    flags              guesses of which layers have a bias
+    rows, length       ids are below `rows`, and sequences are `length` long
+    """
+
+    file: str
+    expression: str
+    said: Mapping[str, Any]
+    shape: Mapping[str, Any]
+    flags: Mapping[str, Any]
+    rows: int
+    length: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {**self.shape, **self.flags, **self.said}
 
 
 class Values(dict[str, Any]):
-    """Known numbers as a dictionary whose keys are attributes too; `asked` are those looked up."""
+    """A dictionary whose keys are attributes too; `asked` are the keys that were looked up."""
 
     def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
         super().__init__(values)
@@ -66,8 +89,8 @@ class Attempt:
     """One way to make the model.
 
     top     values that override names at the top of the file
-    over    values that parameters get, whatever their defaults
-    values  values of what has no default
+    over    values that override the defaults of parameters
+    values  values of parameters without a default
     asked   names that the code wants values for, over all attempts
     """
 
@@ -77,28 +100,26 @@ class Attempt:
     asked: set[str]
 
 
-def attempts(request: Mapping[str, Any]) -> Iterator[Attempt]:
-    """With the defaults of the owner's code first; then with what the tensors show instead; then
-    with either value of the flags that the tensors show only in part."""
-    said, shape, flags = request["said"], request["shape"], request["flags"]
+def attempts(request: Request) -> Iterator[Attempt]:
+    """Attempts with the defaults of the owner's code; then with the shape that the tensors show;
+    then with either value of the flags."""
+    said, shape = request.said, request.shape
     asked, none = set[str](), dict[str, Any]()
     for top, shown in ((said, none), (said, shape), ({**said, **shape}, shape)):
-        yield Attempt(top, {**shown, **said}, request["values"], asked)
-    names = sorted((asked & flags.keys()) - said.keys())
+        yield Attempt(top, {**shown, **said}, request.values, asked)
+    names = sorted((asked & request.flags.keys()) - said.keys())
     for values in itertools.product((True, False), repeat=len(names)):
         chosen = dict(zip(names, values, strict=True))
         for top in (said, {**said, **shape}) if names else ():
-            over = {**shape, **chosen, **said}
-            yield Attempt(top, over, {**request["values"], **chosen}, asked)
+            yield Attempt(top, {**shape, **chosen, **said}, {**request.values, **chosen}, asked)
 
 
 def main(folder: Path) -> int:
     leave_network()
-    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    weights = load_file(folder / WEIGHTS)
+    request = Request(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
     try:
-        model = build_model(request, weights)
-        token_ids, logits, changed = run(model, request["rows"], request["length"])
+        model = build_model(request, load_file(folder / WEIGHTS))
+        token_ids, logits, changed = run(model, request.rows, request.length)
     except Problem as problem:
         (folder / PROBLEM).write_text(str(problem), encoding="utf-8")
         return 1
@@ -107,8 +128,7 @@ def main(folder: Path) -> int:
 
 
 def leave_network() -> None:
-    """Give up the network: by a namespace of its own where the system allows that, and in Python
-    in any case."""
+    """Give up the network: in Python always, by a separate namespace if the system allows it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET)
 
@@ -119,33 +139,31 @@ def leave_network() -> None:
     sys.addaudithook(refuse)
 
 
-def build_model(request: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
+def build_model(request: Request, weights: Mapping[str, Tensor]) -> nn.Module:
     """The owner's model with the checkpoint's weights. Raises Problem."""
     problems, tried = list[Problem](), set[str]()
     for attempt in attempts(request):
         try:
-            module = run_definitions(Path(request["file"]), request, attempt.top)
-            model = make(module, request, attempt)
+            model = make(run_definitions(request, attempt.top), request, attempt)
             load(model, weights)
         except Problem as problem:
             problems.append(problem)
-            tried = attempt.asked & request["flags"].keys()
+            tried = attempt.asked & request.flags.keys()
         else:
             return model.eval()
     said = str(problems[:3][-1])
-    if flags := sorted(tried - request["said"].keys()):
+    if flags := sorted(tried - request.said.keys()):
         said += (
             f". {' and '.join(flags)}: neither True nor False fits everywhere; give the expression "
-            f"that makes the model, such as '{request['expression']}({flags[0]}=False)'"
+            f"that makes the model, such as '{request.expression}({flags[0]}=False)'"
         )
     raise Problem(said)
 
 
-def run_definitions(
-    file: Path, request: Mapping[str, Any], override: Mapping[str, Any]
-) -> types.ModuleType:
-    """The owner's file as a module, without what only a script does. `override` are values that
-    names at the top of the file get, whatever it says."""
+def run_definitions(request: Request, override: Mapping[str, Any]) -> types.ModuleType:
+    """The owner's file as a module, without the statements of a script. `override` are values for
+    names at the top of the file. Raises Problem."""
+    file, values = Path(request.file), request.values
     sys.path.insert(0, str(file.parent))
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
@@ -154,33 +172,30 @@ def run_definitions(
     module = types.ModuleType(file.stem)
     module.__file__ = str(file)
     sys.modules[file.stem] = module
-    names, needed = vars(module), needed_assignments(tree, request["expression"])
+    names, needed = vars(module), needed_assignments(tree, request.expression)
     for statement in tree.body:
         targets = assigned(statement)
         if not is_definition(statement) and not (targets & needed):
             continue
         try:
             exec(compile(ast.Module([statement], []), str(file), "exec"), names)
-        except Exception as error:  # whatever the owner's code may raise
+        except Exception as error:  # the owner's code may raise anything
             if isinstance(statement, ast.ClassDef | ast.FunctionDef):
                 raise Problem(
                     f"{statement.name} in {file.name}, line {statement.lineno}, cannot be defined: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            for name in targets:
-                if name.lower() in request["values"]:
-                    names[name] = request["values"][name.lower()]
+            names |= {name: values[name.lower()] for name in targets if name.lower() in values}
         for name in targets & override.keys():
             if isinstance(names.get(name), int | float) and isinstance(override[name], int | float):
                 names[name] = override[name]
-    for name in needed - names.keys():
-        if name.lower() in request["values"]:
-            names[name] = request["values"][name.lower()]
+    missing = needed - names.keys()
+    names |= {name: values[name.lower()] for name in missing if name.lower() in values}
     return module
 
 
 def is_definition(statement: ast.stmt) -> bool:
-    """Imports, classes and functions, also where they are tried or chosen."""
+    """True for imports, classes and functions, and for a `try` of imports and assignments."""
     if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
         return True
     if isinstance(statement, ast.Try):
@@ -191,21 +206,19 @@ def is_definition(statement: ast.stmt) -> bool:
 
 
 def assigned(statement: ast.stmt) -> set[str]:
-    """The names that an assignment at the top of the file gives a value."""
+    targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
     elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
         targets = [statement.target]
-    else:
-        return set()
     return {
         node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
     }
 
 
 def needed_assignments(tree: ast.Module, expression: str) -> set[str]:
-    """Names at the top of the file that its definitions and the expression use, and what those
-    use in turn."""
+    """Names at the top of the file that its definitions and the expression use, directly or through
+    other assignments."""
     uses: dict[str, set[str]] = {}
     needed = loaded(ast.parse(expression, mode="eval"))
     for statement in tree.body:
@@ -229,54 +242,63 @@ def loaded(tree: ast.AST) -> set[str]:
     }
 
 
-def make(module: types.ModuleType, request: Mapping[str, Any], attempt: Attempt) -> nn.Module:
-    """The model: an expression is evaluated, a name is called with what is known by the names of
-    its parameters."""
-    expression = request["expression"]
+def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
+    """The model without weights: the value of the expression, called with the known values of its
+    parameters if it is a class or a function. Raises Problem."""
     torch.manual_seed(0)
     names = {**attempt.values, **vars(module)}
     try:
-        made = eval(compile(expression, "<--code>", "eval"), names)
+        made = eval(compile(request.expression, "<--code>", "eval"), names)
         if not isinstance(made, nn.Module) and callable(made):
             made = made(**arguments(made, module, attempt))
     except Problem:
         raise
-    except Exception as error:  # whatever the owner's code may raise
+    except Exception as error:  # the owner's code may raise anything
+        if isinstance(error, NameError) and error.name in loaded(ast.parse(request.expression)):
+            defined = [name for name, value in vars(module).items() if is_own(value, module)]
+            raise Problem(
+                f"{Path(request.file).name} does not define {error.name!r}; its classes and "
+                f"functions are {', '.join(defined) or 'none'}"
+            ) from error
         raise Problem(
-            f"{type(error).__name__}: {error}. Where the values of the checkpoint do not do, give "
+            f"{type(error).__name__}: {error}. If the values of the checkpoint do not fit, give "
             "an expression that makes the model, such as 'GPT(vocab_size=65, n_head=4)'"
         ) from error
     if not isinstance(made, nn.Module):
-        raise Problem(f"it gives a {type(made).__name__}; expected a torch module")
+        raise Problem(f"it makes a {type(made).__name__}; expected a torch module")
     return made.float().to("cpu")
+
+
+def is_own(value: Any, module: types.ModuleType) -> bool:
+    return isinstance(value, type | types.FunctionType) and value.__module__ == module.__name__
 
 
 def arguments(
     made: Callable[..., Any], module: types.ModuleType, attempt: Attempt
 ) -> dict[str, Any]:
-    """Arguments for a class or a factory, by the names of its parameters. Raises Problem."""
+    """Arguments for a class or a function, by the names of its parameters. Raises Problem."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         attempt.asked.add(name.lower())
+        needed = parameter.default is parameter.empty
         if name.lower() in attempt.over:
             given[name] = attempt.over[name.lower()]
         elif name.lower() in CONFIG_NAMES or config_class(parameter, module) is not None:
             given[name] = config_object(parameter, module, attempt)
-        elif parameter.default is parameter.empty and name.lower() in attempt.values:
+        elif needed and name.lower() in attempt.values:
             given[name] = attempt.values[name.lower()]
-        elif parameter.default is parameter.empty:
+        elif needed:
+            called = getattr(made, "__name__", "GPT")
             raise Problem(
-                f"{getattr(made, '__name__', made)} needs {name!r}, which the checkpoint does not "
-                "say: give an expression that makes the model, such as "
-                f"'{getattr(made, '__name__', 'GPT')}(..., {name}=...)'"
+                f"{called} needs {name!r}, which the checkpoint does not say: give an expression "
+                f"that makes the model, such as '{called}(..., {name}=...)'"
             )
     return given
 
 
 def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
-    """The class of a configuration, by the parameter's annotation."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         annotation = vars(module).get(annotation)
@@ -284,12 +306,12 @@ def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type
 
 
 def config_object(parameter: inspect.Parameter, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration with the known numbers: of the annotated class, of the file's one class with
-    Config in its name, else a dictionary whose keys are attributes."""
+    """A configuration with the known values: of the annotated class, or of the file's one class
+    that is named like a configuration, else a dictionary whose keys are attributes."""
     named = config_class(parameter, module)
     classes = [named] if named else [
         value for name, value in vars(module).items()
-        if isinstance(value, type) and value.__module__ == module.__name__
+        if isinstance(value, type) and is_own(value, module)
         and ("config" in name.lower() or name.lower().endswith("args"))
         and not issubclass(value, nn.Module)
     ]  # fmt: skip
@@ -305,7 +327,6 @@ def config_object(parameter: inspect.Parameter, module: types.ModuleType, attemp
 
 
 def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
-    """What is known of a configuration's parameters; the rest has defaults, or is missing."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         attempt.asked.add(name.lower())
@@ -316,8 +337,7 @@ def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
 
 
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the model the weights. What it has besides may be masks and tables only, and what the
-    file has besides too. Raises Problem."""
+    """Load the weights. Only masks and tables may be missing or left over. Raises Problem."""
     problems: list[str] = []
     for names in renamed(weights, model):
         try:
@@ -337,11 +357,11 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             f"{learned[:3] or 'none'} of the model's, and the model does not know "
             f"{left[:3] or 'none'}"
         )
-    raise Problem(problems[0])  # by the file's own names
+    raise Problem(problems[0])  # the one with the file's own names
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights by their names, and without a first part that all of them share."""
+    """The weights by their names; without a first part that all share; and below each child."""
     yield dict(weights)
     heads = {name.partition(".")[0] for name in weights}
     if len(heads) == 1:
@@ -351,7 +371,6 @@ def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[st
 
 
 def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a parameter is the same tensor as one that was loaded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return any(
         other != name and other in weights and parameters[other] is parameters.get(name)
@@ -360,7 +379,6 @@ def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
 
 
 def is_weight(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor that the model does not know may be one that it computes with."""
     last = name.rpartition(".")[2]
     marks = ("mask", "tril", "cos", "sin", "freq", "position_ids", "rope")
     if tensor.dim() == 4 and last == "bias":
@@ -379,7 +397,8 @@ def run(model: nn.Module, rows: int, length: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
-    """Logits (B, T, rows). A model that gives the last position alone is asked for every prefix."""
+    """Logits (B, T, rows). A model that returns only the last position is called for every prefix.
+    Raises Problem."""
     logits = call(model, token_ids, rows)
     if logits.dim() == 2 and len(logits) == token_ids.numel():
         logits = logits.view(*token_ids.shape, -1)  # (B * T, V) to (B, T, V)
@@ -389,30 +408,31 @@ def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
     stacked = [out[:, -1] if out.dim() == 3 else out for out in last]
     if any(out.shape[0] != len(token_ids) for out in stacked):
         raise Problem(
-            f"it gives {list(logits.shape)} for ids of shape {list(token_ids.shape)}; expected "
+            f"it returns {list(logits.shape)} for ids of shape {list(token_ids.shape)}; expected "
             "logits (batch, positions, vocabulary)"
         )
     return torch.stack(stacked, dim=1)[..., :rows].float().contiguous()  # (B, T, V)
 
 
 def call(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
-    """What the model gives for ids, or the tensor in it that is as wide as the vocabulary."""
+    """The first tensor as wide as the vocabulary in what the model returns for ids. Raises
+    Problem."""
     try:
         try:
             inspect.signature(model.forward).bind(token_ids)
         except TypeError:
-            given = model(token_ids, token_ids)  # some ask for targets
+            returned = model(token_ids, token_ids)  # some require targets
         else:
-            given = model(token_ids)
-    except Exception as error:  # whatever the owner's code may raise
+            returned = model(token_ids)
+    except Exception as error:  # the owner's code may raise anything
         raise Problem(
             f"its forward failed on ids of shape {list(token_ids.shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    for tensor in tensors_in(given):
+    for tensor in tensors_in(returned):
         if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
             return tensor
-    raise Problem(f"its forward gives a {type(given).__name__} without logits of {rows} ids")
+    raise Problem(f"its forward returns a {type(returned).__name__} without logits of {rows} ids")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -1,11 +1,12 @@
 """Read: a model of any code as a `ForeignModel`, by the roles of its tensors.
 
-The one way through this room: recognise the tensors, or take them from a map file; find what the
-file says of the computation; resolve the rest; build. Does not read files of weights
-(`model/convert/state_file.py`) nor vocabularies.
+The one way through this room: recognise the tensors, or take them from a map file; find the
+evidence in the file; resolve the rest; build; report. The report has the roles with their names and
+shapes in the file, each number with its origin, the changes of weights, and a table if variants
+were compared. `model/convert/state_file.py` reads files of weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,12 @@ from typing import Any
 import torch
 
 from logitd.model.convert.by_role.build import build
-from logitd.model.convert.by_role.map_file import (
-    MapFile,
-    check_answers,
-    draft,
-    mapped_findings,
-    tensor_map,
-)
-from logitd.model.convert.by_role.objective import text_objective
-from logitd.model.convert.by_role.owner_code import owner_logits, parse_owner_code
+from logitd.model.convert.by_role.map_file import MapFile, check_answers, draft, tensor_map
+from logitd.model.convert.by_role.objective import CheckText, Objective, text_objective
+from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, parse_owner_code
 from logitd.model.convert.by_role.questions import (
     CONTEXT_IF_UNKNOWN,
+    UNUSED,
     Finding,
     find,
     is_count,
@@ -31,20 +27,25 @@ from logitd.model.convert.by_role.questions import (
     setting,
 )
 from logitd.model.convert.by_role.recognise import is_buffer, recognise
-from logitd.model.convert.by_role.report import understood
-from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, answer, resolve
-from logitd.model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
-from logitd.model.convert.foreign import ConvertError, ForeignModel
+from logitd.model.convert.by_role.resolve import (
+    Alternative,
+    OpenQuestions,
+    Resolution,
+    answer,
+    resolve,
+)
+from logitd.model.convert.by_role.tensor_map import IDENTITY, MappedTensors, TensorMap, check
+from logitd.model.convert.foreign import ForeignModel, naming
 from logitd.model.convert.state_file import StateFile
 from logitd.model.files import write_whole
-from logitd.model.transformer.config import ConfigError
+from logitd.model.transformer.config import GPTConfig
 
 KIND = "its own code"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """What a person says of a model.
+    """The user's answers about a model.
 
     answers   values of fields of a `Computation`
     code      FILE.py:NAME, the owner's own class
@@ -63,66 +64,56 @@ class RoleOptions:
 
 
 @dataclass(frozen=True)
-class CheckText:
-    """A text that the model should predict, as ids of the source."""
-
-    name: str
-    token_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Recognised:
-    """The tensors of a file by role, and what the file says of the computation."""
+    """The tensors of a file by role, and the evidence for the computation."""
 
     file: StateFile
     tensors: MappedTensors
     findings: Mapping[str, Finding]
-    options: RoleOptions
+    code: OwnerCode | None = None
+    draft: Path | None = None
     kind = KIND
 
     @property
     def rows(self) -> int:
-        """Rows of the token embedding."""
         return self.tensors.shape("token_embedding")[0]
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """Everything in the file but its tensors."""
         return self.file.contents
 
     @property
     def unknown(self) -> Mapping[str, Any]:
-        """Settings that may change logits and that nothing here understands."""
         return self.file.unknown
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Facts about the source that lead to its vocabulary."""
+        """Facts that lead to the source's vocabulary."""
         dataset = self.file.settings.get("dataset")
         return {"dataset": dataset} if isinstance(dataset, str) else {}
 
 
 def draft_of(destination: Path) -> Path:
-    """The path of the draft of a map file, for a checkpoint that could not be written."""
+    """The path of the draft of a map file for a checkpoint that could not be written."""
     return destination.parent / f"{destination.name}.map.toml"
 
 
 def recognise_file(
     file: StateFile, options: RoleOptions, context_length: int | None = None
 ) -> Recognised:
-    """The roles of a file's tensors. `context_length` is for a file that does not say it. Raises
+    """The roles of a file's tensors. `context_length` is used if the file does not say it. Raises
     ConvertError."""
+    code = None if options.code is None else parse_owner_code(options.code)
     mapped = _tensor_map(file, options.map_file)
     check(file.where, file.tensors, mapped)
     tensors = MappedTensors(file.where, file.tensors, mapped)
-    ignored = {name: file.tensors[name] for name in mapped.ignored}
-    findings = find(tensors, ignored, file.settings)
-    if options.map_file is not None:
-        findings |= mapped_findings(options.map_file)
+    findings = find(tensors, {name: file.tensors[name] for name in mapped.ignored}, file.settings)
+    if (given := options.map_file) is not None:
+        findings = answer(findings, given.answers, given.path.name)
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
-    return Recognised(file, tensors, findings, options)
+    return Recognised(file, tensors, findings, code, options.draft)
 
 
 def _tensor_map(file: StateFile, given: MapFile | None) -> TensorMap:
@@ -143,8 +134,8 @@ def read_by_role(
     text: CheckText | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> ForeignModel:
-    """The model that computes what the source computes. Raises OpenQuestions if something is open,
-    and ConvertError."""
+    """The model with the source's computation. Raises OpenQuestions if something is open, and
+    ConvertError."""
     tensors, file = recognised.tensors, recognised.file
     resolution = _resolve(recognised, text)
     dropout, step, val_loss = (
@@ -153,10 +144,8 @@ def read_by_role(
     )
     if not is_number(dropout) or not 0 <= dropout < 1:
         dropout = 0.0
-    try:
+    with naming(file.where):
         built = build(tensors, resolution.computation, dropout=float(dropout))
-    except ConfigError as error:
-        raise ConvertError(f"{file.where}: {error}") from error
     for line in understood(tensors, built.config, resolution, built.folds):
         log(line)
     return ForeignModel(
@@ -173,7 +162,7 @@ def read_by_role(
             "settled": {
                 name: f"{getattr(resolution.computation, name)} ({origin})"
                 for name, origin in resolution.origins.items()
-                if origin != "not used"
+                if origin != UNUSED
             },
         },
         notes=built.folds,
@@ -181,38 +170,104 @@ def read_by_role(
 
 
 def _resolve(recognised: Recognised, text: CheckText | None) -> Resolution:
-    tensors, findings, options = recognised.tensors, recognised.findings, recognised.options
-    logits, code = None, ""
-    if options.code is not None:
-        owner = parse_owner_code(options.code)
-        logits, code = owner_logits(owner, tensors, findings, recognised.file.settings), str(owner)
-    objective = None
+    tensors, findings, code = recognised.tensors, recognised.findings, recognised.code
+    objective: Objective | None = None
     if text is not None:
-        objective = text_objective(text.token_ids, findings["context_length"].values[0])
-        if objective is None:
-            raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
+        objective = text_objective(text, findings["context_length"].values[0])
+    if code is not None:
+        objective = owner_logits(code, tensors, findings, recognised.file.settings)
     try:
-        return resolve(
-            tensors,
-            findings,
-            logits=logits,
-            code=code,
-            text=objective,
-            text_name=text.name if text is not None else "",
-        )
+        return resolve(tensors, findings, objective)
     except OpenQuestions as error:
-        if options.draft is None:
+        if recognised.draft is None:
             raise
         document = draft(recognised.file.state, tensors.map, findings)
-        hint = _write_draft(options.draft, document)
+        hint = _write_draft(recognised.draft, document)
         raise OpenQuestions(f"{error}. {hint}", error.fields) from error
 
 
 def _write_draft(path: Path, text: str) -> str:
-    """Write a draft; a sentence with its path, or why it is not there: the questions count more."""
+    """Write a draft. Returns a sentence with its path, or with the reason why it cannot be written:
+    the questions are more important than the draft."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     except OSError as error:
         return f"The draft of a map file, {path}, cannot be written: {error.strerror or error}"
     return f"A draft with what was recognised is in {path}: complete it and give it back with --map"
+
+
+def understood(
+    tensors: MappedTensors, config: GPTConfig, resolution: Resolution, folds: tuple[str, ...]
+) -> Iterator[str]:
+    """Everything that was understood, line by line."""
+    yield "tensors:"
+    yield from _tensor_lines(tensors)
+    yield "computation:"
+    yield from _number_lines(tensors, config, resolution)
+    if folds:
+        yield "changes of weights:"
+        yield from (f"  {fold}" for fold in folds)
+    if resolution.alternatives:
+        yield from table(resolution)
+    yield f"verified: {resolution.verified}"
+
+
+def _tensor_lines(tensors: MappedTensors) -> Iterator[str]:
+    mapped = tensors.map
+    for (role, part), name in mapped.names.items():
+        if name == IDENTITY:
+            yield f"  {role:<16} none: the identity"
+            continue
+        shape = list(tensors.tensors[mapped.of(role, part)[0]].shape)
+        label = role if part == "weight" else f"{role} {part}"
+        yield f"  {label:<20} {name}  {shape}"
+    if mapped.ignored:
+        first = mapped.ignored[0]
+        more = f" and {len(mapped.ignored) - 1} more" if len(mapped.ignored) > 1 else ""
+        yield f"  {'not weights':<20} {first}{more}"
+
+
+def _number_lines(
+    tensors: MappedTensors, config: GPTConfig, resolution: Resolution
+) -> Iterator[str]:
+    head = "the head differs from the embedding"
+    if config.tied_head:
+        head = "the head is the embedding, or there is none"
+    rows = tensors.shape("token_embedding")[0]
+    yield _line("vocabulary", rows, "rows of the token embedding")
+    yield _line("n_layer", config.n_layer, "running numbers in the names")
+    yield _line("d_model", config.d_model, "columns of the token embedding")
+    yield _line("n_kv_head", config.n_kv_head, "rows of the key")
+    yield _line("head_dim", config.head_dim, "rows of the query, divided by n_head")
+    yield _line("d_ff", config.d_ff, "columns of the feed-forward's second matrix")
+    yield _line("tied_head", str(config.tied_head), head)
+    how = resolution.computation
+    hidden = set() if how.positions == "rotary" else {"rotary_layout", "rope_theta"}
+    hidden |= {"qk_norm_eps"} if how.qk_norm == "none" else set()
+    for name, origin in resolution.origins.items():
+        if name not in hidden and origin != UNUSED:
+            yield _line(name, getattr(how, name), origin)
+
+
+def _line(name: str, value: object, origin: str) -> str:
+    return f"  {name:<18} {_shown(value):<14} {origin}"
+
+
+def table(resolution: Resolution) -> Iterator[str]:
+    yield f"compared (lower is better; taken: {resolution.penalty:.4g}):"
+    by_field: dict[str, list[Alternative]] = {}
+    for alternative in resolution.alternatives:
+        by_field.setdefault(alternative.field, []).append(alternative)
+    for name, others in by_field.items():
+        tried = ", ".join(
+            f"{_shown(other.value)} {other.penalty:.4g}{'' if other.clear else ' (not told apart)'}"
+            for other in sorted(others, key=lambda other: other.penalty)[:6]
+        )
+        yield _line(name, getattr(resolution.computation, name), f"against {tried}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,31 +1,48 @@
-"""Recognise: which tensor plays which role, by the words in its name and by its shape.
+"""Recognise: the role of each tensor, by the words in its name and by its shape.
 
 1) Tensors that are not weights are set aside: masks, rotary tables, integers.
 2) The layers are found (`layers.py`): the one part of the names that is a running number over
    equal sets.
-3) Roles are given outside the layers and in a layer (`roles.py`).
+3) Roles are assigned outside the layers, then in a layer: projections that are fused, separate or
+   for each head, feed-forwards of one, two or three matrices, and one or two norms.
 4) Each matrix is oriented: (in, out) or (out, in).
 
-A name alone decides nothing that shapes contradict. A tensor that is not understood gets no role,
-and `tensor_map.check` names it. Does not find out what names cannot say (`questions.py`).
+A name never overrides a shape. A tensor that is not understood gets no role, and `tensor_map.check`
+reports it. `questions.py` covers everything that names do not show.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.layers import find_layers
-from logitd.model.convert.by_role.modules import modules_of
-from logitd.model.convert.by_role.roles import Names, layer_roles, outer_roles
-from logitd.model.convert.by_role.tensor_map import LAYER_ROLES, OUTER_ROLES, Role, TensorMap
+from logitd.model.convert.by_role.layers import (
+    Module,
+    Shape,
+    find_layers,
+    modules_of,
+    projection_of,
+)
+from logitd.model.convert.by_role.tensor_map import (
+    IDENTITY,
+    LAYER_ROLES,
+    OUTER_ROLES,
+    QKV,
+    SEPARATE,
+    Part,
+    Role,
+    TensorMap,
+)
+from logitd.model.convert.foreign import ConvertError
 
-READS_STREAM: tuple[Role, ...] = (
-    "qkv", "query", "key", "value", "mlp_gate", "mlp_up", "mlp_gate_up", "head",
-)  # fmt: skip
-"""Matrices whose columns are as many as the stream is wide; of the others the rows are."""
+Names = dict[tuple[Role, Part], str]
+"""Names of tensors by role."""
+
+READS_STREAM: tuple[Role, ...] = (*QKV, "mlp_gate", "mlp_up", "mlp_gate_up", "head")
+"""Matrices with as many columns as the stream is wide; the others have as many rows."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices of a layer, which may be square."""
 
@@ -35,8 +52,8 @@ def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
     ignored = tuple(name for name, tensor in tensors.items() if is_buffer(name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
     layers = find_layers(where, shapes)
-    outside, width = outer_roles(where, modules_of(layers.outside), layers.matrices)
-    inside = layer_roles(where, modules_of(layers.inside), width)
+    outside, width = _outer_roles(where, modules_of(layers.outside), layers.matrices)
+    inside = _layer_roles(where, modules_of(layers.inside), width)
     mapped = TensorMap(
         n_layer=layers.count,
         first_layer=layers.first,
@@ -48,7 +65,6 @@ def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
 
 
 def _in_order(names: Names) -> Names:
-    """Names in the order in which a forward pass meets their tensors."""
     order = (*OUTER_ROLES[:2], *LAYER_ROLES, *OUTER_ROLES[2:])
     return dict(
         sorted(names.items(), key=lambda item: (order.index(item[0][0]), item[0][1] == "bias"))
@@ -75,11 +91,223 @@ def is_causal_mask(tensor: Tensor) -> bool:
     return bool(low != high and (square[lower] == low).all() and (square[~lower] == high).all())
 
 
+def _give(names: Names, role: Role, module: Module) -> None:
+    names[role, "weight"] = module.weight
+    if module.bias is not None:
+        names[role, "bias"] = module.bias
+
+
+def _listed(modules: Iterable[Module]) -> str:
+    return ", ".join(f"{m.weight} {list(m.shape)}" for m in modules)
+
+
+def _outer_roles(
+    where: str, modules: Sequence[Module], matrices: Sequence[Shape]
+) -> tuple[Names, int]:
+    """Token embedding, positions, final norm and head, and the width of the residual stream;
+    `matrices` are the shapes of those in a layer. Raises ConvertError without an embedding."""
+    sides = {side for shape in matrices for side in shape}
+    wide = [m for m in modules if len(m.table) == 2 and sides & set(m.table)]
+    positions = [m for m in wide if m.mentions(words.POSITIONS)]
+    tables = [m for m in wide if m not in positions]
+    embedding = _choose_embedding(tables)
+    if embedding is None:
+        raise ConvertError(
+            f"{where} has no token embedding: a matrix (vocabulary, width) outside the layers "
+            "whose width is that of the layers' matrices; outside the layers there are "
+            f"{_listed(modules) or 'no tensors'}. Name it with --map"
+        )
+    rows, width = embedding.table
+    names: Names = {("token_embedding", "weight"): embedding.weight}
+    head = _choose_head(tables, embedding)
+    if not positions:  # a table that no name explains
+        positions = [m for m in tables if m not in (embedding, head) and m.shape[-1] == width]
+    if positions:
+        names["positions", "weight"] = positions[0].weight
+    if head is not None:
+        _give(names, "head", head)
+    if (norm := _choose_final_norm(modules, width)) is not None:
+        _give(names, "final_norm", norm)
+    biases = [m for m in modules if m.shape == (rows,) and rows != width]
+    if biases and ("head", "bias") not in names:  # a parameter of its own
+        names["head", "bias"] = biases[0].weight
+    return names, width
+
+
+def _choose_embedding(tables: Sequence[Module]) -> Module | None:
+    """The token embedding: named so, else shaped like a head, else any that is not named a head."""
+    heads = [m for m in tables if m.mentions(words.HEAD)]
+
+    def rank(table: Module) -> int:
+        if table in heads:
+            return 3
+        if table.mentions(words.TOKEN_EMBEDDING):
+            return 0
+        return 1 if any(table.shape == head.shape for head in heads) else 2
+
+    candidates = [m for m in tables if m not in heads or m.mentions(words.TOKEN_EMBEDDING)]
+    return min(candidates, key=rank, default=None)
+
+
+def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
+    """The head: a table with the embedding's sides, preferably one that is named so."""
+    sides = sorted(embedding.table)
+    alike = [m for m in tables if m is not embedding and sorted(m.shape) == sides]
+    return min(alike, key=lambda m: not m.mentions(words.HEAD), default=None)
+
+
+def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
+    """The only vector as wide as the stream that is named a norm, or the only such vector."""
+    vectors = [m for m in modules if m.shape == (width,)]
+    norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
+    return norms[0] if len(norms) == 1 else None
+
+
+def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
+    """Query, key and value, attention's output, the feed-forward and the norms. Raises ConvertError
+    if attention or the feed-forward is incomplete."""
+    names: Names = {}
+    rest, home = list(modules), _home_of_attention(modules)
+    norms: dict[Role, re.Pattern[str]] = {
+        "query_norm": words.QUERY_NORM,
+        "key_norm": words.KEY_NORM,
+    }
+    for norm_role, pattern in norms.items():
+        for module in [m for m in rest if len(m.shape) == 1 and m.named(pattern)][:1]:
+            _give(names, norm_role, module)
+            rest.remove(module)
+    for module in [m for m in rest if len(m.shape) in (2, 3)]:
+        role = projection_of(module.weight)
+        if role is not None and (role, "weight") not in names:
+            _give(names, role, module)
+            rest.remove(module)
+    if ("qkv", "weight") not in names and any((role, "weight") not in names for role in SEPARATE):
+        raise ConvertError(
+            f"{where}: a layer has no query, key and value; its tensors are {_listed(modules)}. "
+            "Name them with --map"
+        )
+    # The remaining matrices are attention's output and the feed-forward.
+    matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
+    out, feed_forward = _split_matrices(matrices, home)
+    if out is None:
+        names["attention_out", "weight"] = IDENTITY
+    else:
+        _give(names, "attention_out", out)
+    _feed_forward_roles(where, feed_forward, names)
+    _norm_roles([m for m in rest if m.shape == (width,)], home, names)
+    return names
+
+
+def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
+    """The module of attention, under any name: the path that query, key and value share and that
+    not all other matrices have. Empty if there is none."""
+    projections = [m for m in modules if projection_of(m.weight) is not None]
+    others = [m for m in modules if len(m.shape) >= 2 and m not in projections]
+    paths = [m.path[: m.path.index("{M}")] if "{M}" in m.path else m.path[:-1] for m in projections]
+    shared: tuple[str, ...] = ()
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared = (*shared, parts[0])
+    return shared if any(m.path[: len(shared)] != shared for m in others) else ()
+
+
+def _is_in(module: Module, home: tuple[str, ...]) -> bool:
+    return bool(home) and module.path[: len(home)] == home
+
+
+def _split_matrices(
+    matrices: Sequence[Module], home: tuple[str, ...]
+) -> tuple[Module | None, list[Module]]:
+    loose = [m for m in matrices if not m.within(words.FEED_FORWARD)]
+    inside = [
+        m for m in loose if m.within(words.ATTENTION) or m.within(words.HEADS) or _is_in(m, home)
+    ]
+    if not inside and len(matrices) > 2:
+        inside = [m for m in loose if m.named(words.ATTENTION_OUT)][:1]
+    return next(iter(inside), None), [m for m in matrices if m not in inside]
+
+
+def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) -> None:
+    if len(matrices) == 1:
+        _give(names, "mlp_up", matrices[0])
+        names["mlp_down", "weight"] = IDENTITY
+        return
+    if len(matrices) == 2:
+        up, down = _up_and_down(matrices)
+        rows, columns = down.shape[0], down.shape[-1]
+        fused = up.shape in ((2 * columns, rows), (columns, 2 * rows))  # (out, in) or (in, out)
+        plain = up.shape == down.shape[::-1]
+        if plain or fused:
+            _give(names, "mlp_up" if plain else "mlp_gate_up", up)
+            _give(names, "mlp_down", down)
+            return
+    if len(matrices) == 3:
+        gate, up, down = _gate_up_down(matrices)
+        if gate.shape == up.shape == down.shape[::-1]:
+            _give(names, "mlp_gate", gate)
+            _give(names, "mlp_up", up)
+            _give(names, "mlp_down", down)
+            return
+    raise ConvertError(
+        f"{where}: the matrices of a layer outside attention are {_listed(matrices) or 'none'}; "
+        "expected up and down of a feed-forward, with a gate or without. Name them with --map"
+    )
+
+
+def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
+    """The order of their numbers in a Sequential, else of both names, else of the file."""
+    first, second = matrices
+    if first.last.isdigit() and second.last.isdigit():
+        return sorted(matrices, key=lambda module: int(module.last))
+    swap = second.named(words.MLP_UP) and first.named(words.MLP_DOWN)
+    return (second, first) if swap else matrices
+
+
+def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
+    """The order of the names, or of llama2.c's numbers: w1 is the gate, w3 is up."""
+    numbers = {re.sub(r"\D", "", m.last): m for m in matrices if re.search(r"\d$", m.last)}
+    shapes = [m.shape for m in matrices]
+    odd = next((m for m in matrices if shapes.count(m.shape) == 1), None)
+    if set(numbers) == {"1", "2", "3"}:
+        down = odd or numbers["2"]
+        first, second = (numbers[key] for key in "123" if numbers[key] is not down)
+        return first, second, down
+    down = next((m for m in matrices if m.named(words.GATED_DOWN)), odd) or matrices[-1]
+    first, second = (m for m in matrices if m is not down)
+    if second.named(words.GATE) or (first.named(words.GATED_UP) and not first.named(words.GATE)):
+        first, second = second, first
+    return first, second, down
+
+
+def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
+    """The norm of attention and that of the feed-forward; a single one serves both.
+    `tensor_map.check` reports more than two."""
+    if len(norms) not in (1, 2):
+        return
+    first, second = norms[0], norms[-1]
+    in_attention = [_is_in(norm, home) for norm in (first, second)]
+    if in_attention == [False, True] or (
+        in_attention[0] == in_attention[1] and _is_second(first) and not _is_second(second)
+    ):
+        first, second = second, first
+    _give(names, "attention_norm", first)
+    _give(names, "mlp_norm", second)
+
+
+def _is_second(norm: Module) -> bool:
+    if norm.named(words.SECOND_NORM):
+        return True
+    if norm.named(words.FIRST_NORM):
+        return False
+    return norm.within(words.FEED_FORWARD) and not norm.within(words.ATTENTION)
+
+
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
-    """The map with the matrices that lie (in, out). Matrices that are not square show it by the
-    width of the stream; square ones are as the others are."""
+    """The map with the matrices that are stored (in, out). The width of the stream shows it for
+    matrices that are not square; square ones are stored like the others."""
     transposed = _transposed_by_shape(mapped, tensors, width)
-    attention = {transposed[r] for r in ("qkv", "query", "key", "value") if r in transposed}
+    attention = {transposed[r] for r in QKV if r in transposed}
     if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:
         return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
     if {flag for role, flag in transposed.items() if role != "head"} == {True}:
@@ -90,7 +318,7 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
 def _transposed_by_shape(
     mapped: TensorMap, tensors: Mapping[str, Tensor], width: int
 ) -> dict[Role, bool]:
-    """For each matrix whose shape shows it, whether it lies (in, out)."""
+    """For each matrix whose shape shows it, True if it is stored (in, out)."""
     transposed: dict[Role, bool] = {}
     for role, part in mapped.names:
         if part != "weight" or not mapped.has(role) or role in ("token_embedding", "positions"):

@@ -1,12 +1,12 @@
 """Resolve: one computation out of all that a file leaves open.
 
-In this order: what the file says (`questions.py`), what the user says, what agrees with the owner's
-code, what has clearly the lowest loss on a text. Without code and text, an ambiguous field stops
-the import. A convention is assumed only for fields that are not ambiguous; it is reported, and
-tried against other values if there is an objective.
+Answers come from, in this order: the file (`questions.py`), the user, agreement with the owner's
+code, or clearly the lowest loss on a text. Without code and text, an ambiguous field stops the
+import. Only unambiguous fields fall back to a convention; it is reported, and compared with other
+values if there is an objective.
 
-Search: all values of the ambiguous fields together, if there are not too many; else field by field
-until nothing gets better. Then every open field once more around the best.
+The search tries all values of the ambiguous fields together if there are not too many, else field
+by field until nothing improves; then every open field again around the best.
 """
 
 import itertools
@@ -31,19 +31,18 @@ from logitd.model.convert.by_role.objective import (
 )
 from logitd.model.convert.by_role.questions import (
     FIELDS,
-    UNUSED_LAYOUT,
-    UNUSED_THETA,
     Finding,
     Findings,
     canonical,
+    without_unused,
 )
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.transformer.config import ConfigError
 
 ORDERS = ("qkv_layout", "gate_order")
-"""Rows in a wrong order leave nothing of a model, so that no field looks better than another: these
-are tried together with the ambiguous ones."""
+"""Fields of row orders. With a wrong one no value of another field looks better than the rest, so
+these are tried together with the ambiguous fields."""
 SEARCH_SECONDS = 30.0
 """Approximate limit for all values together; above it the search goes field by field."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
@@ -52,13 +51,12 @@ decide. Errors alone do not suffice: on a model that learned little, a wrong act
 a loss lower by 0.004 nats, however many tokens were tried. Right variants of models that learned
 were better by 0.02 to 0.8."""
 SAME_LOGITS = 0.01
-"""Variants that a text cannot tell apart are taken for one another if logits differ by less."""
+"""Largest difference of logits at which variants that a text cannot tell apart count as equal."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another value of one field, and its penalty. `clear`: it is clearly worse than the one
-    taken."""
+    """Another value of one field, its penalty, and whether it is clearly worse than the best."""
 
     field: str
     value: Any
@@ -72,7 +70,7 @@ class Resolution:
 
     penalty        the best variant's loss (nats per token) or largest difference of logits
     alternatives   the other values that were tried, for the table
-    verified       one sentence: how well this is known to be what the source computes
+    verified       one sentence: how well the result is known to agree with the source
     """
 
     computation: Computation
@@ -91,39 +89,34 @@ class OpenQuestions(ConvertError):
 
 
 def flag(field: str) -> str:
-    """The command line flag of a field."""
     return "--" + field.replace("_", "-")
 
 
-def answer(findings: Findings, answers: Mapping[str, Any]) -> dict[str, Finding]:
-    """Findings with the user's answers instead of what the file says or leaves open."""
-    answered = dict(findings)
-    for field, value in answers.items():
-        answered[field] = Finding((value,), f"{flag(field)}")
-    if "rotary" not in answered["positions"].values:
-        answered |= {"rotary_layout": UNUSED_LAYOUT, "rope_theta": UNUSED_THETA}
-    return answered
+def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> dict[str, Finding]:
+    """The findings with the user's answers, which override the file. `place` is a map file; without
+    it, answers are flags."""
+    given = {
+        field: Finding((value,), f"{field} in {place}" if place else flag(field))
+        for field, value in answers.items()
+    }
+    return without_unused({**findings, **given})
 
 
 def resolve(
     tensors: MappedTensors,
     findings: Findings,
-    *,
-    logits: LogitsObjective | None = None,
-    code: str = "",
-    text: TextObjective | None = None,
-    text_name: str = "",
+    objective: Objective | None = None,
 ) -> Resolution:
     """One computation. Raises OpenQuestions, and ConvertError if no variant agrees."""
     if findings["causal"].values == (False,):
         raise ConvertError(
             f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
-            "positions see what follows them is not a GPT and cannot generate"
+            "positions see later ones is not a GPT and cannot generate"
         )
-    if logits is not None:
-        return _by_logits(tensors, findings, logits, code)
-    if text is not None:
-        return _ByText(tensors, findings, text, text_name).resolution()
+    if isinstance(objective, LogitsObjective):
+        return _by_logits(tensors, findings, objective)
+    if objective is not None:
+        return _ByText(tensors, findings, objective).resolution()
     if ambiguous := [name for name in FIELDS if findings[name].ambiguous]:
         lines = "\n".join(f"  {question(name, findings[name])}" for name in ambiguous)
         raise OpenQuestions(
@@ -141,7 +134,7 @@ def resolve(
 
 
 def question(name: str, finding: Finding) -> str:
-    """One open field as a line: its flag with the values, and why it is open."""
+    """One open field as a line: its flag with the values, and the reason why it is open."""
     if isinstance(finding.values[0], bool):
         return f"{flag(name)} or {flag(f'no_{name}')}   ({finding.origin})"
     values = "|".join(map(str, finding.values[:6])) + ("|..." if len(finding.values) > 6 else "")
@@ -154,7 +147,6 @@ def first(findings: Findings) -> Computation:
 
 
 def _origins(findings: Findings, **resolved: str) -> dict[str, str]:
-    """The reason for each field; `resolved` are those of the fields that a search resolved."""
     assumed = {
         name: finding.origin if finding.resolved else f"assumed: {finding.origin}"
         for name, finding in findings.items()
@@ -163,17 +155,15 @@ def _origins(findings: Findings, **resolved: str) -> dict[str, str]:
 
 
 class _Search:
-    """Scores of variants, each computed once."""
-
     def __init__(self, tensors: MappedTensors, findings: Findings, objective: Objective) -> None:
-        self._tensors, self._objective = tensors, objective
-        self._findings = findings
+        self._tensors, self._findings, self._objective = tensors, findings, objective
         self._scores: dict[tuple[Computation, Effort], Tensor | None] = {}
         self._reason: Exception | None = None
         self.open = [name for name in FIELDS if not findings[name].resolved]
+        self.ambiguous = [name for name in self.open if findings[name].ambiguous]
 
     def score(self, how: Computation, effort: Effort) -> Tensor | None:
-        """Penalties of a variant; None if it is no model."""
+        """Penalties of a variant; None if it cannot be built."""
         key = canonical(how), effort
         if key not in self._scores:
             self._scores[key] = self._compute(*key)
@@ -199,7 +189,7 @@ class _Search:
         if penalties is None or not torch.isfinite(penalties).all():
             return math.inf, True
         if base is None or not torch.isfinite(base).all():
-            return -math.inf, False  # what is no model is not better
+            return -math.inf, False  # a variant that cannot be computed is not better
         difference = penalties - base
         mean = float(difference.mean())
         count = max(1, min(len(difference), self._objective.distinct))
@@ -210,12 +200,13 @@ class _Search:
         """The variant with the lowest penalty, by quick looks. Raises ConvertError if none can be
         built."""
         start = first(self._findings)
-        self._compute(start, "quick")  # the first call also pays for torch's own start
+        self._compute(start, "quick")  # the first call includes torch's own start
         began = time.monotonic()
         self.mean(start)
         seconds = max(1e-3, time.monotonic() - began)
-        ambiguous = [name for name in self.open if self._findings[name].ambiguous]
-        together = ambiguous + [name for name in self.open if name in {*ORDERS} - {*ambiguous}]
+        together = self.ambiguous + [
+            name for name in self.open if name in ORDERS and name not in self.ambiguous
+        ]
         starts = self._products(start, together)
         if len(starts) * seconds <= SEARCH_SECONDS:
             ranked = sorted(starts, key=self.mean)[:2]
@@ -226,18 +217,17 @@ class _Search:
         best = min((self._descend(how, self.open) for how in ranked), key=self.mean)
         if self.mean(best) == math.inf:
             raise self._reason or ConvertError(
-                f"{self._tensors.where}: no variant of it gives numbers"
+                f"{self._tensors.where}: no variant computes numbers"
             )
         return canonical(best)
 
     def _products(self, start: Computation, names: Sequence[str]) -> list[Computation]:
-        """Every choice of values of some fields, those that compute the same once."""
         values = [self._findings[name].values for name in names]
         choices = (dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values))
         return list(dict.fromkeys(canonical(replace(start, **choice)) for choice in choices))
 
     def _descend(self, how: Computation, names: Sequence[str]) -> Computation:
-        """Field by field the best value, until none gets better."""
+        """The best value of each field in turn, until nothing improves."""
         best, improved = how, True
         while improved:
             improved = False
@@ -255,19 +245,18 @@ class _Search:
 
 
 def _by_logits(
-    tensors: MappedTensors, findings: Findings, objective: LogitsObjective, code: str
+    tensors: MappedTensors, findings: Findings, objective: LogitsObjective
 ) -> Resolution:
-    """The variant that gives the owner's logits."""
     search = _Search(tensors, findings, objective)
     best = search.best()
     difference = search.mean(best)
     if difference > objective.tolerance:
-        fields = ", ".join(f"{name} {getattr(best, name)}" for name in search.open)
+        fields = ", ".join(f"{flag(name)} {getattr(best, name)}" for name in search.open)
         raise ConvertError(
-            f"{tensors.where}: no variant that this project computes gives the logits of {code}: "
-            f"the nearest one differs by {difference:.3g}, at most {objective.tolerance:.1g} is "
-            f"agreement. It has {fields or 'nothing left open'}. The owner's code computes "
-            "something that a GPTConfig does not say, or the file is not its weights"
+            f"{tensors.where}: no variant that this project computes has the logits of "
+            f"{objective.name}: the nearest one, with {fields or 'no field open'}, differs by "
+            f"{difference:.3g}; {objective.tolerance:.1g} is the limit. The owner's code computes "
+            "something that a GPTConfig does not express, or the file is not its weights"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)
@@ -277,67 +266,59 @@ def _by_logits(
     ]
     return Resolution(
         computation=best,
-        origins=_origins(findings, **dict.fromkeys(search.open, f"agrees with {code}")),
-        verified=f"logits of {code} on random ids, largest difference {difference:.1e}",
+        origins=_origins(findings, **dict.fromkeys(search.open, f"agrees with {objective.name}")),
+        verified=(f"logits of {objective.name} on random ids, largest difference {difference:.1e}"),
         penalty=difference,
         alternatives=alternatives,
     )
 
 
 class _ByText:
-    """The search for the variant with clearly the lowest loss on a text."""
-
-    def __init__(
-        self, tensors: MappedTensors, findings: Findings, text: TextObjective, text_name: str
-    ) -> None:
-        self._tensors, self._findings, self._name = tensors, findings, text_name
+    def __init__(self, tensors: MappedTensors, findings: Findings, text: TextObjective) -> None:
+        self._tensors, self._findings = tensors, findings
         self._text = _at_its_speed(tensors, findings, text)
         self._search = _Search(tensors, findings, self._text)
 
     def resolution(self) -> Resolution:
         """Raises OpenQuestions if the text does not decide, and ConvertError if no variant predicts
         it or the model is not causal."""
-        best = self._polish(self._conventional(self._search.best()))
-        loss, chance = self._search.mean(best, "full"), self._text.unigram_nats()
+        search, name_of_text = self._search, self._text.name
+        best = self._polish(self._conventional(search.best()))
+        loss, chance = search.mean(best, "full"), self._text.unigram_nats()
         self._require_prediction(loss, chance)
         self._require_causal(best, loss)
-        alternatives = {name: self._alternatives(best, name, loss) for name in self._search.open}
+        alternatives = {name: self._alternatives(best, name, loss) for name in search.open}
         origins, unclear = dict[str, str](), dict[str, str]()
-        for name in self._ambiguous:
+        for name in search.ambiguous:
             near = [other for other in alternatives[name] if not other.clear]
             origins[name], differ = self._decision(best, name, near)
             if differ:
                 least = min(other.penalty for other in near)
-                values = ", ".join(str(other.value) for other in near)
                 unclear[name] = (
                     f"{question(name, self._findings[name])}: {getattr(best, name)} has "
-                    f"{loss:.4f} nats, {values} {least:.4f}"
+                    f"{loss:.4f} nats, {_values(near)} {least:.4f}"
                 )
         if unclear:
             lines = "\n".join(f"  {line}" for line in unclear.values())
             raise OpenQuestions(
-                f"{self._tensors.where}: {self._name} does not tell these apart:\n{lines}\n"
+                f"{self._tensors.where}: {name_of_text} does not tell these apart:\n{lines}\n"
                 "Answer with these flags, or give more text, or --code",
                 list(unclear),
             )
         return Resolution(
             computation=best,
             origins=_origins(self._findings, **origins),
-            verified=compared_with_chance(loss, chance, self._name),
+            verified=compared_with_chance(loss, chance, name_of_text),
             penalty=loss,
             alternatives=[other for others in alternatives.values() for other in others],
         )
-
-    @property
-    def _ambiguous(self) -> list[str]:
-        return [name for name in self._search.open if self._findings[name].ambiguous]
 
     def _conventional(self, best: Computation) -> Computation:
         """The best variant with every unambiguous field at its convention, unless that is clearly
         worse."""
         for name in self._search.open:
             usual = canonical(replace(best, **{name: self._findings[name].values[0]}))
-            if self._findings[name].ambiguous or usual == best:
+            if name in self._search.ambiguous or usual == best:
                 continue
             if not self._search.compare(usual, best)[1]:
                 best = usual
@@ -352,26 +333,27 @@ class _ByText:
             for name in self._search.open:
                 for other in self._search.neighbours(best, name):
                     worse, clear = self._search.compare(best, other)
-                    if worse > 0 and (clear or (name in self._ambiguous and worse >= 1e-6)):
+                    enough = clear or (name in self._search.ambiguous and worse >= 1e-6)
+                    if worse > 0 and enough:
                         best, moved = other, True
         return best
 
     def _require_prediction(self, loss: float, chance: float) -> None:
-        if loss > chance and self._ambiguous:
+        if loss > chance and self._search.ambiguous:
             raise ConvertError(
-                f"{self._tensors.where}: no variant predicts {self._name} better than its tokens' "
-                f"own frequencies do ({loss:.3f} against {chance:.3f} nats per token), so the text "
-                "decides nothing: give one like those that the model was trained on, with its "
-                "vocabulary (--tokenizer), or --code"
+                f"{self._tensors.where}: no variant predicts {self._text.name} better than its "
+                f"tokens' own frequencies do ({loss:.3f} against {chance:.3f} nats per token), so "
+                "the text decides nothing: give one like those that the model was trained on, with "
+                "its vocabulary (--tokenizer), or --code"
             )
 
     def _require_causal(self, best: Computation, loss: float) -> None:
         if not best.causal:
             masked = self._search.mean(replace(best, causal=True), "full")
             raise ConvertError(
-                f"{self._tensors.where}: it predicts {self._name} only if every position sees the "
-                f"whole text ({loss:.3f} nats per token; with a causal mask {masked:.3f}): it has "
-                "no causal mask, so it is not a GPT and cannot generate"
+                f"{self._tensors.where}: it predicts {self._text.name} only if every position sees "
+                f"the whole text ({loss:.3f} nats per token; with a causal mask {masked:.3f}): it "
+                "has no causal mask, so it is not a GPT and cannot generate"
             )
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
@@ -380,7 +362,7 @@ class _ByText:
         alternatives = []
         for other in self._search.neighbours(best, name):
             worse, clear = self._search.compare(other, best)
-            if not clear and self._findings[name].ambiguous and worse > 1e-4:
+            if not clear and name in self._search.ambiguous and worse > 1e-4:
                 worse, clear = self._search.compare(other, best, "thorough")
             if math.isfinite(worse):
                 alternatives.append(Alternative(name, getattr(other, name), loss + worse, clear))
@@ -389,17 +371,18 @@ class _ByText:
     def _decision(
         self, best: Computation, name: str, near: Sequence[Alternative]
     ) -> tuple[str, bool]:
-        """The reason for the value of an ambiguous field, and whether values that are as good on
-        the text (`near`) have other logits."""
+        """The reason for the value of an ambiguous field, and True if `near`, values that are as
+        good on the text, have other logits."""
         if not near:
-            return f"clearly the lowest loss on {self._name}", False
+            return f"clearly the lowest loss on {self._text.name}", False
         apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)
-        values = ", ".join(str(each.value) for each in near)
-        reason = f"{self._name} cannot tell it from {values}: logits differ by at most {apart:.1g}"
+        reason = (
+            f"{self._text.name} cannot tell it from {_values(near)}: logits differ by at most "
+            f"{apart:.1g}"
+        )
         return reason, apart > SAME_LOGITS
 
     def _distance(self, one: Computation, other: Computation) -> float:
-        """The largest difference of logits on the text."""
         ids = self._text.windows[:4, :-1]
         first, second = (
             logits_of(open_gpt(build(self._tensors, how)), ids, causal=how.causal)
@@ -408,13 +391,17 @@ class _ByText:
         return float((first - second).abs().max())
 
 
+def _values(alternatives: Sequence[Alternative]) -> str:
+    return ", ".join(str(other.value) for other in alternatives)
+
+
 def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjective) -> TextObjective:
-    """The objective with looks that take seconds for a model of this size, not minutes."""
+    """The objective with as many tokens as a model of this size predicts in seconds."""
     try:
         built = build(tensors, first(findings))
-    except (ConfigError, ConvertError):  # another variant may be one
+    except (ConfigError, ConvertError):  # another variant may be a model
         return text
-    for _ in range(2):  # the first call also pays for torch's own start
+    for _ in range(2):  # the first call includes torch's own start
         began = time.monotonic()
         penalties = text(built, causal=True, effort="quick")
         seconds = time.monotonic() - began

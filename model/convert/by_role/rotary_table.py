@@ -1,7 +1,7 @@
-"""Rotary tables of a file: cosines, sines, angles or frequencies, and what they show.
+"""Rotary tables of a file: cosines, sines, angles or frequencies, and the facts that they show.
 
-Covers tables with each angle once or twice, complex ones, and lists of frequencies. A table whose
-frequencies are scaled is refused.
+Covers tables with each angle once or twice, complex ones, and lists of frequencies. A table with
+scaled frequencies is refused.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class RotaryTable:
 
     @property
     def _repeats(self) -> RotaryLayout | None:
-        """How each angle is stored twice, if it is."""
+        """The order of the columns if each angle is stored twice."""
         if self.values.dim() != 2 or self.values.is_complex() or self.values.shape[1] % 2:
             return None
         if torch.equal(*self.values.chunk(2, dim=1)):
@@ -43,7 +43,6 @@ class RotaryTable:
 
     @property
     def _once(self) -> Tensor:
-        """The table with each angle once: (T, pairs)."""
         match self._repeats:
             case "half":
                 return self.values.chunk(2, dim=1)[0]
@@ -53,28 +52,27 @@ class RotaryTable:
 
     @property
     def layout(self) -> RotaryLayout | None:
-        """Channels that turn together; None if it does not show."""
+        """The channels that are rotated together; None if the table does not show it."""
         return "interleaved" if self.values.is_complex() else self._repeats
 
     @property
     def width(self) -> int:
-        """Channels of a head that turn."""
+        """Number of channels of a head that are rotated."""
         width = int(self.values.shape[-1])
         twice = ("cos" in self.name.lower() or "sin" in self.name.lower()) and self._repeats
         return width if twice else 2 * width
 
     @property
     def theta(self) -> float | None:
-        """The base of the frequencies theta^(-2 i / D), from those of the channels i = 1; None if
-        it does not show. Raises ConvertError for other frequencies."""
+        """The base of the frequencies theta^(-2 i / D), computed from channel i = 1; None if the
+        table does not show it. Raises ConvertError for other frequencies."""
+        row = None
         if self.values.dim() == 1:
-            inverse = "inv" in self._last and len(self.values) > 1 and float(self.values[0]) == 1.0
-            row = self.values if inverse else None
+            if "inv" in self._last and len(self.values) > 1 and float(self.values[0]) == 1.0:
+                row = self.values
         elif len(self.values) > 1 and ("cos" in self._last or self.values.is_complex()):
             second = self._once[1]
             row = second.angle() if self.values.is_complex() else second.double().acos()
-        else:
-            row = None
         if row is None or len(row) < 2 or not 0 < float(row[1]) < 1:
             return None
         theta = float(row[1]) ** -float(len(row))

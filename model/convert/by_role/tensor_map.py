@@ -1,8 +1,8 @@
-"""TensorMap: which tensor of a file plays which role in a GPT.
+"""TensorMap: the role of each tensor of a file in a GPT.
 
 A name may hold `{N}`, the number of the layer, and `{M}`, the number of the head. `recognise.py`
-makes one from names and shapes; a person writes one as TOML (`map_file.py`). Says nothing about
-what is computed with the tensors: that is a `Computation` (`computation.py`).
+derives a map from names and shapes; a person writes one as TOML (`map_file.py`). The computation
+with the tensors is a `Computation` (`computation.py`).
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from logitd.model.convert.foreign import FLOATS, ConvertError
+from logitd.model.convert.foreign import ConvertError, check_tensor, common_dtype
 
 OuterRole = Literal["token_embedding", "positions", "final_norm", "head"]
 LayerRole = Literal[
@@ -36,17 +36,19 @@ Part = Literal["weight", "bias"]
 
 OUTER_ROLES: tuple[OuterRole, ...] = get_args(OuterRole)
 LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
+SEPARATE: tuple[Role, ...] = ("query", "key", "value")
+QKV: tuple[Role, ...] = ("qkv", *SEPARATE)
 IDENTITY = "identity"
-"""In place of a name: there is no such tensor, and the source computes as if it were 1."""
+"""Name of a tensor that does not exist; the source computes as if it were the identity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMap:
-    """Names by role. `ignored` are tensors that are not weights (masks, tables) by full name.
+    """Names by role. `ignored` are full names of tensors that are not weights (masks, tables).
 
-    first_layer   the number of the first layer, 0 or 1
-    n_head        heads that have tensors of their own, 0 where all heads share theirs
-    transposed    roles whose matrices lie (in, out) in the file
+    first_layer   number of the first layer, 0 or 1
+    n_head        number of heads with tensors of their own; 0 if all heads share theirs
+    transposed    roles whose matrices are stored (in, out)
     """
 
     n_layer: int
@@ -57,18 +59,30 @@ class TensorMap:
     transposed: frozenset[Role] = frozenset()
 
     def has(self, role: Role, part: Part = "weight") -> bool:
-        """Whether a tensor plays this role."""
+        """True if a tensor plays this role."""
         return self.names.get((role, part), IDENTITY) != IDENTITY
 
+    def has_bias(self, *roles: Role) -> bool:
+        """True if one of these roles has a bias."""
+        return any(self.has(role, "bias") for role in roles)
+
+    @property
+    def has_gate(self) -> bool:
+        """True if the feed-forward has a gate."""
+        return self.has("mlp_gate") or self.has("mlp_gate_up")
+
+    def name(self, role: Role) -> str:
+        """The name of a role's weight, with {N} and {M}; "" if it has none."""
+        return self.names.get((role, "weight"), "")
+
     def of(self, role: Role, part: Part, layer: int = 0) -> tuple[str, ...]:
-        """The names of a role: one, or one for each head."""
+        """The names of a role in a layer: one, or one for each head."""
         pattern = self.names[role, part].replace("{N}", str(layer + self.first_layer))
         if "{M}" not in pattern:
             return (pattern,)
         return tuple(pattern.replace("{M}", str(head)) for head in range(self.n_head))
 
     def all_names(self) -> list[str]:
-        """Every name of every role and layer."""
         return [
             name
             for (role, part), pattern in self.names.items()
@@ -90,7 +104,8 @@ class MappedTensors:
     map: TensorMap
 
     def take(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor:
-        """A matrix as (rows out, columns in), or a vector. Heads follow one another in the rows."""
+        """A matrix as (rows out, columns in), or a vector. The rows of the heads follow one
+        another."""
         parts = [_at_least_float32(self.tensors[name]) for name in self.map.of(role, part, layer)]
         if part == "bias":
             return torch.cat([tensor.flatten() for tensor in parts])
@@ -105,22 +120,23 @@ class MappedTensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def get(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor | None:
-        """The same, or None where no tensor plays the role."""
+        """The same, or None if no tensor plays the role."""
         return self.take(role, part, layer) if self.map.has(role, part) else None
 
-    def shape(self, role: Role, part: Part = "weight") -> tuple[int, ...]:
-        """The shape of what `take` gives for the first layer."""
-        return tuple(self.take(role, part).shape)
+    def shape(self, role: Role) -> tuple[int, ...]:
+        """The shape that `take` returns for the first layer."""
+        return tuple(self.take(role).shape)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """A narrow tensor in float32: what is folded into it is not rounded to its dtype."""
+    """A narrow tensor in float32, so that folding does not round it to its dtype."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch.dtype:
-    """Raise ConvertError unless each tensor is mapped or ignored, each mapped one is there, a
-    float, finite and of one shape in all layers. Gives the dtype that holds all of them."""
+    """The dtype of the mapped tensors; float32 if they differ or are wider. Raises ConvertError
+    unless each tensor is mapped or ignored, and each mapped one exists, is a finite float and has
+    the same shape in all layers."""
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
@@ -131,37 +147,26 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
             f"{where} has {len(left)} tensors that play no known role in a GPT: {shapes}"
-            f"{', ...' if len(left) > 4 else ''}. Say with --map what they are, or to ignore them"
+            f"{', ...' if len(left) > 4 else ''}. Map or ignore them with --map"
         )
     _check_layers_agree(where, tensors, mapped)
-    dtypes = set()
     for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in FLOATS:
-            raise ConvertError(
-                f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights in "
-                f"{', '.join(FLOATS.values())} can be imported, quantized ones cannot"
-            )
-        if not torch.isfinite(tensor).all():
-            raise ConvertError(f"{where}: {name} has NaN or infinite values")
-        dtypes.add(tensor.dtype)
-    if len(dtypes) == 1 and torch.float64 not in dtypes:
-        return dtypes.pop()
-    return torch.float32
+        check_tensor(where, name, tensors[name])
+    return common_dtype({tensors[name].dtype for name in names})
 
 
 def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> None:
     for (role, part), pattern in mapped.names.items():
         if pattern == IDENTITY or role not in LAYER_ROLES:
             continue
-        expected = tensors[mapped.of(role, part)[0]].shape
+        first = mapped.of(role, part)[0]
+        expected = tensors[first].shape
         for layer in range(mapped.n_layer):
             for name in mapped.of(role, part, layer):
                 if tensors[name].shape != expected:
                     raise ConvertError(
-                        f"{where}: {name} has shape {list(tensors[name].shape)}, and "
-                        f"{mapped.of(role, part)[0]} {list(expected)}: the layers of a GPT are "
-                        "alike here"
+                        f"{where}: {name} has shape {list(tensors[name].shape)}, and {first} "
+                        f"{list(expected)}: all layers of a GPT have the same shapes here"
                     )
 
 

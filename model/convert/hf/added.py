@@ -1,12 +1,13 @@
-"""Added tokens of a Hugging Face folder, by the files that name them, and what ends a text.
+"""Added tokens of a Hugging Face folder, and the tokens that end a text.
 
-Reads them as transformers does. `tokenizer.json` lists added tokens; `tokenizer_config.json` adds
-others and changes their flags (`added_tokens_decoder`), or, in older folders, `added_tokens.json`
-does. Tokens with a role (`eos_token` and the like, also in `special_tokens_map.json`) are special.
-`eos_token_id` is a number or a list; that of `generation_config.json` overrides `config.json`.
+Reads the files as transformers does. `tokenizer.json` lists added tokens; `tokenizer_config.json`
+adds others and changes their flags (`added_tokens_decoder`), or, in older folders,
+`added_tokens.json` does. Tokens with a role (`eos_token` and the like, also in
+`special_tokens_map.json`) are special. `eos_token_id` is a number or a list; that of
+`generation_config.json` overrides `config.json`.
 
-A member of `tokenizer_config.json` is read here or in `chat_template.py`, is known to leave ids as
-they are, or is refused by name.
+A member of `tokenizer_config.json` is read here or in `chat_template.py`, is known to change no
+ids, or is refused by name.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
-from logitd.model.convert.hf.folder import CONFIG, read_object
+from logitd.model.convert.hf.folder import CONFIG
+from logitd.model.convert.source_file import object_beside
 from logitd.model.text.added_tokens import Flag
 from logitd.model.text.tokenizer import Tokenizer
 
 TOKENIZER_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 ADDED, NAMES = "added_tokens.json", "special_tokens_map.json"
+
+FLAGS: tuple[Flag, ...] = ("lstrip", "rstrip", "single_word")
 
 MEMBERS = frozenset(
     ("__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
@@ -41,7 +45,7 @@ NEUTRAL = frozenset(
         *("use_default_system_prompt", "chat_template", "response_schema", "added_tokens_decoder"),
     )
 )
-"""Members of `tokenizer_config.json` that change no id of a text, or are read by name."""
+"""Members of `tokenizer_config.json` that change no id of a text, or are read elsewhere."""
 NO_SAMPLING = frozenset(
     (
         *("_from_model_config", "transformers_version", "eos_token_id", "bos_token_id"),
@@ -50,7 +54,7 @@ NO_SAMPLING = frozenset(
         *("output_attentions", "output_hidden_states", "output_logits"),
     )
 )
-"""Members of `generation_config.json` that do not change which token is drawn."""
+"""Members of `generation_config.json` that do not change the choice of a token."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ class AddedVocabulary:
     """Added tokens by their ids in the source.
 
     special, ordinary  text and id
-    flags              of either, by text
+    flags              flags of either, by text
     end                the special token that ends a document, if a file names it
-    notes              what a person should know, as sentences
+    notes              sentences for the user
     """
 
     special: Mapping[str, int]
@@ -71,7 +75,6 @@ class AddedVocabulary:
 
     @property
     def ids(self) -> dict[str, int]:
-        """All of them."""
         return {**self.special, **self.ordinary}
 
 
@@ -82,11 +85,15 @@ def require_members(part: Any, known: Collection[str], where: str) -> Mapping[st
         raise ConvertError(f"{where} is {part!r:.60}; expected an object")
     for name, value in part.items():
         if name not in known and value is not None:
-            raise ConvertError(
-                f"{where}: {name} is {value!r:.60}; it is not known here and may change ids. "
-                "Remove it if you know that it does not"
-            )
+            raise _unknown_member(where, name, value)
     return part
+
+
+def _unknown_member(where: str, name: str, value: Any) -> ConvertError:
+    return ConvertError(
+        f"{where}: {name} is {value!r:.60}; it is not known here and may change ids. Remove it if "
+        "you know that it does not"
+    )
 
 
 def read_added(
@@ -94,17 +101,19 @@ def read_added(
 ) -> AddedVocabulary:
     """The added tokens of a `tokenizer.json`, with the ordinary tokens in `vocabulary`, and of the
     other files in its folder. Raises ConvertError."""
-    config = _object(folder, TOKENIZER_CONFIG)
+    config = object_beside(folder, TOKENIZER_CONFIG)
     where = str((folder or path.parent) / TOKENIZER_CONFIG)
-    notes, made = list(_check_config(config, where)), merged_texts(document)
+    notes = list(_check_config(config, where))
     entries = dict(_entries(document.get("added_tokens") or (), str(path)))
-    roles = _object(folder, NAMES) | config if "added_tokens_decoder" not in config else config
+    roles = config
+    if "added_tokens_decoder" not in config:
+        roles = object_beside(folder, NAMES) | config
     named = dict(_named(roles, where))
     for text, entry in _further(config, folder, named, where):
         known = entries.get(text, {"id": vocabulary.get(text, entry["id"])})
         if known["id"] != entry["id"]:
             raise ConvertError(
-                f"{where} gives {text!r} the id {entry['id']}, {path.name} {known['id']}"
+                f"{where} has {text!r} with the id {entry['id']}, {path.name} with {known['id']}"
             )
         entries[text] = entry
     for text, (role, members) in named.items():
@@ -113,7 +122,7 @@ def read_added(
             continue
         entry = entries.get(text, {**members, "id": vocabulary.get(text)})
         entries[text] = {**entry, "special": True}
-    for text in entries.keys() & made:  # met in texts, whatever role it has
+    for text in entries.keys() & merged_texts(document):  # met in texts, whatever their role
         if vocabulary.get(text) == entries[text]["id"]:
             entries[text] = {**entries[text], "special": False}
     owners: dict[int, str] = {}
@@ -124,26 +133,20 @@ def read_added(
                 f"{entry['id']}"
             )
     special = {text: entry["id"] for text, entry in entries.items() if entry["special"]}
-    names = {token_id: text for text, token_id in special.items()}
     end = next((text for text, (role, _) in named.items() if role == "eos_token"), None)
     if end not in special:
-        end = next((names[i] for i in _stated_ends(folder)[1] if i in names), None)
+        ends = (owners[i] for i in _stated_ends(folder)[1] if i in owners)
+        end = next((text for text in ends if text in special), None)
     return AddedVocabulary(
         special=special,
-        ordinary={text: entry["id"] for text, entry in entries.items() if not entry["special"]},
+        ordinary={text: entry["id"] for text, entry in entries.items() if text not in special},
         flags={text: flags for text, entry in entries.items() if (flags := _flags(entry))},
         end=end,
         notes=tuple(notes),
     )
 
 
-def _object(folder: Path | None, name: str) -> dict[str, Any]:
-    """The object in a file of the folder; empty if there is none."""
-    return read_object(folder / name) if folder is not None and (folder / name).is_file() else {}
-
-
 def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Added tokens by text. Raises ConvertError."""
     for token in tokens:
         entry = require_members(token, MEMBERS, f"an added token of {where}")
         text, token_id = entry.get("content"), entry.get("id")
@@ -156,10 +159,9 @@ def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _further(
     config: Mapping[str, Any], folder: Path | None, named: Collection[str], where: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Added tokens of the files beside `tokenizer.json`."""
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
-        older = _object(folder, ADDED)
+        older = object_beside(folder, ADDED)
         tokens = [{"content": t, "id": i, "special": t in named} for t, i in older.items()]
         yield from _entries(tokens, str((folder or Path()) / ADDED))
         return
@@ -171,8 +173,8 @@ def _further(
 
 
 def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Texts of tokens with a role: the role, and members if there are some. The end of a text is
-    first: of a token with several roles the first counts."""
+    """The role and members of each token with a role. The end of a text comes first: if a token has
+    several roles, the first counts."""
     roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
     found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
     for name in LISTS:
@@ -193,7 +195,7 @@ def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[s
 
 
 def merged_texts(document: Mapping[str, Any]) -> set[str]:
-    """The tokens of a `tokenizer.json` that bytes and merges make, as it writes them."""
+    """The tokens of a `tokenizer.json` that are bytes or results of merges, as it writes them."""
     model = document.get("model", {})
     merged = (
         merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
@@ -203,42 +205,37 @@ def merged_texts(document: Mapping[str, Any]) -> set[str]:
 
 
 def _flags(entry: Mapping[str, Any]) -> list[Flag]:
-    flags: list[Flag] = ["lstrip", "rstrip", "single_word"]
-    flags = [flag for flag in flags if entry.get(flag) is True]
+    flags = [flag for flag in FLAGS if entry.get(flag) is True]
     if bool(entry.get("normalized")) == entry["special"]:
         flags.append("normalized" if entry["special"] else "unnormalized")
     return flags
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Notes on `tokenizer_config.json`. Raises ConvertError for a member that may change ids."""
     for name, value in config.items():
         neutral = name in NEUTRAL or name in LISTS or name.endswith("_token_id")
         if neutral or value in (None, False, "", [], {}):
             continue
         if name in ("add_bos_token", "add_eos_token"):
             yield (
-                f"the source puts a special token around a text ({name}); nothing is put there "
-                "here: give its id in the prompt if the model wants it"
+                f"the source puts a special token around a text ({name}), and logitd does "
+                "not: give its id in the prompt if the model needs it"
             )
         elif not name.endswith("_token") or value is True:
-            raise ConvertError(
-                f"{where}: {name} is {value!r:.60}; it is not known here and may change ids. "
-                "Remove it if you know that it does not"
-            )
+            raise _unknown_member(where, name, value)
 
 
 def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """A vocabulary with every id that ends a text by the files of the model's folder, and a note if
+    """The vocabulary with every id that ends a text according to the model's folder, and a note if
     none is known. Raises ConvertError."""
     tokenizer, notes = foreign.tokenizer, list(foreign.notes)
-    generation = _object(folder, GENERATION)
+    generation = object_beside(folder, GENERATION)
     if wishes := [
         f"{name} {value!r:.40}"
         for name, value in generation.items()
         if name not in NO_SAMPLING and value not in (None, False)
     ]:
-        notes.append(f"{GENERATION} recommends {', '.join(wishes[:12])}: a request says that here")
+        notes.append(f"{GENERATION} recommends {', '.join(wishes[:12])}: set it in requests")
     place, stated = _stated_ends(folder)
     order = foreign.order if foreign.order is not None else range(tokenizer.vocab_size)
     ours = {source: token_id for token_id, source in enumerate(order)} if stated else {}
@@ -253,9 +250,8 @@ def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
 
 
 def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
-    """The ids that end a text, and the file that says so. Raises ConvertError."""
     for name in (GENERATION, CONFIG):
-        ends = _object(folder, name).get("eos_token_id")
+        ends = object_beside(folder, name).get("eos_token_id")
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(type(end) is int for end in ends):
@@ -265,8 +261,8 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
 
 
 def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
-    """The tokenizer with these ids at the end of a text. Unless the end of a document is `known`,
-    it is the first of them that is special."""
+    """The tokenizer with these ids as ends of a text. Unless the end of a document is `known`, it
+    is the first special one of them."""
     changes: dict[str, Any] = {"end_ids": ends}
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     if not known and (named := next((names[end] for end in ends if end in names), None)):

@@ -1,8 +1,8 @@
 """Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2 and Qwen3.
 
-Says in this project's terms what shape a configuration has, in its old and its new form, and
-refuses what no `GPTConfig` says. The names of the tensors are in `layouts.py`, rotary positions in
-`rope.py`. Does not read tokenizers (`hf/tokenizer.py`).
+Translates the old and the new form of a configuration into a shape, and refuses values that no
+`GPTConfig` expresses. The names of the tensors are in `layouts.py`, rotary positions in `rope.py`,
+tokenizers in `hf/tokenizer.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,12 +11,27 @@ from typing import Any
 
 from torch import Tensor
 
-from logitd.model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from logitd.model.convert.hf.folder import CONFIG, open_state_dict, read_object
+from logitd.model.convert.foreign import (
+    ConvertError,
+    ForeignModel,
+    Settings,
+    StateDictReader,
+    naming,
+)
+from logitd.model.convert.hf.folder import CONFIG, open_state_dict
 from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
-from logitd.model.convert.layouts import GPT2, LLAMA, NEOX, OPT, Layout, read_weights
+from logitd.model.convert.layouts import (
+    GPT2,
+    LLAMA,
+    NEOX,
+    OPT,
+    Layout,
+    read_sizes,
+    read_weights,
+)
+from logitd.model.convert.source_file import source_object
 from logitd.model.convert.unknown_settings import unknown_settings
-from logitd.model.transformer.config import Activation, ConfigError, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import Activation, GPTConfig, gpt2_shape
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -38,34 +53,30 @@ NEUTRAL = (
     *("model_max_length", "is_llama_config", "unsloth_fixed", "_flash_attn_2_enabled"),
     *("_attn_implementation_autoset", "use_bfloat16"),
 )
-"""Keys that every configuration may have, and that change no logit."""
+"""Keys of any configuration that change no logit."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and its parts without biases there though others have some (`read_weights`)."""
+"""A shape, and the parts that have no biases there although others have (`read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
-    """Read a folder that `save_pretrained` wrote. `context_length` is the context that will be
-    used, if not all: a sliding window at least as long changes nothing. Raises ConvertError."""
-    where = str(folder / CONFIG)
-    document = read_object(folder / CONFIG)
+    """Read a folder of `save_pretrained`. `context_length` is the number of positions to keep, if
+    not all: a sliding window at least as long changes nothing. Raises ConvertError."""
+    where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
         "quantization_config", (), "quantized weights cannot be imported; save them in full"
     )
     reader = open_state_dict(folder)
-    try:
+    with naming(where):
         config, weights = read_model(settings, reader, context_length)
-    except ConfigError as error:
-        raise ConvertError(f"{where}: {error}") from error
-    reader.finish()
     return ForeignModel(
         kind=f"Hugging Face {settings.get('model_type')}",
         config=config,
         weights=weights,
-        dtype=reader.dtype(),
+        dtype=reader.finish(),
         contents={"config": document},
-        # What its classes there do not know may be of code of its own.
+        # Keys that transformers' classes do not know may belong to code of the model's own.
         unknown={
             name: value
             for name, value in unknown_settings(settings.unread()).items()
@@ -94,7 +105,6 @@ def read_model(
 
 
 def _architectures(names: Any, where: str) -> list[str]:
-    """The names of their classes, which a checkpoint keeps for its readers. Raises ConvertError."""
     names = [] if names is None else names
     if not isinstance(names, list) or not all(
         isinstance(name, str) and name.isprintable() for name in names
@@ -111,7 +121,7 @@ def _activation(settings: Settings, key: str, default: str) -> Activation:
 
 
 def activation_name(activation: Activation) -> str:
-    """The first name of an activation there."""
+    """The first of their names of an activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
@@ -120,15 +130,8 @@ def _gpt2(settings: Settings, context_length: int | None) -> Shape:
         settings.reject_unless(name, (False,), "not supported here")
     settings.reject_unless("scale_attn_weights", (True,), "attention is always scaled here")
     settings.reject_unless("add_cross_attention", (False,), "cross-attention is not supported")
-    width = settings.integer("n_embd")
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=settings.integer("n_positions", "n_ctx"),
-        n_layer=settings.integer("n_layer"),
-        n_head=settings.integer("n_head"),
-        d_model=width,
-        d_ff=settings.integer("n_inner", default=4 * width),
-        norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        **read_sizes(settings, GPT2, d_ff=4 * settings.integer("n_embd")),
         activation=_activation(settings, "activation_function", "gelu_new"),
         tied_head=settings.flag("tie_word_embeddings", True),
     )
@@ -136,30 +139,24 @@ def _gpt2(settings: Settings, context_length: int | None) -> Shape:
 
 
 def _neox(settings: Settings, context_length: int | None) -> Shape:
-    width, n_head = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    sizes = read_sizes(settings, NEOX, context_length=2048)
+    width, n_head = sizes["d_model"], sizes["n_head"]
     if width % n_head:
         raise ConvertError(
             f"hidden_size {width} is not divisible by num_attention_heads {n_head}: the heads of "
             "GPT-NeoX share the width equally"
         )
-    context = settings.integer("max_position_embeddings", default=2048)
     rope = read_rope(
         settings,
         head_dim=width // n_head,
-        context_length=context,
+        context_length=sizes["context_length"],
         theta="rotary_emb_base",
         share="rotary_pct",
         default_share=0.25,
     )
     attention_bias = settings.flag("attention_bias", True)
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=context,
-        n_layer=settings.integer("num_hidden_layers"),
-        n_head=n_head,
-        d_model=width,
-        d_ff=settings.integer("intermediate_size"),
-        norm_eps=settings.number("layer_norm_eps", 1e-5),
+        **sizes,
         positions="rotary",
         activation=_activation(settings, "hidden_act", "gelu"),
         residual="parallel" if settings.flag("use_parallel_residual", True) else "sequential",
@@ -184,12 +181,7 @@ def _opt(settings: Settings, context_length: int | None) -> Shape:
         settings.reject_unless(name, (True,), "not supported for OPT")
     before = settings.flag("do_layer_norm_before", True)
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=settings.integer("max_position_embeddings"),
-        n_layer=settings.integer("num_hidden_layers"),
-        n_head=settings.integer("num_attention_heads"),
-        d_model=width,
-        d_ff=settings.integer("ffn_dim"),
+        **read_sizes(settings, OPT),
         norm_position="pre" if before else "post",
         final_norm=before and not settings.flag("_remove_final_layer_norm", False),
         activation="relu",
@@ -204,40 +196,31 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
         "hidden_act", ("silu", "swish"), "the gate of Llama's shape is SiLU here"
     )
     width, n_head = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    context = settings.integer("max_position_embeddings")
+    head_dim = 128 if model_type == "qwen3" else max(1, width // n_head)
+    sizes = read_sizes(settings, LLAMA, n_kv_head=n_head, head_dim=head_dim)
+    context = sizes["context_length"]
     _reject_window(model_type, settings, min(context, context_length or context))
-    # attention_bias is on all four projections, in Qwen2 on three whatever it says.
+    # attention_bias is on all four projections; Qwen2 ignores it and has biases on three.
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
     reject_part_of_a_head(settings)
-    head_dim = settings.integer(
-        "head_dim", default=128 if model_type == "qwen3" else max(1, width // n_head)
-    )
     config = gpt2_shape(
-        vocab_size=settings.integer("vocab_size"),
-        context_length=context,
-        n_layer=settings.integer("num_hidden_layers"),
-        n_head=n_head,
-        n_kv_head=settings.integer("num_key_value_heads", default=n_head),
-        d_model=width,
-        head_dim=head_dim,
-        d_ff=settings.integer("intermediate_size"),
+        **sizes,
         norm="rmsnorm",
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
         positions="rotary",
         activation="swiglu",
         bias=on_all or mlp_bias,
         qkv_bias=on_all or model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         tied_head=settings.flag("tie_word_embeddings", False),
-        **read_rope(settings, head_dim=head_dim, context_length=context),
+        **read_rope(settings, head_dim=sizes["head_dim"], context_length=context),
     )
     unbiased = set() if on_all else {"attention_out"}
     return config, unbiased if mlp_bias else unbiased | {"mlp_up", "mlp_down"}
 
 
 def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:
-    """Raise ConvertError where a layer would not see all that stands before a position."""
+    """Raise ConvertError if a layer does not see all earlier positions."""
     if model_type == "llama" or (
         model_type != "mistral" and not settings.flag("use_sliding_window", False)
     ):
@@ -251,8 +234,8 @@ def _reject_window(model_type: str, settings: Settings, context_length: int) -> 
     window = settings.integer("sliding_window", default=4096)
     if window < context_length:
         raise ConvertError(
-            f"sliding_window is {window} and the context {context_length}; every position sees all "
-            "before it here. Within the window both are the same: import it with "
+            f"sliding_window is {window} and the context {context_length}; here every position "
+            "sees all before it. Within the window both are the same: import it with "
             f"--context-length {window}"
         )
 
@@ -266,4 +249,4 @@ FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings, int | None], Shape]]] =
     "qwen2": (LLAMA, _llama),
     "qwen3": (LLAMA, _llama),
 }
-"""For each `model_type` the names of its tensors, and its shape."""
+"""The names of the tensors and the shape of each `model_type`."""

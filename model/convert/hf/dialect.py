@@ -1,14 +1,14 @@
-"""Split patterns between two dialects of regular expressions.
+"""Split patterns, translated between two dialects of regular expressions.
 
-tiktoken reads patterns by the Rust engine fancy-regex, Hugging Face's tokenizers by Oniguruma in
-Ruby's syntax. They agree on almost all that split patterns use, and not on this:
+tiktoken uses the Rust engine fancy-regex, Hugging Face's tokenizers use Oniguruma in Ruby's syntax.
+Split patterns differ in this:
 
-  X{1,2}+   takes and keeps at most two there; here, in Ruby's syntax, "one or two", many times
-  $ and ^   the ends of the text there; the ends of each line in Ruby's syntax
+  X{1,2}+   at most two, without backtracking, in fancy-regex; "one or two", many times, in Ruby
+  $ and ^   the ends of the text in fancy-regex; the ends of each line in Ruby
   (?s: (?m: other letters for "the dot is any character"
 
-What is rewritten means the same afterwards; what cannot be is refused. The two also bring tables of
-Unicode of their own age: a letter that was added last year may be a letter to one of them alone.
+A rewritten pattern has the same meaning; others are refused. The engines also have Unicode tables
+of different versions: a letter that was added recently may be a letter in only one of them.
 """
 
 import re
@@ -41,8 +41,8 @@ def from_oniguruma(pattern: str) -> str:
 
 def _rewritten(pattern: str, repeat: Callable[[str, str], str], anchors: dict[str, str]) -> str:
     out: list[str] = []
-    openings: list[int] = []  # places in `out` where groups began that are still open
-    atom = 0  # place in `out` where what a repetition repeats begins
+    openings: list[int] = []  # places in `out` at which open groups begin
+    atom = 0  # place in `out` at which the operand of a repetition begins
     at = 0
     while at < len(pattern):
         character = pattern[at]
@@ -65,10 +65,7 @@ def _rewritten(pattern: str, repeat: Callable[[str, str], str], anchors: dict[st
             piece = match[0]
         else:
             atom, piece = len(out), anchors.get(character, character)
-        if character in "\\[":
-            at += len(piece)
-        else:
-            at += 1 if character in anchors else len(piece)
+        at += 1 if character in anchors else len(piece)
         out.append(piece)
     return "".join(out)
 
@@ -78,8 +75,8 @@ def _opening(pattern: str, at: int) -> str:
     assert match is not None, "an opening bracket is there"
     if (match["options"] or "").strip("i") or pattern[match.end() - 1] == "?":
         raise ConvertError(
-            f"the split pattern has {pattern[at : at + 6]!r} at {at}; of such groups only (?i: "
-            "means the same in both engines"
+            f"the split pattern has {pattern[at : at + 6]!r} at {at}; of such groups only (?i: has "
+            "the same meaning in both engines"
         )
     if match[0] == "(" and pattern[at + 1 : at + 2] == "?":
         raise ConvertError(f"the split pattern has {pattern[at : at + 6]!r} at {at}; unknown here")

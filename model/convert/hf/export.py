@@ -1,9 +1,9 @@
-"""A Hugging Face folder: what `AutoModelForCausalLM` and `AutoTokenizer` read.
+"""A Hugging Face folder, as `AutoModelForCausalLM` and `AutoTokenizer` read it.
 
-`config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-`tokenizer_config.json`, written without transformers. Names, layouts and defaults are those that
-`hf/config.py` reads. Sinusoidal positions become GPT-2's learned ones: they are added alike. A
-vocabulary of whole words becomes a WordLevel one, and a model of token ids alone gets no tokenizer.
+Writes `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
+`tokenizer_config.json` without transformers. Names, layouts and defaults are those that
+`hf/config.py` reads. Sinusoidal positions become GPT-2's learned ones, which are added alike. A
+vocabulary of whole words becomes WordLevel, and a model of token ids alone gets no tokenizer.
 """
 
 import json
@@ -15,7 +15,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.checkpoint.weights_file import write_weights as write_file
 from logitd.model.convert import layouts
 from logitd.model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
-from logitd.model.convert.foreign import FLOATS, ConvertError
+from logitd.model.convert.foreign import FLOATS
 from logitd.model.convert.hf.added import GENERATION, TOKENIZER_CONFIG
 from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
@@ -23,7 +23,7 @@ from logitd.model.convert.hf.folder import CONFIG, WEIGHTS
 from logitd.model.convert.hf.merges import byte_characters, merges_of, written
 from logitd.model.convert.hf.rope import rope_parameters
 from logitd.model.convert.hf.tokenizer import TOKENIZER
-from logitd.model.convert.layouts import NORMS, Layout, write_weights
+from logitd.model.convert.layouts import NORMS, Layout, write_sizes, write_weights
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
@@ -35,7 +35,7 @@ def write_folder(
     """Write the files into an empty folder. Raises ConvertError and OSError."""
     tokenizer = info.tokenizer
     name, layout, shape = FAMILIES[family]
-    config = shape(info.config)
+    config = write_sizes(info.config, layout) | shape(info.config)
     weights = write_weights(gpt, layout, biased=biased_parts(info.config, family))
     dtype = next(iter(weights.values())).dtype
     end = tokenizer.ends[0] if len(tokenizer.ends) == 1 else [*tokenizer.ends] or None
@@ -59,12 +59,12 @@ def write_folder(
     if len(tokenizer.tokens) < len(tokenizer.ranks):
         log(
             f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens: a "
-            "text that needs one is refused here, and loses those characters there without a word"
+            "text that needs one is refused here, and loses those characters there without an error"
         )
 
 
 def biased_parts(config: GPTConfig, family: str) -> set[str]:
-    """The parts that have a bias there, if need be of zeros."""
+    """The parts that have a bias there, which may be zeros."""
     if family == QWEN2:
         return {"qkv"}
     attention = config.bias or config.qkv_bias
@@ -81,14 +81,7 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
     return {
-        "n_positions": config.context_length,
-        "n_ctx": config.context_length,
-        "n_embd": config.d_model,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": config.d_ff,
         "activation_function": activation_name(config.activation),
-        "layer_norm_epsilon": config.norm_eps,
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout),
     }
 
@@ -96,13 +89,7 @@ def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
 def _neox_config(config: GPTConfig) -> dict[str, Any]:
     rope = rope_parameters(config)
     return {
-        "max_position_embeddings": config.context_length,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
         "hidden_act": activation_name(config.activation),
-        "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": config.residual == "parallel",
         "attention_bias": config.bias or config.qkv_bias,
         **dict.fromkeys(("attention_dropout", "hidden_dropout"), config.dropout),
@@ -117,15 +104,7 @@ def _llama_config(config: GPTConfig) -> dict[str, Any]:
     rope = rope_parameters(config)
     del rope["partial_rotary_factor"]  # whole heads
     shape = {
-        "max_position_embeddings": config.context_length,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
         "attention_dropout": config.dropout,
         # The old form and the new one.
         "rope_theta": config.rope_theta,
@@ -163,18 +142,13 @@ FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]
         },
     ),
 }
-"""For each architecture its class there, the names of its tensors, and its configuration."""
+"""The class, layout and other configuration keys of each architecture."""
 
 
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A `tokenizer.json` that encodes as `tokenizer` does (`merges.py` says why). Raises
-    ConvertError where its pattern cannot be written for the other engine."""
+    """A `tokenizer.json` that encodes as `tokenizer`, without objections to it, does (see
+    `merges.py` and `exportable.py`)."""
     named = tokenizer.special_tokens | tokenizer.added_tokens
-    if tokenizer.vocab_size != len({*tokenizer.tokens.values(), *named.values()}):
-        raise ConvertError(
-            "the vocabulary has ids without a token between its special tokens; Hugging Face's "
-            "tokenizers have none"
-        )
     parts = _merged_parts(tokenizer) if tokenizer.kind == "bpe" else _word_parts(tokenizer)
     return {
         "version": "1.0",
@@ -202,7 +176,6 @@ def _added_token(tokenizer: Tokenizer, text: str, token_id: int) -> dict[str, An
 
 
 def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """How byte pairs are cut, merged and joined."""
     characters = byte_characters()
     merges, _ = merges_of(tokenizer.tokens)
     named = {written(token, characters): rank for token, rank in tokenizer.tokens.items()}
@@ -233,7 +206,7 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # what is a token as a whole is looked up, as tiktoken does
+            "ignore_merges": True,  # whole pieces are looked up first, as in tiktoken
             "vocab": _by_id(named | _between(tokenizer)),
             "merges": [[written(part, characters) for part in pair] for pair in merges],
         },
@@ -241,8 +214,7 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _word_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """How whole pieces are cut, looked up and joined: with spaces, which is what a tokenizer
-    without a decoder does, or as they are."""
+    """Cut, lookup and decoder of whole pieces. A tokenizer without a decoder joins with spaces."""
     spaced = tokenizer.kind == "words"
     words = {token.decode(): rank for token, rank in tokenizer.tokens.items()}
     if spaced:
@@ -253,7 +225,7 @@ def _word_parts(tokenizer: Tokenizer) -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": _by_id(words | _between(tokenizer)),
-            "unk_token": "",  # which is not a token: what is unknown is an error, as here
+            "unk_token": "",  # not a token, so that an unknown word is an error, as here
         },
     }
 
@@ -268,8 +240,8 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens with ids below that of an ordinary one: a library that adds them behind the
-    others takes such an id from the vocabulary."""
+    """Added tokens with ids below an ordinary one: the library takes the ids of others from behind
+    the vocabulary."""
     ordinary = set(tokenizer.tokens.values())
     named = tokenizer.special_tokens | tokenizer.added_tokens
     return {name: i for name, i in named.items() if i < max(ordinary) and i not in ordinary}

@@ -1,17 +1,16 @@
-"""Ranks and merges: two ways to write down the same byte pair encoding.
+"""Ranks and merges: two ways to write the same byte pair encoding.
 
-tiktoken's ranks merge, again and again, the neighbours whose joined bytes have the lowest rank; a
-list of merges says which pairs are joined, in its order. Here is when they agree, and how the one
-follows from the other.
+tiktoken repeatedly merges the neighbours whose joined bytes have the lowest rank; a list of merges
+names the joined pairs in order.
 
-Inside the bytes of a token nothing depends on what stands around it, as long as nothing crosses its
-ends: so a token is always formed by the pair by which it is formed alone (`last_pair`), and a list
-of merges encodes as ranks do if it holds that pair of every token, ordered by the ranks of what is
-formed. A token that its own bytes do not form is met only where it is a whole piece of the text,
-which tiktoken looks up first and Hugging Face where `ignore_merges` is set.
+Inside a token nothing depends on its surroundings, as long as no merge crosses its ends. So a token
+is always formed by the pair that forms it alone (`last_pair`), and a list of merges encodes as
+ranks do if it holds that pair of every token, ordered by the ranks of the results. A token that its
+own bytes do not form is only met as a whole piece of the text, which tiktoken looks up first, as
+Hugging Face does if `ignore_merges` is set.
 
-Bytes are written in merges and `tokenizer.json` as GPT-2 has them: printable ones as themselves,
-the others as the characters from U+0100 on.
+Merges and `tokenizer.json` write bytes as GPT-2 does: printable ones as themselves, the others as
+the characters from U+0100 on.
 """
 
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
 
 
 def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
-    """The parts of a piece by a list of merges and the places in it: the definition, slowly."""
+    """The parts of a piece by merges and their places: the slow definition."""
     parts = list(piece)
     while len(parts) > 1:
         pairs = list(pairwise(parts))
@@ -61,7 +60,6 @@ def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def byte_characters() -> dict[int, str]:
-    """How each byte is written."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {byte: chr(byte) for byte in printable} | {
@@ -70,5 +68,5 @@ def byte_characters() -> dict[int, str]:
 
 
 def written(token: bytes, characters: Mapping[int, str]) -> str:
-    """A token as `tokenizer.json` and GGUF write it, by `byte_characters()`."""
+    """A token as `tokenizer.json` and GGUF write it, with `byte_characters()`."""
     return "".join(map(characters.__getitem__, token))

@@ -1,9 +1,9 @@
-"""Rotary positions as Hugging Face's configurations say them.
+"""Rotary positions in Hugging Face's configurations.
 
 Reads the new form (`rope_parameters`, of transformers 5) and the old one (`rope_theta` with
 `rope_scaling`, whose kind is `type` or `rope_type`): unscaled, linear, llama3 and yarn. Other kinds
-are rejected by name, and so is a key that a kind does not have. Defaults are those of
-`modeling_rope_utils` there.
+and unknown keys of a kind are rejected by name. Defaults are those of transformers'
+`modeling_rope_utils`.
 """
 
 import math
@@ -24,7 +24,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         *("attention_factor", "truncate", "mscale", "mscale_all_dim", "finetuned"),
     ),
 }
-"""The keys of each kind. `finetuned` is a note, of which no program takes notice."""
+"""The keys of each kind. `finetuned` is a note that no program reads."""
 OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -37,8 +37,8 @@ def read_rope(
     share: str = "partial_rotary_factor",
     default_share: float = 1.0,
 ) -> dict[str, Any]:
-    """What a configuration says about rotary positions, as fields of `GPTConfig`. `theta` and
-    `share` are the names in the old form of the base and of the share of a head that turns. Raises
+    """The rotary positions of a configuration as fields of `GPTConfig`. `theta` and `share` are the
+    keys, in the old form, of the base and of the share of a head that is rotated. Raises
     ConvertError and ConfigError."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.part(name)
@@ -56,7 +56,7 @@ def read_rope(
         )
     turning = part.number("partial_rotary_factor", settings.number(share, default_share))
     base = part.number("rope_theta", settings.number(theta, 10_000.0))
-    # Both forms may be there, with other values.
+    # A file may have both forms, with different values.
     for key in (share, "partial_rotary_factor"):
         settings.reject_unless(key, (turning,), f"and elsewhere it is {turning}")
     for key in (theta, "rope_theta"):
@@ -99,7 +99,7 @@ def _scaling(
 
 
 def _attention_factor(part: Settings, factor: float) -> float | None:
-    """What is said, or follows from two other keys; None: what yarn has by default."""
+    """The given factor, or the one that two other keys imply; None is yarn's default."""
     given, scales = part.get("attention_factor"), ("mscale", "mscale_all_dim")
     if given is not None:
         return part.number("attention_factor")
@@ -110,7 +110,7 @@ def _attention_factor(part: Settings, factor: float) -> float | None:
 
 
 def rope_parameters(config: GPTConfig) -> dict[str, Any]:
-    """The new form of what `read_rope` reads."""
+    """The new form, which `read_rope` reads."""
     parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": config.rope_theta,
@@ -126,7 +126,7 @@ def rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _share(config: GPTConfig) -> float:
-    """The share of a head that turns, so that int(head_dim * share) is rotary_dim."""
+    """The share of a head that is rotated, such that int(head_dim * share) is rotary_dim."""
     share = config.rotary_dim / config.head_dim
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down
         share = math.nextafter(share, 1.0)
@@ -134,7 +134,7 @@ def _share(config: GPTConfig) -> float:
 
 
 def reject_part_of_a_head(settings: Settings) -> None:
-    """Of architectures that turn whole heads. Raises ConvertError."""
+    """Raise ConvertError unless whole heads are rotated."""
     for place in (settings, settings.part("rope_parameters"), settings.part("rope_scaling")):
         place.reject_unless(
             "partial_rotary_factor", (1, 1.0), "only rotation of whole heads is supported here"

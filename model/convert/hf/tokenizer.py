@@ -1,13 +1,13 @@
 """`tokenizer.json`: byte-level BPE of Hugging Face's tokenizers as ranks and a pattern.
 
-Takes what a `Tokenizer` says exactly: a byte-level vocabulary whose merges encode as ranks do
-(`merges.py`), cut by one pattern, with added tokens (`added.py`); or words (`word_level.py`).
-Refuses SentencePiece's kind, other models, several cuts one after the other, normalizers, and every
-member that is not known, because texts would get other ids. What was read is then tried on a text,
-against the definition of BPE.
+Reads byte-level vocabularies whose merges encode as ranks do (`merges.py`), cut by one pattern,
+with added tokens (`added.py`); and words (WordLevel), cut at white space, into words and marks, or
+by one regular expression. Refuses SentencePiece's kind, other models, several cuts in a row,
+normalizers, and every unknown member, because texts would get other ids. The result is checked on a
+text against the definition of BPE.
 
-Ids stay; where some below the last ordinary one have no token, the others move together, and
-`ForeignTokenizer.order` says which id was which.
+Ids stay the same; if some below the last ordinary one have no token, the others move together, and
+`ForeignTokenizer.order` has the source's ids.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -16,19 +16,20 @@ from typing import Any
 
 import regex
 
-from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.hf.added import (
+    AddedVocabulary,
     merged_texts,
     read_added,
     require_members,
 )
 from logitd.model.convert.hf.dialect import from_oniguruma
-from logitd.model.convert.hf.folder import read_object
 from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
-from logitd.model.convert.hf.word_level import is_word_level, word_level_tokenizer
 from logitd.model.convert.probe import probe_text
-from logitd.model.convert.vocabulary.characters import CHARACTER_PATTERN
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
+from logitd.model.convert.source_file import source_object
+from logitd.model.convert.vocabulary.words import CHARACTERS, WHOLE_TEXT, word_tokenizer
+from logitd.model.text.pieces import WORDS_AND_MARKS
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 TOKENIZER = "tokenizer.json"
 
@@ -36,7 +37,7 @@ MEMBERS = (
     *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"),
     *("post_processor", "decoder", "model"),
 )
-"""Members of the file. Truncation and padding are for batches of a training."""
+"""Members of the file. Truncation and padding only affect batches of a training."""
 MODEL_MEMBERS = (
     *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
@@ -48,22 +49,24 @@ CUT_MEMBERS = {
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 """Processors that put special tokens around a text."""
 MOST_TOKEN_BYTES = 2048
-"""Bytes of a token: finding its merges takes time by their square. Published ones have 128."""
+"""Most bytes of a token: finding its merges takes quadratic time. Published ones have 128."""
+
+WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What the ByteLevel pre-tokenizer cuts by, if it cuts."""
+"""Pattern of the ByteLevel pre-tokenizer."""
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""What Qwen2's own tokenizer cuts by; Llama 3 has up to three digits together."""
+"""Pattern of Qwen2's own tokenizer; Llama 3 keeps up to three digits together."""
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
-    """Read a `tokenizer.json`. `skip_normalizer` encodes texts as they are where the source would
-    change them first. Raises ConvertError."""
-    document = read_object(path)
+    """Read a `tokenizer.json`. `skip_normalizer` encodes texts as they are even if the source
+    changes them first. Raises ConvertError."""
+    document = source_object(path)
     return tokenizer_of_document(
         document, path, skip_normalizer=skip_normalizer, folder=path.parent
     )
@@ -72,8 +75,8 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
 def tokenizer_of_document(
     document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
 ) -> ForeignTokenizer:
-    """The same of a document that is read already; `path` is its place, for messages, and `folder`
-    where other files say which token ends a text. Raises ConvertError."""
+    """The tokenizer of a document. Messages name `path`; other files of `folder` name the tokens
+    that end a text. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     vocabulary = _vocabulary(document, path)
     added = read_added(document, vocabulary, path, folder)
@@ -82,30 +85,27 @@ def tokenizer_of_document(
         *added.notes,
         *_processor_notes(document.get("post_processor"), path),
     ]
-    if is_word_level(document):
-        words, assumed = word_level_tokenizer(document, path, added)
-        return ForeignTokenizer(
-            tokenizer=words, notes=(*notes, *assumed), end_known=added.end is not None
-        )
+    known_end = added.end is not None
+    if _is_word_level(document):
+        words, assumed = _word_level_tokenizer(document, path, added)
+        return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
     model = _model(document, path)
     pattern = _pattern(document, path)
     met = added.ordinary.keys() & merged_texts(document)
-    ordinary = _ordinary(vocabulary, added.ids.keys() - met, path)
-    missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ordinary]
+    ranks = _ordinary(vocabulary, added.ids.keys() - met, path)
+    missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ranks]
     apart = {name: token_id for name, token_id in added.ids.items() if name not in met}
-    order = _order(ordinary, apart, path)
-    ranks, ours = dict(ordinary), dict[int, int]()
+    order = _order(ranks, apart, path)
+    special, extra = dict(added.special), dict(added.ordinary)
     if order is not None:
         ours = {source: token_id for token_id, source in enumerate(order)}
-        ranks = {token: rank for rank, token in enumerate(ordinary)}
+        ranks = {token: rank for rank, token in enumerate(ranks)}
+        special = {name: ours[token_id] for name, token_id in special.items()}
+        extra = {name: ours[token_id] for name, token_id in extra.items()}
         notes.append(
             "ids differ from the source's, which leaves some out: ordinary tokens come first here, "
             "in the same order"
         )
-    special, extra = (
-        {name: token_id if order is None else ours[token_id] for name, token_id in names.items()}
-        for names in (added.special, added.ordinary)
-    )
     size = max([*ranks.values(), *special.values(), *extra.values()]) + 1
     ranks |= {byte: size + index for index, byte in enumerate(missing)}
     if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
@@ -114,7 +114,7 @@ def tokenizer_of_document(
             f"{model['unk_token']!r} there; here every text is encoded without loss"
         )
     _check_merges(model, ranks, pattern, path)
-    try:
+    with naming(path):
         tokenizer = Tokenizer(
             ranks=ranks,
             pattern=pattern,
@@ -124,14 +124,7 @@ def tokenizer_of_document(
             added_flags=added.flags,
             end_of_text_name=added.end or END_OF_TEXT,
         )
-    except TokenizerError as error:
-        raise ConvertError(f"{path}: {error}") from error
-    foreign = ForeignTokenizer(
-        tokenizer=tokenizer,
-        order=order,
-        notes=notes,
-        end_known=added.end is not None,
-    )
+    foreign = ForeignTokenizer(tokenizer=tokenizer, order=order, notes=notes, end_known=known_end)
     _try(foreign, model, path)
     return foreign
 
@@ -143,9 +136,9 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
     if not skip:
         raise ConvertError(
-            f"{path} changes texts before it encodes them (normalizer {kind}); texts are encoded "
-            "as they are here. With --skip-normalizer the import goes on, and a text that the "
-            "normalizer would have changed gets other ids than there"
+            f"{path} changes texts before it encodes them (normalizer {kind}), and logitd does "
+            "not. --skip-normalizer imports it without; a text that the normalizer changes then "
+            "gets other ids"
         )
     return [f"the source's normalizer {kind} is left out: texts are encoded as they are"]
 
@@ -170,7 +163,6 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """Tokens and ids of the model. Raises ConvertError."""
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or not vocabulary:
@@ -185,7 +177,6 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
 def _ordinary(
     vocabulary: Mapping[str, int], apart: Collection[str], path: Path
 ) -> dict[bytes, int]:
-    """The bytes of each ordinary token, in the order of the source's ids."""
     bytes_of = {character: byte for byte, character in byte_characters().items()}
     ordinary: dict[bytes, int] = {}
     for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
@@ -206,19 +197,18 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """For each id of ours the source's; None where they stay: every id below the last ordinary one
-    is a token's."""
+    """The source's id of each of ours; None if all stay, because every id below the last ordinary
+    one belongs to a token."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
     last = max(ordinary.values(), default=0)
-    # Counted, not looked up one by one: an id may be any number.
+    # Ids are counted, not looked up one by one: an id may be any number.
     below = sum(0 <= token_id < last for token_id in order)
     return order if below < last else None
 
 
 def _pattern(document: Mapping[str, Any], path: Path) -> str:
-    """The one pattern that cuts texts. Raises ConvertError where there is more to it."""
     outer = document.get("pre_tokenizer") or {}
     steps: list[dict[str, Any]] = outer.get("pretokenizers", [outer])
     kinds = [step.get("type") for step in steps]
@@ -232,12 +222,12 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     level, split = steps[-1], steps[0] if len(steps) == 2 else None
     if (decoder := document.get("decoder")) and decoder.get("type") != "ByteLevel":
         raise ConvertError(
-            f"{path} joins tokens by {decoder.get('type')}; of byte-level BPE that is ByteLevel"
+            f"{path} joins tokens by {decoder.get('type')}; byte-level BPE needs ByteLevel"
         )
     if level.get("add_prefix_space"):
         raise ConvertError(f"{path} puts a space before each text (add_prefix_space)")
     if split is None:
-        return GPT2_PATTERN if level.get("use_regex", True) else r"[\s\S]+"
+        return GPT2_PATTERN if level.get("use_regex", True) else WHOLE_TEXT
     if level.get("use_regex", True):
         raise ConvertError(f"{path} cuts texts twice: by a Split and by ByteLevel's own pattern")
     behavior = (split.get("behavior"), split.get("invert", False))
@@ -250,12 +240,11 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
 
 
 def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
-    """Each merge and its place; lists and lines of two parts are both written."""
     places: dict[tuple[str, str], int] = {}
     for place, merge in enumerate(model.get("merges") or ()):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2:
-            raise ConvertError(f"{path}: the merge {merge!r} has not two parts")
+            raise ConvertError(f"{path}: the merge {merge!r} does not have two parts")
         places[parts[0], parts[1]] = place
     return places
 
@@ -263,7 +252,7 @@ def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
 def _check_merges(
     model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
 ) -> None:
-    """Raise ConvertError unless the merges encode as the ranks do (`merges.py` says why)."""
+    """Raise ConvertError unless the merges encode as the ranks do (see `merges.py`)."""
     bytes_of = {character: byte for byte, character in byte_characters().items()}
     pairs, last = set(), -1
     for left, right in _pairs(model, path):
@@ -281,16 +270,16 @@ def _check_merges(
             )
         last = rank
         pairs.add(pair)
-    if pattern == CHARACTER_PATTERN and model.get("ignore_merges") is True and not pairs:
-        return  # characters, each looked up as a whole
+    if pattern == CHARACTERS and model.get("ignore_merges") is True and not pairs:
+        return  # characters are looked up as wholes
     for token in ranks:
         if len(token) == 1:
             continue
         pair_of = last_pair(token, ranks)
         if pair_of is None and model.get("ignore_merges") is not True:
             raise ConvertError(
-                f"{path}: no merges form the token {token!r}; as a rank it would be used where "
-                "it is a whole word"
+                f"{path}: no merges form the token {token!r}; as a rank it would be used for a "
+                "whole word"
             )
         if pair_of is not None and pair_of not in pairs:
             raise ConvertError(
@@ -300,33 +289,30 @@ def _check_merges(
 
 
 def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
-    """A note on what is put around a text. Raises ConvertError for an unknown processor."""
     kind = processor.get("type") if isinstance(processor, dict) else processor
     if kind == "Sequence":
         for each in processor.get("processors") or ():
             yield from _processor_notes(each, path)
     elif kind in AROUND:
         yield (
-            f"the source puts special tokens around a text ({kind}); nothing is put there here: "
-            "give their ids in the prompt if the model wants them"
+            f"the source puts special tokens around a text ({kind}), and logitd does not: "
+            "give their ids in the prompt if the model needs them"
         )
     elif kind not in (None, "ByteLevel"):
         raise ConvertError(f"{path}: post_processor is {kind!r:.60}; it may change ids")
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
-    """Raise ConvertError unless a built text gets the source's ids, and none of it is left out."""
+    """Raise ConvertError unless the probe text gets the source's ids, and all of it is encoded."""
     tokenizer, text = foreign.tokenizer, probe_text()
-    if len(tokenizer.tokens) != len(tokenizer.ranks):  # some characters are not there
+    if len(tokenizer.tokens) != len(tokenizer.ranks):  # the vocabulary lacks some characters
         text = "".join(
             character
             for character in text
             if all(bytes([byte]) in tokenizer.tokens for byte in character.encode())
         )
-    try:
+    with naming(path):  # its pattern may leave characters out
         ids = tokenizer.encode(text)
-    except TokenizerError as error:  # its pattern leaves characters out
-        raise ConvertError(f"{path}: {error}") from error
     order = foreign.order or range(tokenizer.vocab_size)
     characters, pairs = byte_characters(), _pairs(model, path)
     expected = list[int]()
@@ -352,7 +338,58 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
 def _ids_of_piece(
     spelled: str, model: Mapping[str, Any], pairs: Mapping[tuple[str, str], int]
 ) -> list[int]:
-    """The source's ids of a piece of text, by the definition of BPE."""
     if model.get("ignore_merges") is True and spelled in model["vocab"]:
         return [model["vocab"][spelled]]
     return [model["vocab"][part] for part in merge_piece(spelled, pairs)]
+
+
+def _is_word_level(document: Mapping[str, Any]) -> bool:
+    model = document.get("model")
+    return isinstance(model, dict) and model.get("type") == "WordLevel"
+
+
+def _word_level_tokenizer(
+    document: Mapping[str, Any], path: Path, added: AddedVocabulary
+) -> tuple[Tokenizer, tuple[str, ...]]:
+    """The tokenizer, and notes on it. Raises ConvertError."""
+    require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
+    if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
+        raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
+    vocabulary = document["model"].get("vocab")
+    if (
+        not isinstance(vocabulary, dict)
+        or not vocabulary
+        or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values())
+    ):
+        raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
+    named = vocabulary | added.ids
+    texts = {token_id: word for word, token_id in named.items()}
+    if len(texts) != len(named):
+        raise ConvertError(f"{path}: words of the vocabulary share ids")
+    return word_tokenizer(
+        texts,
+        str(path),
+        added.special,
+        cut=_word_cut(document, path),
+        end_of_text=added.end,
+        added_tokens=added.ordinary,
+        added_flags=added.flags,
+    )
+
+
+def _word_cut(document: Mapping[str, Any], path: Path) -> str:
+    step = document.get("pre_tokenizer") or {}
+    if step.get("type") == "Sequence" and len(step.get("pretokenizers", ())) == 1:
+        step = step["pretokenizers"][0]
+    if step.get("type") in WORD_CUTS:
+        return WORD_CUTS[step["type"]]
+    pattern = step.get("pattern")
+    removed = step.get("behavior") == "Removed" and step.get("invert") is True
+    if step.get("type") == "Split" and removed and isinstance(pattern, dict):
+        source = pattern.get("Regex")
+        if isinstance(source, str):
+            return source
+    raise ConvertError(
+        f"{path} cuts texts by {step.get('type')}; for words, {', '.join(WORD_CUTS)} and a Split "
+        "that keeps the matches of a regular expression can be imported"
+    )

@@ -1,8 +1,8 @@
-"""From a table of ids and texts to a tokenizer of the kind that the table is.
+"""Build: a table of ids and texts as a tokenizer of its kind.
 
-Merges of ids, and bytes with ranks: byte pair encoding. Texts of one character, besides names of
-special tokens: characters. Everything else: words. A table whose ids leave more than a few without
-a text is damaged. Does not hold the result against a model (`rows.py`).
+Merges of ids, and bytes with ranks: byte pair encoding. Texts of one character, next to names of
+special tokens: characters. Everything else: words. A table with more than a few ids without a text
+is damaged. `choose.py` compares the result with a model.
 """
 
 import itertools
@@ -20,15 +20,15 @@ from logitd.model.convert.vocabulary.byte_pairs import (
     ranks_tokenizer,
     string_pair_tokenizer,
 )
-from logitd.model.convert.vocabulary.characters import character_tokenizer
-from logitd.model.convert.vocabulary.special import (
+from logitd.model.convert.vocabulary.table import Table, checked
+from logitd.model.convert.vocabulary.words import (
     MOST_NAMELESS,
+    character_tokenizer,
     is_bare_name,
     looks_special,
     nameless,
+    word_tokenizer,
 )
-from logitd.model.convert.vocabulary.table import Table, checked
-from logitd.model.convert.vocabulary.words import word_tokenizer
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
@@ -53,8 +53,8 @@ def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTo
 
 
 def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset()) -> bool:
-    """Whether texts are characters, besides names of special tokens and characters that are
-    written as several code points."""
+    """True if texts are characters, names of special tokens, or characters of several code
+    points."""
     single = [text for text in texts.values() if len(text) == 1]
     longer = [
         text
@@ -67,18 +67,16 @@ def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset
 
 
 def _named_notes(texts: Mapping[int, str]) -> tuple[str, ...]:
-    gaps = nameless(texts)
-    if not gaps:
+    if not (gaps := ", ".join(map(str, nameless(texts)))):
         return ()
-    which = ", ".join(map(str, gaps))
     return (
-        f"the source has no text for the ids {which}: they are special tokens here, <|extra_N|>",
+        f"the source has no text for the ids {gaps}: they are special tokens here, <|extra_N|>",
     )
 
 
 def _refuse_gaps(table: Table) -> None:
     largest = max(table.texts)
-    # Counted, not listed: an id may be any number.
+    # Ids are counted, not listed: an id may be any number.
     gaps = largest + 1 - sum(0 <= token_id <= largest for token_id in table.texts)
     if gaps > MOST_NAMELESS:
         first = next(token_id for token_id in itertools.count() if token_id not in table.texts)
@@ -89,7 +87,7 @@ def _refuse_gaps(table: Table) -> None:
 
 
 def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
-    """GPT-2's `vocab.json` and `merges.txt`, read as the `tokenizer.json` that they amount to."""
+    """GPT-2's `vocab.json` and `merges.txt`, read as a `tokenizer.json`."""
     assert table.strings is not None
     vocabulary = {str(text): token_id for token_id, text in table.texts.items()}
     formed = set(map("".join, table.strings))
@@ -101,13 +99,7 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
             for text, token_id in vocabulary.items()
             if looks_special(text) and text not in formed
         ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
         "model": {
             "type": "BPE",
             "vocab": vocabulary,

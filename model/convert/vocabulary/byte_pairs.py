@@ -1,14 +1,14 @@
 """Home-made byte pair encodings as ranks: merges of ids, as in lectures that build a tokenizer.
 
 Ids 0 to 255 are the bytes, each merge of two ids makes the next. Such merges are applied in the
-order of what they make, everywhere in a text or in each of its pieces, which is what tiktoken does
-with ranks, if each token is formed by its own merge (`hf/merges.py`); that is checked token by
-token. How a text was cut before is often not written down: then it is assumed from the tokens,
-none of which crosses a cut, and said.
+order of their results, to a text or to each of its pieces. tiktoken does the same with ranks if
+each token is formed by its own merge (`hf/merges.py`), which is checked token by token. If the way
+to cut a text is not written down, it is inferred from the tokens, none of which crosses a cut, and
+noted.
 
-Also merges of texts: those of GPT-2's `vocab.json` with `merges.txt` are byte-level and read as a
-`tokenizer.json` is; those that join characters to words that end in `</w>` can be had where each
-token is a whole word. Others are refused: their tokens are made of characters, not of bytes.
+Merges of texts are read too: GPT-2's `vocab.json` with `merges.txt` as a `tokenizer.json`, and
+merges of characters to words that end in `</w>` if each token is a whole word. Others are refused:
+their tokens are made of characters, not of bytes.
 """
 
 import base64
@@ -19,20 +19,24 @@ from itertools import pairwise
 
 import regex
 
-from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.hf.merges import byte_characters, last_pair
 from logitd.model.convert.hf.tokenizer import GPT2_PATTERN
-from logitd.model.convert.vocabulary.special import end_name, looks_special, special_names
 from logitd.model.convert.vocabulary.table import Table, Text
-from logitd.model.convert.vocabulary.words import word_tokenizer
-from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.convert.vocabulary.words import (
+    WHOLE_TEXT,
+    WITHOUT_TEXT,
+    end_name,
+    looks_special,
+    special_names,
+    word_tokenizer,
+)
+from logitd.model.text.tokenizer import Tokenizer
 
 GPT4_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-WHOLE = r"[\s\S]+"
-"""No cut at all: merges go across the whole text."""
 CUTS = {
     "GPT-4's pattern": GPT4_PATTERN,
     "GPT-2's pattern": GPT2_PATTERN,
@@ -41,7 +45,7 @@ CUTS = {
     ),
     "what has no white space in it, with the white space before it": r"\s*\S+|\s+",
 }
-"""Ways to cut a text, by their names; the first that no token crosses is assumed."""
+"""Ways to cut a text, by name; the first that no token crosses is assumed."""
 
 WORD_END = "</w>"
 
@@ -57,7 +61,7 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
         twice = next(token for i, token in tokens.items() if ranks[token] != i)
         raise ConvertError(
             f"{table.where}: two merges make {twice!r}, with two ids; ranks have one for the same "
-            "bytes. --tokenizer none imports the model for token ids alone"
+            f"bytes. {WITHOUT_TEXT}"
         )
     for (left, right), token_id in table.merges.items():
         formed = last_pair(tokens[token_id], ranks)
@@ -66,13 +70,13 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
             raise ConvertError(
                 f"{table.where}: {tokens[token_id]!r} is made of {tokens[left]!r} and "
                 f"{tokens[right]!r} there, and by ranks of {by}, so some texts would get other "
-                "ids. --tokenizer none imports the model for token ids alone"
+                f"ids. {WITHOUT_TEXT}"
             )
     return _ranked(ranks, names, table)
 
 
 def ranks_tokenizer(table: Table) -> ForeignTokenizer:
-    """A tokenizer of bytes and ranks, as tiktoken's encodings have them. Raises ConvertError."""
+    """A tokenizer of bytes and ranks, as in tiktoken's encodings. Raises ConvertError."""
     names = {i: _name(text) for i, text in table.texts.items() if text in table.special}
     ranks = {
         text.encode() if isinstance(text, str) else text: i
@@ -88,20 +92,17 @@ def _ranked(ranks: Mapping[bytes, int], names: Mapping[int, str], table: Table) 
         pattern, note = _assumed(ranks)
         notes = (note,)
     special = special_names(names, list(ranks.values()))
-    try:
+    with naming(table.where):
         tokenizer = Tokenizer(
             ranks=ranks,
             pattern=pattern,
             special_tokens=special,
             end_of_text_name=end_name(special),
         )
-    except TokenizerError as error:
-        raise ConvertError(f"{table.where}: {error}") from error
     return ForeignTokenizer(tokenizer=tokenizer, notes=notes)
 
 
 def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, bytes]:
-    """The bytes of each id that merges make, and of the 256 that they begin with."""
     tokens = {byte: bytes([byte]) for byte in range(256)}
     for pair, token_id in sorted(merges.items(), key=lambda item: item[1]):
         if token_id in tokens or not all(part in tokens for part in pair):
@@ -112,19 +113,18 @@ def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, byte
 
 
 def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
-    """Raise ConvertError where written texts contradict what the merges make."""
     for token_id, text in table.texts.items():
         token = tokens.get(token_id)
         if token is not None and token not in _readings(text):
             if token.decode(errors="replace") == text:
-                continue  # half a character, as people write it
+                continue  # half a character, as decode() writes it
             raise ConvertError(
                 f"{table.where}: id {token_id} is {text!r} there, and its merges make {token!r}"
             )
 
 
 def _readings(text: Text) -> set[bytes]:
-    """What a text may stand for: itself, base64, or a character for each byte."""
+    """The possible bytes of a text: itself, base64, or a character for each byte."""
     if isinstance(text, bytes):
         return {text}
     readings = {text.encode()}
@@ -149,7 +149,6 @@ def _name(text: Text) -> str:
 
 
 def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
-    """How texts were cut, from tokens that never cross a cut; and the sentence that says so."""
     texts = [token.decode(errors="ignore") for token in tokens if len(token) > 1]
     for name, pattern in CUTS.items():
         cut = regex.compile(pattern)
@@ -158,7 +157,7 @@ def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
                 "how texts were cut before merging is not written down: no token crosses a cut of "
                 f"{name}, so that is assumed; where another one was used some ids differ"
             )
-    return WHOLE, (
+    return WHOLE_TEXT, (
         "how texts were cut before merging is not written down: tokens reach across words, so it "
         "is assumed that merges go across the whole text"
     )
@@ -177,9 +176,8 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
         if word == text or not word:
             raise ConvertError(
                 f"{table.where}: its merges join characters, and the token {text!r} is a part of a "
-                "word; ranks are made of bytes. Written with the tokenizers library, as a "
-                "byte-level tokenizer.json, it could be imported; --tokenizer none imports the "
-                "model for token ids alone"
+                "word; ranks are made of bytes. A byte-level tokenizer.json of the tokenizers "
+                f"library can be imported; {WITHOUT_TEXT}"
             )
         if _merged([*word, WORD_END], places) != [text]:
             raise ConvertError(
@@ -191,14 +189,13 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
 
 
 def is_byte_level(table: Table) -> bool:
-    """Whether merges of texts are written in GPT-2's characters for bytes."""
     known = set(byte_characters().values())
     texts = [t for t in table.texts.values() if isinstance(t, str) and not looks_special(t)]
     return known <= {text for text in texts if len(text) == 1}
 
 
 def _merged(parts: list[str], places: Mapping[tuple[str, str], int]) -> list[str]:
-    """The parts of a word by a list of merges: all places of the earliest, again and again."""
+    """The parts of a word by a list of merges: the earliest merge at all places, repeatedly."""
     while len(parts) > 1:
         best = min(pairwise(parts), key=lambda pair: places.get(pair, len(places)))
         if best not in places:

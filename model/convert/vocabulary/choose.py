@@ -1,12 +1,16 @@
-"""Which vocabulary a model trained elsewhere has: the one that is named, else the one in its
-checkpoint, else the one beside it.
+"""Choose: the vocabulary of a model trained elsewhere: the one that --tokenizer names, else the one
+in its checkpoint, else the one next to it.
 
-Where a place has several that fit the model and disagree, none is taken: the user says which. What
-was taken, and from where, is the first of its notes.
+If a place has several that fit the model and disagree, none is taken: the user chooses. The first
+note says which one was taken, and from where.
+
+A vocabulary fits if it has no more ids than the embedding has rows. It may have fewer if the rest
+is padding, up to the next multiple of a power of two up to 128 or 2 % of the rows, or if the
+model's own settings have that number of ids. Any other vocabulary is another model's, or damaged.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,34 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
 from logitd.model.convert.vocabulary.named import FORMS, named_vocabulary
-from logitd.model.convert.vocabulary.rows import (
-    hold_against_rows,
-    ids_of,
-    misfit,
-    size_of,
-    stated_sizes,
-)
 from logitd.model.convert.vocabulary.table import table_in
 from logitd.model.text.tokenizer import PUBLISHED
+
+PADDED_TO = (8, 16, 32, 64, 128)
+WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
+"""Multiples of programs whose settings also have the number of ids."""
+SLACK = 0.02
+"""Largest share of rows without an id."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a model's embedding, which its vocabulary must fit.
+
+    rows         padding included
+    stated       sizes of the vocabulary in the model's settings
+    unused_rows  the vocabulary may have fewer ids
+    """
+
+    rows: int
+    stated: frozenset[int]
+    unused_rows: bool
+
+    @property
+    def ids(self) -> int:
+        """Number of ids without a vocabulary: the stated one if the other rows are padding."""
+        sizes = (size for size in self.stated if _is_padding(size, self.rows, WIDELY_PADDED_TO))
+        return max(sizes, default=self.rows)
 
 
 def choose_vocabulary(
@@ -40,22 +63,21 @@ def choose_vocabulary(
 ) -> ForeignTokenizer:
     """The vocabulary of a model with `rows` rows of the embedding, padding included.
 
-    named            what --tokenizer says
-    contents         what the checkpoint holds beside its tensors, settings among it
-    folder           where it lies
-    facts            of the source; "dataset" names nanoGPT's data folder
+    named            value of --tokenizer
+    contents         contents of the checkpoint except tensors, settings included
+    folder           folder of the checkpoint
+    facts            facts about the source; "dataset" names nanoGPT's data folder
     skip_normalizer  leave out the normalizer of a tokenizer.json
     unused_rows      there may be fewer ids than rows
-    text             one that the model will be tried on: where there is no vocabulary, and the text
-                     has exactly as many different characters as the model ids, these are it
+    text             value of --check: if there is no vocabulary, and the text has exactly as many
+                     different characters as the model has ids, they are the vocabulary
 
-    Raises ConvertError where there is none, where several disagree, and where the number of ids
-    does not fit the rows.
+    Raises ConvertError if there is none, if several disagree, and if the number of ids does not fit
+    the rows.
     """
-    stated = stated_sizes(contents)
+    model = _Rows(rows, frozenset(_sizes(contents, depth=2)), unused_rows)
     if named is not None:
-        chosen = named_vocabulary(named, ids=ids_of(rows, stated), skip_normalizer=skip_normalizer)
-        unused_rows |= not chosen.vocabulary.tokenizer.has_text
+        chosen = named_vocabulary(named, ids=model.ids, skip_normalizer=skip_normalizer)
     else:
         candidates, in_vain = list(_in_checkpoint(contents)), list[str]()
         if not candidates:
@@ -63,70 +85,50 @@ def choose_vocabulary(
                 folder, _dataset(facts), skip_normalizer=skip_normalizer
             )
         if candidates:
-            chosen = _one_of(candidates, rows, stated, unused_rows)
-        elif text is not None and _count_characters(text) == ids_of(rows, stated):
-            chosen = named_vocabulary(
-                f"characters:{text}", ids=ids_of(rows, stated), skip_normalizer=False
-            )
+            chosen = _one_of(candidates, model)
+        elif text is not None and _count_characters(text) == model.ids:
+            chosen = named_vocabulary(f"characters:{text}", ids=model.ids, skip_normalizer=False)
         else:
             raise _none_found(folder, rows, contents, in_vain)
-    hold_against_rows(
-        chosen.vocabulary, chosen.where, rows=rows, stated=stated, unused_rows=unused_rows
-    )
+    has_text = chosen.vocabulary.tokenizer.has_text
+    if has_text and (sentence := _misfit(chosen, model)) is not None:
+        raise ConvertError(sentence)
     vocabulary = with_ends(chosen.vocabulary, folder)
-    if not vocabulary.tokenizer.has_text:
+    if not has_text:
         return vocabulary
-    note = f"the vocabulary of {size_of(vocabulary):,} ids is from {chosen.where}"
+    note = f"the vocabulary of {_size_of(vocabulary):,} ids is from {chosen.where}"
     return replace(vocabulary, notes=(note, *vocabulary.notes))
 
 
 def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Vocabularies among a checkpoint's own entries, and one level down."""
     inner = [(f"{key!r} of the checkpoint", value) for key, value in contents.items()]
     for where, container in [("the checkpoint", contents), *inner]:
         if isinstance(container, Mapping) and (table := table_in(container, where)) is not None:
             yield Candidate(table.where, build_tokenizer(table))
 
 
-def _one_of(
-    candidates: Sequence[Candidate], rows: int, stated: frozenset[int], unused_rows: bool
-) -> Candidate:
-    """The one that fits; where none does, the first, so that its numbers are told."""
-    fitting = [
-        candidate
-        for candidate in candidates
-        if misfit(candidate.vocabulary, candidate.where, rows, stated) is None
-        or (unused_rows and size_of(candidate.vocabulary) <= rows)
-    ]
+def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
+    """The one that fits; if none does, the first, so that the error has its numbers."""
+    fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
     if not fitting:
         return candidates[0]
-    different = [
-        candidate for candidate in fitting if not _same(candidate.vocabulary, fitting[0].vocabulary)
-    ]
+    first = fitting[0]
+    different = [each for each in fitting if _mapping(each) != _mapping(first)]
     if different:
-        places = ", ".join(candidate.where for candidate in (fitting[0], *different))
+        places = ", ".join(each.where for each in (first, *different))
         raise ConvertError(
-            f"there are several vocabularies that fit the model's {rows:,} rows and disagree: "
-            f"{places}. Say which is right with "
-            "--tokenizer"
+            f"several vocabularies fit the model's {model.rows:,} rows and disagree: {places}. "
+            "Choose one with --tokenizer"
         )
-    return fitting[0]
+    return first
 
 
-def _same(vocabulary: ForeignTokenizer, other: ForeignTokenizer) -> bool:
-    """Whether two give every text the same ids, as far as it can be seen."""
-    first, second = vocabulary.tokenizer, other.tokenizer
-    return (first.kind, first.pattern, first.tokens, first.special_tokens, vocabulary.order) == (
-        second.kind,
-        second.pattern,
-        second.tokens,
-        second.special_tokens,
-        other.order,
-    )
+def _mapping(candidate: Candidate) -> tuple[Any, ...]:
+    tokenizer, order = candidate.vocabulary.tokenizer, candidate.vocabulary.order
+    return tokenizer.kind, tokenizer.pattern, tokenizer.tokens, tokenizer.special_tokens, order
 
 
 def _count_characters(text: Path) -> int | None:
-    """How many different characters a text has; None where it cannot be read."""
     try:
         return len(set(source_text(text)))
     except ConvertError:
@@ -149,11 +151,12 @@ def _none_found(
     )
     if (text := text_of_characters(folder, rows)) is not None:
         hint += (
-            f" {text} has exactly {rows:,} different characters: if that is the text that it was "
-            f"trained on, --tokenizer characters:{text} gives them ids in their order."
+            f" {text} has exactly {rows:,} different characters: --tokenizer characters:{text} is "
+            "right if it was trained on that text."
         )
+    place = folder.resolve() if folder == Path() else folder
     return ConvertError(
-        f"{folder} has no vocabulary for the model's {rows:,} ids, nor has the checkpoint{looked}."
+        f"{place} has no vocabulary for the model's {rows:,} ids, nor has the checkpoint{looked}."
         f"{hint} Name one with --tokenizer: {FORMS}"
     )
 
@@ -164,3 +167,41 @@ def _strings(values: Mapping[str, Any], depth: int) -> Iterator[str]:
             yield value
         elif depth > 1 and isinstance(value, Mapping):
             yield from _strings(value, depth - 1)
+
+
+def _size_of(vocabulary: ForeignTokenizer) -> int:
+    if vocabulary.order is not None:
+        return max(vocabulary.order) + 1
+    return vocabulary.tokenizer.vocab_size
+
+
+def _misfit(candidate: Candidate, model: _Rows) -> str | None:
+    """The reason why a vocabulary does not fit the rows, as a sentence; None if it fits."""
+    size, rows, where = _size_of(candidate.vocabulary), model.rows, candidate.where
+    if size > rows:
+        return (
+            f"the model has {rows:,} rows of the embedding and the vocabulary ({where}) has ids up "
+            f"to {size - 1:,}: they do not belong together. Name the right one with --tokenizer, "
+            "or 'none' to import the model for token ids alone"
+        )
+    if model.unused_rows or _is_padding(size, rows, PADDED_TO) or size in model.stated:
+        return None
+    return (
+        f"the model has {rows:,} rows of the embedding and the vocabulary ({where}) {size:,} ids: "
+        f"{rows - size:,} rows without a token are more than padding would be. It is damaged, or "
+        "another model's. Name the right one with --tokenizer; if the difference is meant, give "
+        "--unused-rows"
+    )
+
+
+def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
+    padded = any(-(-size // multiple) * multiple == rows for multiple in multiples)
+    return size <= rows and (padded or rows - size <= SLACK * rows)
+
+
+def _sizes(values: Mapping[str, Any], depth: int) -> Iterator[int]:
+    for key, value in values.items():
+        if type(value) is int and key in ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens"):
+            yield value
+        elif depth > 1 and isinstance(value, Mapping):
+            yield from _sizes(value, depth - 1)

@@ -2,8 +2,8 @@
 
 gpt2, cl100k_base, o200k_base     a published encoding
 FILE                              any file that `files.py` reads
-characters:TEXT[,first=N,last=N]  the characters of a text, sorted, as `sorted(set(text))` has
-                                  them, with N more ids before or after
+characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with
+                                  N more ids before or after
 words:FILE[,first=N,last=N]       a word a line, or a JSON list, in the order of ids
 none                              token ids alone
 """
@@ -14,11 +14,7 @@ from pathlib import Path
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.source_file import source_bytes, source_json, source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
-from logitd.model.convert.vocabulary.files import (
-    Candidate,
-    table_of_lines,
-    vocabulary_in,
-)
+from logitd.model.convert.vocabulary.files import Candidate, table_of_lines, vocabulary_in
 from logitd.model.convert.vocabulary.table import Table, table_of
 from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import PUBLISHED, Tokenizer, TokenizerError
@@ -32,9 +28,11 @@ FORMS = (
 
 
 def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate:
-    """The vocabulary of that name, for a model of so many ids. Raises ConvertError."""
+    """The vocabulary of that name, for a model with this number of ids. Raises ConvertError."""
     if name == NONE:
-        return Candidate("none", without_text(ids))
+        note = "there is no vocabulary: prompts and generated texts are token ids"
+        tokenizer = Tokenizer.without_text(ids)
+        return Candidate(NONE, ForeignTokenizer(tokenizer=tokenizer, notes=(note,)))
     if name in PUBLISHED:
         try:
             return Candidate(name, ForeignTokenizer(tokenizer=published_tokenizer(name)))
@@ -50,46 +48,37 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
     vocabulary = vocabulary_in(path, skip_normalizer=skip_normalizer)
     if vocabulary is None:
         raise ConvertError(
-            f"{path} does not hold a vocabulary in a form that is known: a dictionary of tokens "
-            "and ids, a list of tokens, merges of ids, or a tokenizer.json"
+            f"{path} does not hold a vocabulary in a known form: a dictionary of tokens and ids, a "
+            "list of tokens, merges of ids, or a tokenizer.json"
         )
     return Candidate(str(path), vocabulary)
 
 
-def without_text(vocab_size: int) -> ForeignTokenizer:
-    """The vocabulary of a model whose ids have no text."""
-    note = (
-        "there is no vocabulary: prompts are token ids, and what is generated are token ids "
-        "without a text"
-    )
-    return ForeignTokenizer(tokenizer=Tokenizer.without_text(vocab_size), notes=(note,))
-
-
 def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
-    """The characters of a text; exactly as many as the model has ids, because their order is all
-    that is known."""
+    """The characters of a text. Raises ConvertError unless there is one for each of the model's
+    ids: only their order is known."""
     where, extra = f"the characters of {path}", first + last
-    for newline in ("", None):  # as they are, and as Python's open() reads lines
-        characters = sorted(set(_text(path, newline)))
+    for lines in (False, True):  # as they are, and as Python's open() reads lines
+        characters = sorted(set(source_text(path, lines=lines)))
         if len(characters) + extra == ids:
             table = Table(texts=dict(enumerate(characters, start=first)), where=where)
             return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
     more = ids - len(characters) - extra
-    advice = (
-        f"If the model has ids for {more:,} more, say where they stand: first={first + more} "
-        f"before the characters, or last={last + more} after them"
-        if more > 0
-        else f"It is another text, or was changed since the training: it has {-more:,} too many"
-    )
+    advice = f"It is another text, or was changed since the training: it has {-more:,} too many"
+    if more > 0:
+        advice = (
+            f"If the model has {more:,} more ids, give their place: first={first + more} before "
+            f"the characters, or last={last + more} after them"
+        )
     beside = f" and {extra} extra ids" if extra else ""
     raise ConvertError(
         f"{path} has {len(characters):,} different characters{beside}, the model has {ids:,} ids: "
-        f"those of sorted characters are right only if it has every one of them. {advice}"
+        f"sorted characters have the right ids only if the text has every one of them. {advice}"
     )
 
 
 def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
-    table = None
+    table: Table | None
     if path.suffix.lower() == ".json":
         table = table_of(source_json(path), str(path))
     else:
@@ -102,7 +91,6 @@ def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
 
 
 def _with_extra(table: Table, first: int, last: int) -> Table:
-    """A table with names for extra ids before and after its own."""
     size = max(table.texts) + 1
     extra = {i: f"<|extra_{i}|>" for i in (*range(first), *range(size, size + last))}
     return Table(texts=extra | dict(table.texts), where=table.where)
@@ -111,7 +99,3 @@ def _with_extra(table: Table, first: int, last: int) -> Table:
 def _count(options: str, key: str) -> int:
     values = re.findall(rf",{key}=(\d+)", options)
     return int(values[-1]) if values else 0
-
-
-def _text(path: Path, newline: str | None) -> str:
-    return source_text(path, lines=newline is None)

@@ -1,10 +1,10 @@
-"""A vocabulary as somebody wrote it down: ids and their texts, perhaps with merges.
+"""Tables: ids and texts of a vocabulary in any written form, perhaps with merges.
 
-Reads what programs leave in checkpoints, JSON and pickles: {stoi, itos}, {token2id, id2token},
-{char_to_int, int_to_char} and their like, a tuple of both directions, lists and strings of
-characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's encodings. Keys of
-JSON that are numbers are text. The direction of a dictionary is seen from its values, not from its
-name. Does not open files (`files.py`), and does not make tokenizers (`build.py`).
+Reads the forms that programs leave in checkpoints, JSON and pickles: {stoi, itos}, {token2id,
+id2token}, {char_to_int, int_to_char} and the like, a tuple of both directions, lists and strings of
+characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's encodings. JSON
+writes numbers in keys as text. The values of a dictionary show its direction, not its name.
+`files.py` opens files, `build.py` makes tokenizers.
 """
 
 import re
@@ -20,16 +20,12 @@ Texts = Mapping[int, Text]
 _UNIT = r"(?:s|c|w|t|b|ch|chr|char|character|str|string|tok|token|word|byte)s?"
 _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
 _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
-_NAMED = frozenset(
-    (
-        *("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer", "tokens", "words"),
-        *("mergeableranks", "ranks"),
-    )
-)
 _DATA = frozenset(("tokens", "words"))
-"""Names of lists that may be the training data: they count only if there is nothing else."""
+"""Names of lists that may be training data: they count only if there is nothing else."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
+_NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))
+_NAMED |= _DATA | _RANKS | _ALPHABETS
 _MERGES = frozenset(("merges", "bpemerges", "mergeslist"))
 _PATTERNS = ("pat_str", "pattern", "split_pattern")
 _SPECIAL = frozenset(("specialtokens", "specialtoken", "specials"))
@@ -39,11 +35,11 @@ _SPECIAL = frozenset(("specialtokens", "specialtoken", "specials"))
 class Table:
     """Ids and texts.
 
-    where    the place, for people
-    merges   pairs of ids and what they make, in the order of what they make
+    where    the place, for messages
+    merges   pairs of ids and their results, in the order of the results
     strings  pairs of texts that are joined, in order
-    pattern  how texts are cut, if that is written down
-    special  names of special tokens, by the source's own word
+    pattern  the pattern that cuts texts, if it is written down
+    special  names of special tokens in the source's own list
     ranked   the texts are bytes that tiktoken merges by their ids
     """
 
@@ -58,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One vocabulary among several of a container. `ordered`: it names its ids."""
+    """One vocabulary among several of a container; `ordered` if it has explicit ids."""
 
     label: str
     texts: Texts
@@ -67,71 +63,72 @@ class _Entry:
 
 
 def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
-    """The vocabulary that a dictionary holds under the usual names, if any. Raises ConvertError if
-    it says two things at once."""
-    entries = [
-        _Entry(repr(str(key)), texts, isinstance(value, Mapping), _plain(key))
-        for key, value in container.items()
-        if _is_vocabulary(_plain(key))
-        and (texts := _texts(value, alphabet=_plain(key) in _ALPHABETS))
-    ]
-    entry = _agreed(entries, where)
-    merges = _last(container, _MERGES)
-    pairs = id_merges(merges)
-    if entry is None and pairs is None:
+    """The vocabulary under the usual names of a dictionary, if any. Raises ConvertError for a
+    contradiction."""
+    entries = [entry for item in container.items() if (entry := _entry(*item)) is not None]
+    chosen = _agreed(entries, where)
+    merges = [value for key, value in container.items() if _plain(key) in _MERGES]
+    pairs = id_merges(merges[-1]) if merges else None
+    if chosen is None and pairs is None:
         return None
-    texts = {} if entry is None else dict(entry.texts)
     special = _special_tokens(container)
-    names = {token_id: name for name, token_id in special.items() if token_id is not None}
+    texts: dict[int, Text] = {i: name for name, i in special.items() if i is not None}
+    label = "'merges'"
+    if chosen is not None:
+        texts, label = texts | dict(chosen.texts), chosen.label
     patterns = (p for key in _PATTERNS if isinstance(p := container.get(key), str) and p)
     return Table(
-        texts=names | texts,
-        where=f"{'merges'!r} of {where}" if entry is None else f"{entry.label} of {where}",
+        texts=texts,
+        where=f"{label} of {where}",
         merges=pairs,
-        strings=string_merges(merges) if pairs is None else None,
-        pattern=next(iter(patterns), None),
+        strings=string_merges(merges[-1]) if merges and pairs is None else None,
+        pattern=next(patterns, None),
         special=frozenset(special),
         ranked=any(entry.ordered and entry.name in _RANKS for entry in entries),
     )
 
 
 def table_of(value: Any, where: str) -> Table | None:
-    """The vocabulary that a whole file holds: a dictionary of tables, a table itself, or a tuple of
-    both directions; None if it is something else. Raises ConvertError."""
+    """The vocabulary of a whole file: a dictionary of tables, a table itself, or a tuple of both
+    directions; None if it is something else. Raises ConvertError."""
     if isinstance(value, Mapping):
         inner = ((f"{str(name)!r} of {where}", v) for name, v in value.items())
         for place, container in ((where, value), *inner):
             if isinstance(container, Mapping) and (table := table_in(container, place)):
                 return table
-    if isinstance(value, list | tuple) and len(value) == 2 and _are_mappings(value):
+    texts = _texts(value, alphabet=False)
+    if isinstance(value, list | tuple) and [isinstance(v, Mapping) for v in value] == [True, True]:
         parts = zip(("the first part", "the second part"), map(_by_direction, value), strict=True)
-        entry = _agreed([_Entry(name, texts, True) for name, texts in parts if texts], where)
+        entry = _agreed([_Entry(label, part, True) for label, part in parts if part], where)
         texts = None if entry is None else entry.texts
-    else:
-        texts = _texts(value, alphabet=False)
     return None if texts is None else Table(texts=texts, where=where)
 
 
-def _are_mappings(parts: Any) -> bool:
-    return all(isinstance(part, Mapping) for part in parts)
+def _entry(key: Any, value: Any) -> _Entry | None:
+    name = _plain(key)
+    if name not in _NAMED and _DIRECTED.fullmatch(name) is None:
+        return None
+    texts = _texts(value, alphabet=name in _ALPHABETS)
+    return _Entry(repr(str(key)), texts, isinstance(value, Mapping), name) if texts else None
 
 
 def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
-    """The first vocabulary of a place. Raises ConvertError if another one contradicts it: a list
-    next to a dictionary may only leave out some of its texts."""
+    """The first vocabulary of a place; dictionaries come before lists. Raises ConvertError if
+    another one contradicts it: a list next to a dictionary may only leave out some of its texts."""
     ordered = [entry for entry in entries if entry.ordered]
-    data = [entry for entry in entries if not entry.ordered and entry.name in _DATA]
-    listed = [entry for entry in entries if not entry.ordered and entry not in data]
-    if not ordered:
-        listed = listed or data
-    first = next(iter([*ordered, *listed]), None)
-    for other in ordered[1:]:
-        if first and other.texts != first.texts:
-            raise ConvertError(f"{where}: {other.label} is not {first.label} the other way round")
-    for other in listed:
-        if first is None or other.texts == first.texts:
+    lists = [entry for entry in entries if not entry.ordered]
+    listed = [entry for entry in lists if entry.name not in _DATA]
+    if not ordered and not listed:
+        listed = lists
+    if not (ordered or listed):
+        return None
+    first, *others = *ordered, *listed
+    for other in others:
+        if other.texts == first.texts:
             continue
-        if not ordered:
+        if other.ordered:
+            raise ConvertError(f"{where}: {other.label} is not {first.label} the other way round")
+        if not first.ordered:
             raise ConvertError(
                 f"{where}: {first.label} and {other.label} are different vocabularies"
             )
@@ -143,7 +140,6 @@ def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
 
 
 def _special_tokens(container: Mapping[Any, Any]) -> dict[str, int | None]:
-    """Names of special tokens, with their ids if those are written down."""
     special: dict[str, int | None] = {}
     for key, value in container.items():
         if _plain(key) not in _SPECIAL:
@@ -201,7 +197,7 @@ def checked(texts: Texts, where: str) -> Texts:
     seen: dict[Text, int] = {}
     for token_id, text in sorted(texts.items()):
         if text in seen:
-            raise ConvertError(f"{where}: {text!r} stands for both ids {seen[text]} and {token_id}")
+            raise ConvertError(f"{where}: {text!r} has two ids, {seen[text]} and {token_id}")
         if not text:
             raise ConvertError(f"{where}: the text of id {token_id} is empty")
         if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
@@ -211,22 +207,12 @@ def checked(texts: Texts, where: str) -> Texts:
 
 
 def _plain(key: Any) -> str:
-    """A name without its capitals and underscores."""
+    """A name without capitals, underscores and hyphens."""
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 
-def _last(container: Mapping[Any, Any], names: Collection[str]) -> Any:
-    """The last value under one of these names."""
-    found = [value for key, value in container.items() if _plain(key) in names]
-    return found[-1] if found else None
-
-
-def _is_vocabulary(name: str) -> bool:
-    return name in _NAMED or name in _ALPHABETS or _DIRECTED.fullmatch(name) is not None
-
-
 def _texts(value: Any, *, alphabet: bool) -> Texts | None:
-    """Ids and texts in either direction; `alphabet`: a string is its characters."""
+    """Ids and texts in either direction; with `alphabet` a string is a list of characters."""
     if isinstance(value, Mapping):
         return _by_direction(value)
     if isinstance(value, str) and alphabet:
@@ -237,7 +223,6 @@ def _texts(value: Any, *, alphabet: bool) -> Texts | None:
 
 
 def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
-    """{token: id} or {id: token} as ids and texts."""
     keys, values = list(value), list(value.values())
     if value and all(type(number) is int for number in values):
         if not all(isinstance(text, str | bytes) for text in keys):
@@ -257,7 +242,7 @@ def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
 
 
 def _number(key: Any) -> int | None:
-    """The number that a key is, be it written as text."""
+    """The number of a key, which may be written as text."""
     if type(key) is int:
         return key
     whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key)

@@ -1,4 +1,4 @@
-"""Whether a model can leave is known before it is trained, and true."""
+"""Exportable models are known before training, and exported after it."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gpt2-original": {"preset": "decoder-8x64"},
     "gpt_neox": {"preset": "nanogpt", "positions": "rotary", "residual": "parallel"},
 }
-"""What is asked for beside --exportable; the name begins with the type that it becomes."""
+"""Flags next to --exportable; the name begins with the resulting type."""
 
 
 def config_of(shape: dict[str, Any]) -> GPTConfig:
@@ -63,7 +63,7 @@ def config_of(shape: dict[str, Any]) -> GPTConfig:
 
 
 @given(shapes())
-def test_the_nearest_shape_can_leave_and_only_what_is_objected_to_is_another(
+def test_nearest_shape_is_exportable_and_changes_only_objections(
     shape: dict[str, Any],
 ) -> None:
     config = config_of(shape)
@@ -77,7 +77,7 @@ def test_the_nearest_shape_can_leave_and_only_what_is_objected_to_is_another(
     changed = {name for name in config.to_dict() if getattr(config, name) != getattr(wanted, name)}
     if not objections(config):
         assert changed == set()
-    # What follows from a change besides, and what is objected to once positions are rotary.
+    # Keys that depend on a change, and objections that appear once positions are rotary.
     assert changed <= {each.key for each in objections(config)} | {"d_ff", "rotary_dim"}
     assert wanted.n_layer == config.n_layer
     assert wanted.d_model == config.d_model
@@ -98,7 +98,7 @@ def test_every_objection_matters(shape: dict[str, Any]) -> None:
         assert kept.key in {each.key for each in objections(others)}
 
 
-def test_all_that_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
+def test_export_error_lists_all_objections(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(n_layer=1, **MODERN, head_bias=True))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt)
     with pytest.raises(ConvertError) as caught:
@@ -116,7 +116,7 @@ def test_all_that_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_what_llama_cpp_does_not_know_of_added_tokens_is_said() -> None:
+def test_gguf_objects_to_flags_of_added_tokens() -> None:
     bytes_alone = byte_tokenizer()
     tokenizer = Tokenizer(
         ranks=bytes_alone.ranks,
@@ -130,7 +130,7 @@ def test_what_llama_cpp_does_not_know_of_added_tokens_is_said() -> None:
     assert "4 tokens end a text" in found
 
 
-def test_what_llama_cpp_lacks_is_said_besides() -> None:
+def test_gguf_objections_are_added_to_the_line() -> None:
     scaled = tiny_config(**FAMILIES["llama"], rope_scaling={"kind": "linear", "factor": 2.0})
     found = gguf_objections(scaled, byte_tokenizer(), None)
     assert [each[:12] for each in found] == ["rope_scaling", "llama.cpp ha", "the vocabula"]
@@ -151,7 +151,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_exportable_run_leaves_for_every_format_that_it_promised(
+def test_exportable_run_exports_to_every_promised_format(
     name: str, text: Path, tmp_path: Path
 ) -> None:
     events: list[Event] = []
@@ -172,7 +172,7 @@ def test_an_exportable_run_leaves_for_every_format_that_it_promised(
     ] == list(ids)
     row = torch.tensor([ids])
     assert_close(model(row).logits, gpt(row).logits, atol=1e-4, rtol=1e-4)
-    # 2) As GGUF where that was said, and not where it was not.
+    # 2) As GGUF if and only if it was promised.
     promised = "--to gguf with --pre" in line
     assert promised is (name in ("qwen3", "llama", "llama-biased", "gpt2-gelu_tanh"))
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -188,9 +188,7 @@ def test_an_exportable_run_leaves_for_every_format_that_it_promised(
     assert torch.equal(torch.tensor(tensors["token_embd.weight"].data), embedding)
 
 
-def test_a_run_that_cannot_leave_says_so_at_the_start_with_all_the_reasons(
-    text: Path, tmp_path: Path
-) -> None:
+def test_run_that_cannot_be_exported_says_why_at_its_start(text: Path, tmp_path: Path) -> None:
     events: list[Event] = []
     values = {**SMALL, "exportable": False}
     train(TrainingConfig(**values, data=(str(text),), out=tmp_path / "run", steps=1), events.append)
@@ -218,14 +216,12 @@ def test_a_run_that_cannot_leave_says_so_at_the_start_with_all_the_reasons(
         ({"n_head": 3, "head_dim": 16, "qk_norm": False}, "n_head is 3: .*; no other value"),
     ],
 )
-def test_what_was_given_and_is_in_the_way_is_refused_by_name(
-    given_values: dict[str, Any], pattern: str
-) -> None:
+def test_unexportable_flags_are_refused_by_name(given_values: dict[str, Any], pattern: str) -> None:
     with pytest.raises(TrainingError, match=f"^--exportable: .*{pattern}"):
         resolve(TrainingConfig(**given_values, exportable=True))
 
 
-def test_what_was_given_and_is_not_in_the_way_stays() -> None:
+def test_exportable_flags_are_kept() -> None:
     asked = TrainingConfig(exportable=True, d_ff=320, n_kv_head=1, value_embeddings=False)
     model = resolve(asked).model
     assert (model.d_ff, model.n_kv_head, model.activation) == (320, 1, "swiglu")
@@ -237,7 +233,7 @@ def test_what_was_given_and_is_not_in_the_way_stays() -> None:
     assert untouched.model == resolve(TrainingConfig(preset="nanogpt")).model
 
 
-def test_the_shapes_of_these_tests_are_those_that_are_named() -> None:
+def test_shapes_of_these_tests_have_their_families() -> None:
     assert objections(tiny_config(**MODERN))
     assert objections(tiny_config(**ORIGINAL))
     assert family_of(resolve(TrainingConfig(**SMALL, **RUNS["gpt_neox"])).model) == (GPT_NEOX)

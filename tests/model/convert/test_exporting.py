@@ -15,8 +15,7 @@ from logitd.model.convert.exporting import export_model
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN
 from logitd.model.convert.importing import import_model
-from logitd.model.convert.vocabulary.characters import character_tokenizer
-from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 from logitd.model.files import FileError
 from logitd.model.llm import LLM, SamplingParams
 from logitd.model.transformer.config import MODERN, ORIGINAL
@@ -72,9 +71,7 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_computes_the_same_and_so_does_the_way_back(
-    shape: str, tmp_path: Path
-) -> None:
+def test_transformers_computes_the_same_and_import_returns(shape: str, tmp_path: Path) -> None:
     tokenizer = merging_tokenizer()
     gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size, n_layer=2, **SHAPES[shape]))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
@@ -160,7 +157,7 @@ def test_qwen2_with_its_own_way_to_cut_texts(tmp_path: Path) -> None:
         ({**LLAMA, "n_head": 6, "n_kv_head": 2, "head_dim": 8}, "n_head is 6"),
     ],
 )
-def test_what_no_architecture_computes_is_refused_by_its_key(
+def test_unexportable_shape_is_refused_by_its_key(
     shape: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1, **shape)))
@@ -201,7 +198,7 @@ def test_characters_go_and_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_numbers_are_the_stored_ones_or_those_asked_for(dtype: str, tmp_path: Path) -> None:
+def test_export_keeps_the_dtype_or_takes_the_given_one(dtype: str, tmp_path: Path) -> None:
     numbers = getattr(torch, dtype)
     save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1)), dtype=numbers)
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
@@ -265,7 +262,7 @@ def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("room", [0, 1000, 30_000])
-def test_a_full_disk_is_told_and_nothing_is_left(room: int, tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_nothing(room: int, tmp_path: Path) -> None:
     """Both ways: the folder's smaller files may fit, its weights do not."""
     save_theirs(tmp_path / "theirs", "llama")
     reason = r" cannot be written: .*File too large\. Nothing is there: make room"

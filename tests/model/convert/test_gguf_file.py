@@ -1,4 +1,4 @@
-"""GGUF files: read back by `gguf`, and run by llama.cpp where it is installed."""
+"""GGUF files: read back by `gguf`, and run by llama.cpp if it is installed."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ FAMILIES = ["gpt2", "llama", "llama-biases", "qwen2", "qwen3"]
 
 
 def export(family: str, path: Path, **options: Any) -> Path:
-    """A tiny model that was imported from `transformers`, as GGUF; `ours` beside it."""
+    """A tiny model that was imported from `transformers`, as GGUF, next to `ours`."""
     pattern = None if family == "gpt2" else QWEN2_PATTERN
     save_theirs(path / "theirs", family, tokenizer=their_tokenizer(pattern=pattern))
     import_model(path / "theirs", path / "ours")
@@ -86,7 +86,7 @@ def test_matrices_are_rounded_and_norms_are_not(dtype: Any, tmp_path: Path) -> N
     assert kinds["position_embd.weight"] == "F32"
 
 
-def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_unsupported_gguf_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     save_tiny_checkpoint(tmp_path / "own")
     with pytest.raises(ConvertError, match=r"llama\.cpp has no name .* --pre qwen2"):
@@ -135,7 +135,7 @@ def test_llama_cpp_computes_the_same(family: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_for_the_other_format_alone_is_refused(
+def test_flags_of_the_other_format_are_refused(
     shape: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     gpt = tiny_gpt(tiny_config(n_layer=1, **shape))
@@ -145,14 +145,14 @@ def test_what_is_for_the_other_format_alone_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_the_models_of_these_tests_are_those_that_are_named() -> None:
+def test_models_of_these_tests_have_their_families() -> None:
     """A pattern or a family that changes its meaning would make the tests above empty."""
     assert GPT2_PATTERN != QWEN2_PATTERN
     assert ROTARY["num_key_value_heads"] < ROTARY["num_attention_heads"]
     assert their_model("llama-biases").config.head_dim == 12
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     """NumPy, with which the package writes, may say no more than to how many bytes it came."""
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     export("llama", tmp_path).unlink()

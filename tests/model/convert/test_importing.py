@@ -1,4 +1,4 @@
-"""What every import does with a model that a reader gives: rows, padding, names."""
+"""Steps of every import after its reader: rows, padding, names."""
 
 import gzip
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
-from logitd.model.convert.importing import _check_text, _fitted
+from logitd.model.convert.foreign import ConvertError, ForeignModel, ForeignTokenizer
+from logitd.model.convert.importing import _check_text, _fitted, import_model
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 
 
-def test_a_heads_bias_moves_with_its_rows_and_is_padded() -> None:
+def test_head_bias_moves_with_its_rows_and_is_padded() -> None:
     gpt = tiny_gpt(tiny_config(vocab_size=300, padded_vocab_size=300, head_bias=True, n_layer=1))
     weights = gpt.state_dict()
     model = ForeignModel(kind="here", config=gpt.config, weights=weights, dtype=torch.float32)
@@ -29,6 +29,13 @@ def test_a_heads_bias_moves_with_its_rows_and_is_padded() -> None:
     assert torch.equal(moved(ids).logits, theirs[..., order])
 
 
+def test_missing_check_text_is_reported_before_the_source_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConvertError, match=r"^--check .*gone\.txt: .* is not a file, a folder or a"
+    ):
+        import_model(tmp_path / "gone.pt", tmp_path / "ours", check=tmp_path / "gone.txt")
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -42,5 +49,5 @@ def test_a_text_to_check_with_is_read_as_training_reads_it(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     vocabulary = ForeignTokenizer(tokenizer=byte_tokenizer())
-    found = _check_text(tmp_path / name, vocabulary)
+    found = _check_text(tmp_path / name, [tmp_path / name], vocabulary)
     assert (found.name, bytes(found.token_ids)) == (name, b"one\ntwo")

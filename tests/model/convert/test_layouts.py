@@ -37,10 +37,10 @@ GROUPED = {**MODERN, "value_embeddings": False, "n_kv_head": 2, "qk_norm": True}
         (layouts.GGUF_LLAMA, GROUPED),
     ],
 )
-def test_what_is_written_is_read_as_it_was(layout: Layout, changes: dict[str, Any]) -> None:
+def test_written_weights_are_read_unchanged(layout: Layout, changes: dict[str, Any]) -> None:
     gpt = tiny_gpt(tiny_config(**changes))
     written = write_weights(gpt, layout, biased=())
-    reader = StateDictReader("theirs", written, written.__getitem__)
+    reader = StateDictReader("theirs", written)
     read = read_weights(reader, gpt.config, layout)
     reader.finish()
     rows = gpt.config.vocab_size
@@ -58,7 +58,7 @@ def test_parts_without_biases_get_zeros() -> None:
     biases = {name: tensor for name, tensor in written.items() if "c_" in name and "bias" in name}
     assert set(biases) == {f"transformer.h.{i}.mlp.c_fc.bias" for i in range(gpt.config.n_layer)}
     assert not any(bias.any() for bias in biases.values())
-    reader = StateDictReader("theirs", written, written.__getitem__)
+    reader = StateDictReader("theirs", written)
     config = tiny_config(qkv_bias=False)
     unbiased = {"attention_out", "mlp_down", *layouts.NORMS}
     read = read_weights(reader, config, layouts.GPT2, unbiased=unbiased)
@@ -79,7 +79,7 @@ def test_a_head_is_tied_if_it_equals_the_embedding() -> None:
 
 
 def test_more_layers_than_tensors_are_refused() -> None:
-    reader = StateDictReader("theirs", ["a"], lambda name: torch.ones(1))
+    reader = StateDictReader("theirs", {"a": torch.ones(1)})
     with pytest.raises(ConvertError, match=r"theirs.* 1 tensors.*1,000,000"):
         read_weights(reader, tiny_config(n_layer=1_000_000), layouts.GPT2)
 

@@ -78,7 +78,7 @@ def test_logits_are_llamas(interleaved: bool, wrapped: bool, tmp_path: Path) -> 
     assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_head_that_is_the_embedding_is_kept_once(tmp_path: Path) -> None:
+def test_head_equal_to_the_embedding_is_stored_once(tmp_path: Path) -> None:
     model = their_model("llama", tie_word_embeddings=True)
     save(tmp_path / "lit", lit_state(model, interleaved=False))
     info = import_model(tmp_path / "lit" / "lit_model.pth", tmp_path / "ours")
@@ -196,7 +196,7 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
         ({"bias": True}, r"lacks the tensor transformer\.h\.0\.attn\.qkv\.bias"),
     ],
 )
-def test_what_is_not_computed_is_refused(
+def test_unsupported_litgpt_is_refused_by_its_key(
     change: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     save(tmp_path / "lit", lit_state(their_model("llama"), interleaved=False), **change)
@@ -224,18 +224,18 @@ def test_tensors_of_other_kinds_are_named(
         import_model(tmp_path / "lit", tmp_path / "ours")
 
 
-def test_a_name_that_is_none_is_shown(tmp_path: Path) -> None:
+def test_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "lit", {3: torch.zeros(2)})
     with pytest.raises(ConvertError, match=r"lit_model\.pth holds 3, a Tensor"):
         import_model(tmp_path / "lit", tmp_path / "ours")
 
 
-def test_a_configuration_that_is_none(tmp_path: Path) -> None:
+def test_a_broken_configuration_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "lit", {})
     for text, sentence in (("[1", "is not YAML"), ("- 1", "is not a mapping of keys to values")):
         (folder / "model_config.yaml").write_text(text, encoding="utf-8")
         with pytest.raises(ConvertError, match=rf"model_config\.yaml {sentence}"):
             import_model(folder, tmp_path / "ours")
     (folder / "model_config.yaml").unlink()
-    with pytest.raises(ConvertError, match=r"model_config\.yaml does not exist; it says"):
+    with pytest.raises(ConvertError, match=r"model_config\.yaml does not exist; it describes"):
         import_model(folder, tmp_path / "ours")

@@ -3,6 +3,7 @@
 import argparse
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.testing import assert_close
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.text.tokenizer import TokenizerError
-from tests.model.convert.theirs import NanoGPT, loaded
+from tests.model.convert.by_role.textbook.common import randomised
+from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
+from tests.model.convert.theirs import loaded
 from tests.model.factories import merging_tokenizer
 
 CHARACTERS = sorted(set("\n !,.:abcdefghijklmnopqrstuvwxyzABCé€😀"))
@@ -23,7 +26,7 @@ TEXT = "A bad cab,\nfée €: 😀!"
 
 def save(
     path: Path,
-    model: NanoGPT,
+    model: Nano,
     prefix: str = "",
     changes: Mapping[str, torch.Tensor] | None = None,
     **more: Any,
@@ -32,13 +35,20 @@ def save(
     state = {prefix + name: value for name, value in model.state_dict().items()} | dict(
         changes or {}
     )
-    checkpoint = {"model": state, "model_args": model.arguments, "iter_num": 250,
+    checkpoint = {"model": state, "model_args": asdict(model.config), "iter_num": 250,
                   "best_val_loss": torch.tensor(1.5), "optimizer": {"state": {}}}  # fmt: skip
     torch.save(checkpoint | more, path)
 
 
-def small(rows: int, *, bias: bool = False) -> NanoGPT:
-    return NanoGPT(rows=rows, context=32, layers=2, heads=4, width=32, bias=bias)
+def small(rows: int, *, bias: bool = False) -> Nano:
+    model = Nano(NanoConfig(vocab_size=rows, block_size=32, bias=bias))
+    randomised(model)
+    return model
+
+
+def logits_of(model: Nano, ids: list[int]) -> torch.Tensor:
+    given = torch.tensor([ids])
+    return model(given, given)[0]
 
 
 def save_meta(path: Path, **changes: Any) -> None:
@@ -64,11 +74,11 @@ def test_a_character_model_keeps_its_ids_and_logits(
     assert info.config.bias is bias
     logits = gpt(torch.tensor([ids])).logits
     assert logits.shape[-1] == len(STOI) == info.config.vocab_size
-    assert_close(logits, model(torch.tensor([ids])), atol=1e-4, rtol=1e-4)
+    assert_close(logits, logits_of(model, ids), atol=1e-4, rtol=1e-4)
     assert (info.training.step, info.training.val_loss) == (250, 1.5)
 
 
-def test_what_the_model_never_saw_is_refused(tmp_path: Path) -> None:
+def test_unknown_characters_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "ckpt.pt", small(len(STOI)))
     save_meta(tmp_path / "meta.pkl")
     import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
@@ -102,9 +112,9 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path: Path) -> None:
     import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer=str(tmp_path / "own.tiktoken"))
     info, gpt = loaded(tmp_path / "ours")
     assert info.config.vocab_size == len(tokenizer.ranks) + 1 < 320 == info.config.padded_vocab_size
-    ids = torch.tensor([info.tokenizer.encode("abc null 12")])
-    expected = model(ids)[..., : info.config.vocab_size]
-    assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    ids = info.tokenizer.encode("abc null 12")
+    expected = logits_of(model, ids)[..., : info.config.vocab_size]
+    assert_close(gpt(torch.tensor([ids])).logits, expected, atol=1e-4, rtol=1e-4)
     save(tmp_path / "small.pt", small(100))
     ranks = str(tmp_path / "own.tiktoken")
     with pytest.raises(ConvertError, match=r"has 100 rows .* they do not belong together"):
@@ -112,7 +122,7 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path: Path) -> None:
 
 
 class Exploding:
-    """What a hostile pickle holds: unpickling it would call a function."""
+    """A hostile pickle: unpickling it would call a function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path("exploded"),))
@@ -123,7 +133,7 @@ class Exploding:
     [
         ({"config": torch.nn.Linear(2, 2)}, r"is a whole pickled module .* torch\.save\("),
         ({"config": Exploding()}, r"holds .*pathlib\.(_local\.)?Path.* run code"),
-        ({"model_args": {**small(64).arguments, "vocab_size": None}}, "lacks vocab_size"),
+        ({"model_args": {**asdict(NanoConfig()), "vocab_size": None}}, "lacks vocab_size"),
     ],
 )
 def test_files_that_need_code_or_lack_parts(
@@ -147,9 +157,7 @@ def test_an_object_among_the_settings_is_read_as_its_attributes(
 
 
 @pytest.mark.parametrize("arguments", [None, {"n_layer": 2}])
-def test_nanogpt_s_names_without_its_settings_ask_what_is_open(
-    arguments: object, tmp_path: Path
-) -> None:
+def test_nanogpt_names_without_settings_ask_questions(arguments: object, tmp_path: Path) -> None:
     """minGPT has the same names and another activation: names alone are not nanoGPT."""
     save(tmp_path / "ckpt.pt", small(len(STOI)), model_args=arguments, stoi=STOI)
     with pytest.raises(ConvertError, match=r"(?s)Open are:.*--n-head.*--activation"):
@@ -200,7 +208,7 @@ def test_damaged_files_are_named(damage: Callable[[bytes], bytes], tmp_path: Pat
         (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not 'stoi' the other way"),
     ],
 )
-def test_a_meta_file_that_is_none(
+def test_broken_meta_file_is_refused(
     raw: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -224,7 +232,7 @@ def test_a_vocabulary_in_the_file_goes_into_the_checkpoint_with_its_ids(tmp_path
     assert (info.tokenizer.end_of_text, info.config.vocab_size) == (len(texts) - 1, len(texts))
     assert_close(
         gpt(torch.tensor([ids])).logits,
-        model(torch.tensor([ids]))[..., : len(texts)],
+        logits_of(model, ids)[..., : len(texts)],
         atol=1e-4,
         rtol=1e-4,
     )
@@ -243,14 +251,14 @@ def test_other_kinds_of_vocabularies_are_saved_and_read(kind: str, tmp_path: Pat
     )
     info, gpt = loaded(tmp_path / "ours")
     assert (info.tokenizer.kind, info.tokenizer.vocab_size) == (kind, len(words))
-    assert_close(gpt(torch.tensor([[1, 0, 4]])).logits, model(torch.tensor([[1, 0, 4]])),
+    assert_close(gpt(torch.tensor([[1, 0, 4]])).logits, logits_of(model, [1, 0, 4]),
                  atol=1e-4, rtol=1e-4)  # fmt: skip
     assert (tmp_path / "ours" / "tokenizer.tiktoken").exists() == (kind != "none")
     if kind != "none":
         assert info.tokenizer.encode("the cat") == ([0, 1] if kind == "words" else [0, 5, 1])
 
 
-def test_rows_that_are_not_used_have_to_be_meant(tmp_path: Path) -> None:
+def test_unused_rows_need_a_flag(tmp_path: Path) -> None:
     save(tmp_path / "ckpt.pt", small(100), itos=["a", "b"])
     with pytest.raises(ConvertError, match=r"100 rows .* 2 ids: 98 rows .* --unused-rows"):
         import_model(tmp_path / "ckpt.pt", tmp_path / "ours")

@@ -57,7 +57,7 @@ def test_plain_containers_name_nothing(protocol: int, tmp_path: Path) -> None:
 
 
 @PROTOCOLS
-def test_words_that_look_like_names_are_not_named(protocol: int, tmp_path: Path) -> None:
+def test_words_that_look_like_names_are_text(protocol: int, tmp_path: Path) -> None:
     """A memo of many texts, and a class behind them whose module is taken out of it."""
     texts = [f"word {n}" for n in range(400)]
     value = [texts, HERE, "Own", texts, "os", "system", Own]
@@ -75,7 +75,7 @@ def test_tensors_are_harmless_and_the_file_is_torchs(old: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_what_stands_beside_tensors_is_named(old: bool, tmp_path: Path) -> None:
+def test_other_values_in_a_state_dict_are_named(old: bool, tmp_path: Path) -> None:
     value = {"model": STATE, "config": Own(), "args": argparse.Namespace(a=1)}
     torch.save(value, tmp_path / "m.pt", _use_new_zipfile_serialization=not old)
     names = pickled_names(tmp_path / "m.pt")
@@ -86,7 +86,7 @@ def test_what_stands_beside_tensors_is_named(old: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["torch", "torch, old", "pickle"])
-def test_a_module_is_known_by_what_every_module_has(how: str, tmp_path: Path) -> None:
+def test_module_is_recognised_by_members_of_every_module(how: str, tmp_path: Path) -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     path = tmp_path / "m.pt"
     if how == "pickle":
@@ -104,7 +104,7 @@ def test_a_module_is_known_by_what_every_module_has(how: str, tmp_path: Path) ->
     [b"", b"junk", b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f", b"PK\x03\x04" + bytes(50),
      b"\x80\x02]q\x00(", b"\x80\xff."],
 )  # fmt: skip
-def test_what_is_not_a_pickle_has_no_names(raw: bytes, tmp_path: Path) -> None:
+def test_other_files_have_no_names(raw: bytes, tmp_path: Path) -> None:
     names = names_of(raw, tmp_path)
     assert names.foreign == ()
     assert not names.holds_module

@@ -61,7 +61,7 @@ def test_an_archive_that_a_zip_program_packed_again_has_its_values(
 
 
 @given(index=st.integers(0, 4), share=st.floats(0, 0.99))
-def test_a_file_of_values_that_is_too_short_is_not_read_on_into_the_next(
+def test_short_values_do_not_read_into_the_next_file(
     index: int, share: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("short") / "m.pt"

@@ -44,7 +44,7 @@ class SlottedConfig:
 
 
 class Box(dict[str, Any]):
-    """A dictionary of somebody's own class, as configuration libraries have them."""
+    """A dictionary of a class of its own, as in configuration libraries."""
 
 
 class OwnModule(nn.Module):
@@ -82,7 +82,7 @@ def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: 
     assert loaded == {"step": 3, "nested": {"list": [1, "x", None], "flag": True}}
 
 
-def test_a_protocol_that_torch_does_not_read_as_data_is_not_called_code(tmp_path: Path) -> None:
+def test_new_pickle_protocol_is_not_reported_as_code(tmp_path: Path) -> None:
     torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=3)
     assert_is_state(read_pt(tmp_path / "m.pt", keep=KEEP)["model"])
     torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=4)
@@ -115,9 +115,7 @@ def test_configurations_of_any_class_are_read_as_their_values(
      torch.optim.lr_scheduler.LambdaLR],
     ids=["Path", "NumPy number", "NumPy array", "slots", "set", "complex", "class"],
 )  # fmt: skip
-def test_what_else_a_training_saves_is_not_in_the_way_of_the_weights(
-    value: Any, tmp_path: Path
-) -> None:
+def test_other_saved_objects_do_not_hide_weights(value: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"model": STATE, "best": value, "step": 5})
     loaded = read_pt(path, keep=KEEP)
     assert_is_state(loaded["model"])
@@ -184,7 +182,7 @@ def test_reading_leaves_no_class_allowed(tmp_path: Path) -> None:
 def test_no_code_of_a_hostile_file_runs(
     call: tuple[Any, ...], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in what is refused nor in what is read beside it."""
+    """In refused files and in files that are read."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"model": STATE, "config": Exploding(*call)}, old=old)
     pickled = tmp_path / "plain.pt"
@@ -195,7 +193,9 @@ def test_no_code_of_a_hostile_file_runs(
     assert not Path("exploded").exists()
 
 
-def test_the_hostile_call_would_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_call_runs_without_weights_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the test above can fail: without `weights_only` the file is there."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"config": Exploding(os.mkdir, ("exploded",))})
@@ -238,7 +238,7 @@ def test_a_module_beside_the_weights_is_refused_too(tmp_path: Path) -> None:
         read_pt(path, keep=KEEP)
 
 
-def test_what_is_not_a_dictionary_is_named(tmp_path: Path) -> None:
+def test_file_without_a_dictionary_is_refused(tmp_path: Path) -> None:
     for value, kind in (([1, 2], "list"), (torch.ones(3), "Tensor"), (3, "int")):
         path = saved(tmp_path / "m.pt", value)
         with pytest.raises(ConvertError, match=f"m.pt holds a {kind}, not a dictionary of tensors"):
@@ -264,7 +264,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     "nothing": (False, lambda raw: b"", r"\(0 bytes\) is not a file of torch\.save"),
     "junk": (False, lambda raw: b"\x00\xffjunk" * 99, r"is not a file of torch\.save"),
     "a web page": (False, lambda raw: b"<!DOCTYPE html><html>" * 9, r"begins with b'<!DO'"),
-    # llama.cpp's files were once called damaged ones of torch.save, and people copied them again.
+    # Once llama.cpp's files were reported as damaged files of torch.save.
     "a GGUF file": (
         False, lambda raw: b"GGUF\x03\0\0\0" + raw, r"GGUF is written here, not read: import what"
     ),
@@ -289,7 +289,7 @@ def test_damaged_files_are_told_apart(
         read_pt(path, keep=KEEP)
 
 
-def test_a_plain_pickle_is_said_to_be_one(tmp_path: Path) -> None:
+def test_plain_pickle_is_reported_as_such(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     path.write_bytes(pickle.dumps({"stoi": {"a": 0}}))
     with pytest.raises(ConvertError, match=rf"is a pickle that torch\.save did not write.* "
@@ -328,8 +328,8 @@ def test_plain_pickles_are_read_and_others_are_not(
     assert not Path("exploded").exists()
 
 
-def test_an_archive_whose_list_cannot_be_read_is_not_given_to_torch(tmp_path: Path) -> None:
-    """What it unpacks to could not be said, and torch may read lists that Python does not."""
+def test_archive_with_a_broken_list_is_not_passed_to_torch(tmp_path: Path) -> None:
+    """Its unpacked size is unknown, and torch may read lists that Python does not."""
     path = tmp_path / "ckpt.pt"
     torch.save({"weight": torch.zeros(3)}, path)
     path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))

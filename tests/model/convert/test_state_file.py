@@ -1,5 +1,5 @@
-"""Files of weights as trainings leave them: how the state dict is wrapped, where the numbers are,
-and which file of a folder is meant."""
+"""Files of weights of trainings: the state dict in any wrapping, settings, and the choice of a file
+in a folder."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def assert_is_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def optimizer_state() -> dict[str, Any]:
-    """Of a real optimizer that has made a step: tensors by number, and settings."""
+    """State of a real optimizer after a step: tensors by number, and settings."""
     parameters = [nn.Parameter(tensor.clone()) for tensor in STATE.values()]
     optimizer = torch.optim.AdamW(parameters)
     sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
@@ -63,16 +63,16 @@ def test_a_state_dict_is_found_however_it_is_wrapped(key: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("beside", ["ema", "model_ema", "ema_model", "best", "average"])
-def test_the_model_is_taken_where_an_average_stands_beside_it(beside: str, tmp_path: Path) -> None:
+def test_model_is_preferred_to_its_average(beside: str, tmp_path: Path) -> None:
     for value in ({beside: OTHER, "model": STATE}, {"model": STATE, beside: OTHER},
                   {beside: {"shadow": OTHER}, "state_dict": STATE}):  # fmt: skip
         assert_is_state(read_state_file(saved(tmp_path / "m.pt", value)).tensors)
 
 
-def test_two_that_are_as_likely_are_asked_for(tmp_path: Path) -> None:
+def test_equally_likely_state_dicts_are_asked(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"student": STATE, "teacher": OTHER, "step": 1})
-    with pytest.raises(ConvertError, match=r"holds 2 state dicts: student, teacher; say in a --map "
-                                           r"file which is meant"):  # fmt: skip
+    with pytest.raises(ConvertError, match=r"holds 2 state dicts: student, teacher; name one in a "
+                                           r"--map file"):  # fmt: skip
         read_state_file(path)
     assert_is_state(read_state_file(path, state="teacher").tensors, OTHER)
     assert read_state_file(path, state="teacher").state == "teacher"
@@ -150,7 +150,7 @@ def test_the_models_own_section_counts() -> None:
         assert collect_settings(contents)["dim"] == 2
 
 
-def test_a_vocabulary_is_not_taken_for_settings(tmp_path: Path) -> None:
+def test_vocabulary_is_not_read_as_settings(tmp_path: Path) -> None:
     """Its words may be called like settings."""
     stoi = {"n_head": 3, "dropout": 7} | {f"word {n}": n for n in range(300)}
     value = {"model": STATE, "stoi": stoi, "config": {"n_head": 4}}
@@ -160,13 +160,13 @@ def test_a_vocabulary_is_not_taken_for_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model_config.json", "args.json", "params.json"])
-def test_numbers_beside_the_file_are_read(name: str, tmp_path: Path) -> None:
+def test_settings_next_to_the_file_are_read(name: str, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
     (tmp_path / name).write_text(json.dumps({"n_head": 4, "model": {"dim": 8}}))
     assert read_state_file(tmp_path / "model.safetensors").settings == {"n_head": 4, "dim": 8}
 
 
-def test_what_the_file_says_counts_more_than_what_stands_beside_it(tmp_path: Path) -> None:
+def test_settings_in_the_file_override_those_beside(tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4}})
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "n_layer": 1}))
     assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "n_layer": 1}
@@ -176,11 +176,11 @@ def test_what_the_file_says_counts_more_than_what_stands_beside_it(tmp_path: Pat
 def test_a_broken_file_beside_the_weights_is_named(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", STATE)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConvertError, match=r"config\.json is not JSON: .* \(beside the weights\)"):
+    with pytest.raises(ConvertError, match=r"config\.json is not JSON: .* \(next to the weights\)"):
         read_state_file(tmp_path / "m.pt")
 
 
-def test_a_list_beside_the_weights_says_nothing(tmp_path: Path) -> None:
+def test_list_next_to_the_weights_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", STATE)
     (tmp_path / "config.json").write_text("[1, 2]")
     assert read_state_file(tmp_path / "m.pt").settings == {}

@@ -1,6 +1,7 @@
-"""Unknown settings: what may change a logit is asked, whatever the format; a training's is not."""
+"""Unknown settings are questions in every format if they may change a logit."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def of_roles(folder: Path) -> None:
 
 def of_nanogpt(folder: Path) -> None:
     model = small(len(STOI))
-    save(folder / "ckpt.pt", model, model_args=model.arguments | {"softcap": 15.0}, stoi=STOI)
+    save(folder / "ckpt.pt", model, model_args=asdict(model.config) | {"softcap": 15.0}, stoi=STOI)
 
 
 def of_transformers(folder: Path) -> None:

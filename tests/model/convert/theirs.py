@@ -1,15 +1,13 @@
 """Models and tokenizers as other projects make them: tiny, random, saved by their own libraries."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-import torch.nn.functional as F
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
+from torch import nn
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
 from logitd.model.convert.probe import probe_text
@@ -153,64 +151,3 @@ def save_theirs(
 
 def loaded(path: Path) -> tuple[CheckpointInfo, GPT]:
     return load_checkpoint(path, device=torch.device("cpu"), dtype=torch.float32)
-
-
-class NanoGPT(nn.Module):
-    """nanoGPT's model with its names, as a textbook would write it."""
-
-    def __init__(self, *, rows: int, context: int, layers: int, heads: int, width: int, bias: bool):
-        super().__init__()
-        self.heads = heads
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(rows, width),
-                "wpe": nn.Embedding(context, width),
-                "h": nn.ModuleList(
-                    nn.ModuleDict(
-                        {
-                            "ln_1": nn.LayerNorm(width, bias=bias),
-                            "attn": nn.ModuleDict(
-                                {
-                                    "c_attn": nn.Linear(width, 3 * width, bias=bias),
-                                    "c_proj": nn.Linear(width, width, bias=bias),
-                                }
-                            ),
-                            "ln_2": nn.LayerNorm(width, bias=bias),
-                            "mlp": nn.ModuleDict(
-                                {
-                                    "c_fc": nn.Linear(width, 4 * width, bias=bias),
-                                    "c_proj": nn.Linear(4 * width, width, bias=bias),
-                                }
-                            ),
-                        }
-                    )
-                    for _ in range(layers)
-                ),
-                "ln_f": nn.LayerNorm(width, bias=bias),
-            }
-        )
-        self.lm_head = nn.Linear(width, rows, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
-        self.arguments = {
-            "n_layer": layers, "n_head": heads, "n_embd": width, "block_size": context,
-            "bias": bias, "vocab_size": rows, "dropout": 0.0,
-        }  # fmt: skip
-        draw(self)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        parts: Any = self.transformer
-        x = parts["wte"](ids) + parts["wpe"](torch.arange(ids.shape[1]))
-        for block in parts["h"]:
-            x = x + self.attention(block["attn"], block["ln_1"](x))
-            x = x + block["mlp"]["c_proj"](F.gelu(block["mlp"]["c_fc"](block["ln_2"](x))))
-        return self.lm_head(parts["ln_f"](x))
-
-    def attention(self, attn: Any, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = (
-            part.view(batch, time, self.heads, -1).transpose(1, 2)
-            for part in attn["c_attn"](x).split(width, dim=2)
-        )
-        scores = q @ k.transpose(2, 3) / math.sqrt(width // self.heads)
-        masked = scores.masked_fill(torch.ones(time, time).triu(1).bool(), -math.inf)
-        return attn["c_proj"]((masked.softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width))

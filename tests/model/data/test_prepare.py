@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from logitd.model.convert.vocabulary.characters import character_tokenizer
-from logitd.model.convert.vocabulary.words import word_tokenizer
+from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from logitd.model.data.shards import Shard
 from logitd.model.data.sources.document import Text, TextError, text_document

@@ -202,7 +202,7 @@ def opt(**overrides: Any) -> Case:
 def imported(theirs: Any) -> Case:
     """A model of theirs as its reader gives it."""
     state = theirs.state_dict()
-    reader = StateDictReader("theirs", state, state.__getitem__)
+    reader = StateDictReader("theirs", state)
     config, weights = read_model(Settings("theirs", theirs.config.to_dict()), reader)
     return filled(config, weights), theirs
 

@@ -22,6 +22,7 @@ from logitd.model.convert.by_role.recognise import recognise
 from logitd.model.convert.by_role.tensor_map import MappedTensors, check
 from logitd.model.convert.state_file import StateFile
 from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomised
+from tests.model.convert.by_role.textbook.plain import Plain
 
 USUAL: Mapping[str, Any] = {
     "n_head": HEADS,
@@ -51,14 +52,18 @@ ALTERNATIVES = re.compile(r"\((\w+)\|(\w+)\)")
 class Scheme:
     """One textbook model.
 
-    make        the model with initial weights
+    make        the model with initial weights; None is `Plain`, with the names of `roles`
     how         where its computation differs from USUAL
     roles       a line for each role and name; `ln.(weight|bias)` are a weight and its bias
-    settings    what its file says beside the tensors, as it cannot be found by trying
-    logits      how its forward is called for the logits of all positions
+    hidden      width of the feed-forward of `Plain`
+    raw         attention's parameters have an axis for the heads in `Plain`
+    kv_heads    heads of keys and values in `Plain`
+    tied        the head is the embedding in `Plain`
+    settings    settings in its file, which cannot be found by trying
+    logits      call of its forward for the logits of all positions
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module] | None = None
     how: Mapping[str, Any] = field(default_factory=dict)
     roles: str
     n_layer: int = LAYERS
@@ -66,11 +71,15 @@ class Scheme:
     heads: int = 0
     transposed: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
+    hidden: int = 64
+    raw: bool = False
+    kv_heads: int = HEADS
+    tied: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)
 
     def model(self, seed: int = 0) -> nn.Module:
-        return randomised(self.make(), seed)
+        return randomised(Plain(self) if self.make is None else self.make(), seed)
 
     @property
     def computation(self) -> Computation:
@@ -99,7 +108,7 @@ def some_ids(rows: int = 3, length: int = CONTEXT, seed: int = 5) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """What `torch.save(model.state_dict())` holds."""
+    """Tensors of `torch.save(model.state_dict())`."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -114,7 +123,7 @@ def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
 def findings(
     tensors: MappedTensors, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Finding]:
-    """What a file of these tensors and settings says."""
+    """Findings in a file of these tensors and settings."""
     ignored = {name: tensors.tensors[name] for name in tensors.map.ignored}
     return find(tensors, ignored, settings or {})
 

@@ -1,6 +1,6 @@
-"""The textbook models as files: what each computes, and which of its tensors plays which role.
+"""Textbook models as files: the computation of each, and the roles of its tensors.
 
-`SCHEMES` is written by hand from the classes of `textbook/`: the right answers of the tests.
+`SCHEMES` is written by hand: the right answers of the tests.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests.model.convert.by_role.scheme import Scheme
-from tests.model.convert.by_role.textbook.book import BOOK, Book
 from tests.model.convert.by_role.textbook.common import HEADS
-from tests.model.convert.by_role.textbook.heads import HeadByHead, OneHead, PerHeadPost
 from tests.model.convert.by_role.textbook.lecture import Lecture
-from tests.model.convert.by_role.textbook.llama import ProjLlama, TinyLlama
-from tests.model.convert.by_role.textbook.matrices import Glu, Raw, Transposed
-from tests.model.convert.by_role.textbook.nanogpt import Mini, Nano, NanoConfig
-from tests.model.convert.by_role.textbook.norms import PostWithFinal, SharedNorm
-from tests.model.convert.by_role.textbook.numbering import FromOne, Lists, NoNumber
+from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 from tests.model.convert.by_role.textbook.torch_layers import EncoderStack, Multihead
 
 
@@ -157,9 +151,11 @@ ROTARY: Mapping[str, Any] = {
     "activation": "swiglu", "qk_norm_eps": 1e-6,
 }  # fmt: skip
 
+GROUPED: Mapping[str, Any] = {"hidden": 48, "kv_heads": 2}
+
 SCHEMES: Mapping[str, Scheme] = {
     "book": Scheme(
-        make=lambda: Book(BOOK),
+        hidden=128,
         how={"activation": "gelu_tanh"},
         ignored=frozenset({"trf_blocks.0.att.mask", "trf_blocks.1.att.mask"}),
         roles="""
@@ -199,13 +195,16 @@ head             out_head.weight
         logits=lambda model, ids: model(ids, ids)[0],
     ),
     "minGPT": Scheme(
-        make=lambda: Mini(NanoConfig()),
+        make=lambda: Nano(NanoConfig(), minimal=True),
         how={"activation": "gelu_tanh"},
         roles=NANO,
+        logits=lambda model, ids: model(ids, ids)[0],
         ignored=frozenset({"transformer.h.0.attn.bias", "transformer.h.1.attn.bias"}),
     ),
     "llama2.c": Scheme(
-        make=TinyLlama,
+        hidden=56,
+        kv_heads=2,
+        tied=True,
         how={**ROTARY, "norm_eps": 1e-5, "rope_theta": 10_000.0, "rotary_layout": "interleaved"},
         roles="""
 token_embedding  tok_embeddings.weight
@@ -252,7 +251,6 @@ head             output.weight
         roles=MULTIHEAD,
     ),
     "heads with biases": Scheme(
-        make=PerHeadPost,
         how={"norm_position": "post", "final_norm": False, "activation": "relu"},
         heads=HEADS,
         roles="""
@@ -270,57 +268,54 @@ head             linear.(weight|bias)
 """,
     ),
     "fused, head by head": Scheme(
-        make=HeadByHead, how={"qkv_layout": "per_head"}, roles=HEAD_BY_HEAD
+        how={"qkv_layout": "per_head"}, roles=HEAD_BY_HEAD
     ),
     "fused, keys first": Scheme(
-        make=lambda: HeadByHead("keys first"), how={"qkv_layout": "kqv"}, roles=HEAD_BY_HEAD
+        how={"qkv_layout": "kqv"}, roles=HEAD_BY_HEAD
     ),
     "llama, QK-norm": Scheme(
-        make=ProjLlama,
+        **GROUPED,
         how={**ROTARY, "qk_norm": "learned"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ_AND_NORMS,
     ),
     "llama, QK-norm, neighbours": Scheme(
-        make=lambda: ProjLlama("learned", 3e-2, neighbours=True),
+        **GROUPED,
         how={**ROTARY, "qk_norm": "learned", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ_AND_NORMS,
     ),
     "llama, QK-norm without weights": Scheme(
-        make=lambda: ProjLlama("unit", 3e-2, neighbours=True),
+        **GROUPED,
         how={**ROTARY, "qk_norm": "unit", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ,
     ),
     "llama": Scheme(
-        make=lambda: ProjLlama("none"),
+        **GROUPED,
         how=ROTARY,
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ,
     ),
     "post-LN and a final norm": Scheme(
-        make=PostWithFinal, how={"norm_position": "post", "activation": "relu"}, roles=POST
+        how={"norm_position": "post", "activation": "relu"}, roles=POST
     ),
     "post-LN and an unused norm": Scheme(
-        make=lambda: PostWithFinal(applied=False),
         how={"norm_position": "post", "activation": "relu", "final_norm": False},
         roles=POST,
     ),
     "one wide head": Scheme(
-        make=OneHead,
         how={"activation": "relu", "n_head": 1},
         roles=ONE_HEAD + "mlp_down blocks.{N}.ff.2.(weight|bias)",
         ignored=MASKS,
     ),
     "no second matrix": Scheme(
-        make=lambda: OneHead(second=False),
+        hidden=32,
         how={"activation": "relu", "n_head": 1},
         roles=ONE_HEAD + "mlp_down identity",
         ignored=MASKS,
     ),
     "one norm for both": Scheme(
-        make=SharedNorm,
         how={"residual": "parallel"},
         roles="""
 token_embedding  wte.weight
@@ -338,7 +333,7 @@ head             lm_head.(weight|bias)
 """,
     ),
     "matrices (in, out)": Scheme(
-        make=Transposed,
+        hidden=128,
         how={"activation": "gelu_tanh"},
         transposed=frozenset({"qkv", "attention_out", "mlp_up", "mlp_down"}),
         roles="""
@@ -354,7 +349,7 @@ final_norm       ln_f.(weight|bias)
 """,
     ),
     "raw parameters": Scheme(
-        make=Raw,
+        raw=True,
         how={"activation": "gelu_tanh"},
         transposed=frozenset(
             {"query", "key", "value", "attention_out", "mlp_up", "mlp_down", "head"}
@@ -378,7 +373,6 @@ head             unembed.(W|b)_U
 """,
     ),
     "numbers from 1": Scheme(
-        make=FromOne,
         how={"activation": "gelu_tanh"},
         n_layer=3,
         first_layer=1,
@@ -399,7 +393,6 @@ head             out.weight
 """,
     ),
     "one block without a number": Scheme(
-        make=NoNumber,
         n_layer=1,
         roles="""
 token_embedding  token_embedding.weight
@@ -417,7 +410,6 @@ head             output.(weight|bias)
 """,
     ),
     "a list for each kind of part": Scheme(
-        make=Lists,
         roles="""
 token_embedding  tok_emb.weight
 positions        pos_emb.weight
@@ -434,7 +426,7 @@ head             head.weight
 """,
     ),
     "gate and up together, no positions": Scheme(
-        make=lambda: Glu(gate_first=False),
+        hidden=40,
         how={
             "norm": "rmsnorm", "positions": "none", "activation": "swiglu",
             "score_scale": "none", "gate_order": "up_first",

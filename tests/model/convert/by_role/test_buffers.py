@@ -1,4 +1,4 @@
-"""Buffers: masks, tables and counters are told from weights."""
+"""Buffers: masks, tables and counters are not weights."""
 
 import pytest
 import torch
@@ -26,5 +26,5 @@ from logitd.model.convert.by_role.recognise import is_buffer
         ("pos_enc.pe", torch.ones(1, 6, 4), False),
     ],
 )
-def test_masks_and_tables_are_told_from_weights(name: str, tensor: Tensor, buffer: bool) -> None:
+def test_masks_and_tables_are_not_weights(name: str, tensor: Tensor, buffer: bool) -> None:
     assert is_buffer(name, tensor) is buffer

@@ -7,7 +7,7 @@ from logitd.model.convert.by_role.recognise import recognise
 from logitd.model.convert.foreign import ConvertError
 
 
-def test_no_gpt_is_said_with_what_is_there() -> None:
+def test_file_without_a_gpt_is_described() -> None:
     picture = {"conv1.weight": torch.ones(8, 3, 3, 3), "fc.weight": torch.ones(10, 8)}
     with pytest.raises(ConvertError, match=r"model\.pt has no layers of a GPT: .* fc\.weight"):
         recognise("model.pt", picture)

@@ -58,7 +58,7 @@ def test_a_completed_draft_brings_the_model_in(scheme: Scheme, tmp_path: Path) -
     assert difference < 1e-5
 
 
-def test_a_draft_says_where_the_state_is() -> None:
+def test_draft_names_the_state_dict() -> None:
     tensors = mapped(SCHEMES["book"].model())
     assert 'state = "a.model"' in draft("a.model", tensors.map, findings(tensors))
     assert "state =" not in draft(None, tensors.map, findings(tensors))
@@ -111,7 +111,7 @@ def strange_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_names_that_say_nothing_are_mapped_by_a_file(tmp_path: Path) -> None:
+def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
     path = tmp_path / "strange.toml"
     path.write_text(STRANGE, encoding="utf-8")
     given, tensors = read_map_file(path), strange_tensors()
@@ -176,7 +176,7 @@ def test_a_layer_without_a_match_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> None:
+def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "strange.toml"
     path.write_text(STRANGE, encoding="utf-8")
     tensors = {name.replace("l2.", "l3."): t for name, t in strange_tensors().items()}
@@ -187,7 +187,7 @@ def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> No
 
 
 def test_a_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
-    """The roles are recognised; what a person knows besides is what the file says."""
+    """Roles are recognised; the file has only the person's own knowledge."""
     path = tmp_path / "few.toml"
     path.write_text(
         '[computation]\nn_head = 4\nactivation = "gelu"\nscore_scale = "head_dim"\n'
@@ -224,7 +224,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[tensors]\nhead.weight = ''", r"tensors\.head\.weight is ''"),
         ("[tensors]\nkey.weight = 'a.{K}'", r"key\.weight .*\['\{K\}'\].*\{N\}.*\{M\}"),
         ("[tensors]\nhead.weight = 'a.{N}'", r"head\.weight .*\['\{N\}'\]"),
-        ("[computation]\nheads = 4", "unknown field 'heads'; known are n_head, "),
+        ("[computation]\nheads = 4", "unknown field computation.heads; known are n_head, "),
         ("[computation]\nactivation = 'mish'", "activation is 'mish'.*'relu'"),
         ("[computation]\nn_head = 4.0", r"n_head is 4\.0"),
         ("[computation]\nn_head = 0", "n_head is 0"),
@@ -240,7 +240,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("x = 1\n[a" + ".'b'" * 50_000 + "]", r"50,000 dots; 100"),
     ],
 )
-def test_what_is_wrong_with_a_map_is_said(text: str, sentence: str, tmp_path: Path) -> None:
+def test_broken_map_file_names_its_key(text: str, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConvertError, match=rf"wrong\.toml.*{sentence}"):
@@ -255,7 +255,7 @@ def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
         read_map_file(tmp_path / "bytes.toml")
 
 
-def test_whole_numbers_are_numbers_where_one_is_wanted() -> None:
+def test_integer_answers_become_floats() -> None:
     assert check_answers("flags", {"rope_theta": 10_000}) == {"rope_theta": 10_000.0}
 
 

@@ -7,7 +7,7 @@ from logitd.model.convert.by_role.recognise import recognise
 ROWS, WIDTH, HIDDEN = 50, 32, 64
 
 
-def test_up_and_down_that_were_taken_for_one_another_change_places() -> None:
+def test_swapped_up_and_down_are_exchanged() -> None:
     """Attention lies (out, in), so the first of two matrices that is (width, hidden) is down."""
     layer = {
         "attn.qkv.weight": (3 * WIDTH, WIDTH),

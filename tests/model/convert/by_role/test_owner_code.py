@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from logitd.model.convert.by_role import owner_process
 from logitd.model.convert.by_role.owner_code import (
@@ -24,7 +25,6 @@ from tests.model.convert.by_role.scheme import (
     state_file,
 )
 from tests.model.convert.by_role.schemes import SCHEMES
-from tests.model.convert.by_role.textbook.book import Book
 
 SETTINGS = {"n_heads": 4}
 
@@ -51,7 +51,7 @@ def test_an_expression_may_hold_colons(tmp_path: Path) -> None:
 
 
 def test_the_owners_code_settles_everything(write: Write) -> None:
-    """The lecture's script beside the file of its model: nothing is asked, no loop is run."""
+    """The lecture's script next to its model: no question is asked, no loop is run."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)
@@ -64,7 +64,7 @@ def test_the_owners_code_settles_everything(write: Write) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: Book) -> None:
+def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Module) -> None:
     code, tensors = (
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
         mapped(book),
@@ -74,7 +74,7 @@ def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: Book)
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 
 
-def test_the_owners_code_has_no_network(write: Write, book: Book) -> None:
+def test_the_owners_code_has_no_network(write: Write, book: nn.Module) -> None:
     """A real listener on this machine is not reached, by name or by address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
@@ -90,15 +90,15 @@ def test_the_owners_code_has_no_network(write: Write, book: Book) -> None:
             server.accept()
 
 
-def test_a_code_that_does_not_end_is_stopped(write: Write, book: Book) -> None:
+def test_a_code_that_does_not_end_is_stopped(write: Write, book: nn.Module) -> None:
     tensors = mapped(book)
     code = write("class GPT(Base):\n    def __init__(self, cfg):\n        while True: pass\n")
-    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not give logits within 3 seconds"):
+    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not return logits within 3 seconds"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: Book) -> None:
+def test_dead_process_is_reported_with_its_stderr(write: Write, book: nn.Module) -> None:
     tensors = mapped(book)
     code = write(
         "class GPT(Base):\n    def __init__(self, cfg):\n"
@@ -110,6 +110,6 @@ def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: Boo
 
 
 def test_the_process_imports_nothing_of_this_project() -> None:
-    """It runs beside the owner's modules, which may have the same names."""
+    """The owner's modules may have the same names."""
     source = Path(owner_process.__file__).read_text(encoding="utf-8")
     assert not re.search(r"^\s*(from|import) (model|service|logitd)\b", source, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""What the process of the owner's code does: make the model, load its weights, find its logits.
+"""The process of the owner's code: makes the model, loads its weights, finds its logits.
 
-The tests call the functions of that process in this one; those of what only a process of its own
-has (network, time, its end) are in `test_owner_code.py`.
+These tests call its functions directly; `test_owner_code.py` tests a real process (network, time,
+exit status).
 """
 
 import re
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from logitd.model.convert.by_role.owner_code import OwnerCode, known_values
+from logitd.model.convert.by_role.owner_code import OwnerCode, request_of
 from logitd.model.convert.by_role.owner_process import Problem, build_model, run
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import (
@@ -33,41 +33,26 @@ from tests.model.convert.by_role.scheme import (
     mapped,
 )
 from tests.model.convert.by_role.schemes import SCHEMES
-from tests.model.convert.by_role.textbook.book import Book
 
 SETTINGS = {"n_heads": 4}
 
 
 @pytest.fixture(autouse=True)
 def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an owner's file puts on the path and among the modules goes with the test."""
+    """Remove the paths and modules of an owner's file after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
 
 
-def request(
-    code: OwnerCode, model: torch.nn.Module, settings: Mapping[str, Any] = SETTINGS
-) -> dict[str, Any]:
-    """What the process is asked."""
-    tensors = mapped(model)
-    said = findings(tensors, settings)
-    return {
-        "file": str(code.file),
-        "expression": code.expression,
-        **known_values(tensors, said, settings),
-        "rows": tensors.shape("token_embedding")[0],
-        "length": 12,
-    }
-
-
 def logits_here(
-    code: OwnerCode, model: torch.nn.Module, settings: Mapping[str, Any] = SETTINGS
+    code: OwnerCode, model: nn.Module, settings: Mapping[str, Any] = SETTINGS
 ) -> tuple[Tensor, Tensor]:
     """Ids and the logits of the owner's model, computed in this process."""
-    asked = request(code, model, settings)
-    made = build_model(asked, mapped(model).tensors)
+    tensors = mapped(model)
+    request = request_of(code, tensors, findings(tensors, settings), settings)
+    made = build_model(request, tensors.tensors)
     assert not made.training
-    token_ids, logits, _ = run(made, asked["rows"], asked["length"])
+    token_ids, logits, _ = run(made, request.rows, 12)
     return token_ids, logits
 
 
@@ -76,7 +61,7 @@ def logits_here(
     [BY_NAMES, DATACLASS, DICTIONARY, SCRIPT, STALE_SCRIPT],
     ids=["by names", "dataclass", "dictionary", "script", "another run's values"],
 )
-def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: Book) -> None:
+def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: nn.Module) -> None:
     ids, logits = logits_here(write(code), book)
     assert ids.shape == (2, 12)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
@@ -84,7 +69,7 @@ def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: Book)
     assert not Path("overwritten.pt").exists()
 
 
-def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: Book) -> None:
+def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: nn.Module) -> None:
     ids, logits = logits_here(write(ATTRIBUTES), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
@@ -99,15 +84,13 @@ def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: B
         "[GPT(29, 16, 32, dropout=0.0)][0]",
     ],
 )
-def test_an_expression_makes_the_model(expression: str, write: Write, book: Book) -> None:
+def test_an_expression_makes_the_model(expression: str, write: Write, book: nn.Module) -> None:
     code = BY_NAMES + "\n\ndef make():\n    return GPT(29, 16, 32, dropout=0.0)\n"
     ids, logits = logits_here(write(code, expression), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_number_of_heads_that_is_not_in_the_file_is_the_codes_own(
-    write: Write, book: Book
-) -> None:
+def test_code_supplies_a_missing_number_of_heads(write: Write, book: nn.Module) -> None:
     """The default of its class, or of the script: nobody said another."""
     ids, logits = logits_here(write(BY_NAMES), book, {})
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
@@ -135,14 +118,14 @@ class GPT(Base):
     ],
 )
 def test_defaults_of_the_class_come_before_guesses(
-    vocabulary: str, flag: str, bad: str, write: Write, book: Book
+    vocabulary: str, flag: str, bad: str, write: Write, book: nn.Module
 ) -> None:
     code = FLAGGED.format(vocabulary=vocabulary, flag=flag, bad=bad)
     ids, logits = logits_here(write(code), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_settings_of_the_file_come_before_defaults(write: Write, book: Book) -> None:
+def test_settings_of_the_file_come_before_defaults(write: Write, book: nn.Module) -> None:
     """Eight heads have the same tensors, and other logits."""
     for code in (
         BY_NAMES.replace("n_head=4", "n_head=8"),
@@ -153,7 +136,7 @@ def test_settings_of_the_file_come_before_defaults(write: Write, book: Book) -> 
 
 
 def test_modules_beside_the_file_are_imported(
-    write: Write, book: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Write, book: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "pieces_of_gpt", raising=False)
     (tmp_path / "pieces_of_gpt.py").write_text(PARTS + DICTIONARY, encoding="utf-8")
@@ -177,14 +160,16 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
-def test_logits_are_found_in_what_a_forward_gives(forward: str, write: Write, book: Book) -> None:
+def test_logits_are_found_in_what_a_forward_gives(
+    forward: str, write: Write, book: nn.Module
+) -> None:
     code = DICTIONARY + f"\n    def forward(self, ids, targets=None):\n        {forward}\n"
     ids, logits = logits_here(write(code), book)
     assert logits.dtype == torch.float32
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_forward_that_wants_targets_is_given_some(write: Write, book: Book) -> None:
+def test_a_forward_that_wants_targets_is_given_some(write: Write, book: nn.Module) -> None:
     code = DICTIONARY + (
         "\n    def forward(self, ids, targets):\n"
         "        logits = super().forward(ids)\n"
@@ -194,7 +179,7 @@ def test_a_forward_that_wants_targets_is_given_some(write: Write, book: Book) ->
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: Book) -> None:
+def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Module) -> None:
     """The file has the names of what is inside a wrapper."""
     code = DICTIONARY + (
         "\n\nclass Wrapped(nn.Module):\n"
@@ -211,8 +196,14 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
         r"GPT needs 'temper', which the checkpoint does not say: give an expression .*"
         r"'GPT\(\.\.\., temper=\.\.\.\)'",
     ),
-    "a name that is not there": (BY_NAMES, "Gpt", r"NameError: name 'Gpt' .* give an expression"),
-    "not a module": ("GPT = 3\n", "GPT", "gives a int; expected a torch module"),
+    "a name that is not there": (
+        BY_NAMES, "Gpt",
+        r"gpt\.py does not define 'Gpt'; its classes and functions are .*Block, .*GPT",
+    ),
+    "a name that is not there, in an expression": (
+        BY_NAMES, "GPT(29, 16, Wider)", r"gpt\.py does not define 'Wider'; its classes",
+    ),
+    "not a module": ("GPT = 3\n", "GPT", "makes a int; expected a torch module"),
     "a key that nobody knows": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
         r"KeyError: 'temper'\. .* give an expression that makes the model",
@@ -246,7 +237,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     ),
     "a forward without logits": (
         DICTIONARY + "\n    def forward(self, ids):\n        return ids\n", "GPT",
-        "its forward gives a Tensor without logits of 29 ids",
+        "its forward returns a Tensor without logits of 29 ids",
     ),
     "a class that cannot be defined": (
         "class GPT(Bass):\n    pass\n", "GPT",
@@ -257,8 +248,8 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize(("code", "expression", "sentence"), PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_what_stands_in_the_way_is_said(
-    code: str, expression: str, sentence: str, write: Write, book: Book
+def test_problem_names_its_cause(
+    code: str, expression: str, sentence: str, write: Write, book: nn.Module
 ) -> None:
     with pytest.raises(Problem) as refusal:
         logits_here(write(code, expression), book)

@@ -33,7 +33,7 @@ def test_each_scheme_has_its_roles(scheme: Scheme) -> None:
 
 
 @named
-def test_what_is_no_part_of_a_gpt_is_named(scheme: Scheme) -> None:
+def test_unknown_tensor_is_named(scheme: Scheme) -> None:
     tensors = state(scheme.model())
     first = next(name for name in scheme.names().values() if "." in name)
     layers = next((name for name in scheme.names().values() if "{N}" in name), first)
@@ -194,7 +194,7 @@ def spellings(draw: st.DrawFn) -> Spelling:
 
 
 @given(spellings())
-def test_roles_do_not_hang_on_the_choice_of_words_or_their_order(spelling: Spelling) -> None:
+def test_roles_are_independent_of_words_and_order(spelling: Spelling) -> None:
     roles = recognise("model.pt", spelling.tensors)
     assert dict(roles.names) == spelling.roles
     assert roles.n_layer == 3

@@ -1,4 +1,4 @@
-"""What an import says that it understood: roles, values, their origins, folds, what was tried."""
+"""The report of an import: roles, values, their origins, folds, and alternatives."""
 
 from typing import Any
 
@@ -7,15 +7,20 @@ import torch
 
 from logitd.model.convert.by_role.build import build
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from logitd.model.convert.by_role.report import table, understood
+from logitd.model.convert.by_role.read import (
+    RoleOptions,
+    read_by_role,
+    recognise_file,
+    table,
+    understood,
+)
 from logitd.model.convert.by_role.resolve import Alternative, Resolution, resolve
 from tests.model.convert.by_role.scheme import findings, given_logits, mapped, some_ids, state_file
 from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def lines_of(name: str, **answers: Any) -> list[str]:
-    """What reading a scheme with the right answers says."""
+    """The report on a scheme with the right answers."""
     scheme = SCHEMES[name]
     fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
               "score_scale", "rotary_layout", "residual", "embedding_scale")  # fmt: skip
@@ -62,7 +67,7 @@ def test_every_number_has_its_value_and_its_origin() -> None:
 
 
 @pytest.mark.parametrize("name", ["nanoGPT", "lecture", "llama2.c"])
-def test_what_means_nothing_for_a_model_is_not_shown(name: str) -> None:
+def test_unused_fields_are_not_shown(name: str) -> None:
     rotary = name == "llama2.c"
     words = [text.split()[0] for text in lines_of(name)]
     assert ("rope_theta" in words) is rotary
@@ -80,12 +85,12 @@ def test_identities_and_folds_are_lines() -> None:
     assert "changes of weights:" not in lines_of("nanoGPT")
 
 
-def test_what_was_tried_is_a_table() -> None:
+def test_alternatives_are_a_table() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
-    objective = LogitsObjective(ids, given_logits(scheme, model, ids))
-    resolution = resolve(tensors, findings(tensors), logits=objective, code="its class")
+    objective = LogitsObjective("its class", ids, given_logits(scheme, model, ids))
+    resolution = resolve(tensors, findings(tensors), objective)
     lines = list(table(resolution))
     assert lines[0].startswith("compared (lower is better; taken: ")
     (shown,) = [" ".join(text.split()) for text in lines if text.split()[0] == "activation"]
@@ -98,7 +103,7 @@ def test_what_was_tried_is_a_table() -> None:
     assert whole[-1] == f"verified: {resolution.verified}"
 
 
-def test_the_table_says_what_was_not_told_apart_and_begins_with_the_nearest() -> None:
+def test_table_marks_ties_and_begins_with_the_nearest() -> None:
     how = SCHEMES["nanoGPT"].computation
     others = [
         Alternative("activation", "relu", 2.5, True),

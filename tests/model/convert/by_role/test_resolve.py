@@ -1,5 +1,5 @@
-"""What decides where names do not: the owner's logits, a text that the model was trained for, and
-flags. The text meets a model that was trained here (`conftest.py`)."""
+"""Answers to questions that names leave open: the owner's logits, a text, and flags. The text is
+one that the model was trained for here (`conftest.py`)."""
 
 import math
 import re
@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.convert.by_role.objective import LogitsObjective, TextObjective, text_objective
+from logitd.model.convert.by_role.objective import (
+    CheckText,
+    LogitsObjective,
+    TextObjective,
+    text_objective,
+)
 from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
-from logitd.model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, answer, first, resolve
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
@@ -38,19 +43,18 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "fused, head by head": {"n_head": 4},
     "gate and up together, no positions": {"n_head": 4},
 }
-"""Those that `make test` tries, with what their files say; `make test-slow` tries all with nothing
-said."""
+"""Schemes of `make test` with their settings; `make test-slow` tries all without settings."""
 
 
 def logits_objective(scheme: Scheme, model: torch.nn.Module) -> LogitsObjective:
     ids = some_ids(2, 12)
-    return LogitsObjective(ids, given_logits(scheme, model, ids))
+    return LogitsObjective("its class", ids, given_logits(scheme, model, ids))
 
 
 def resolved_by_logits(scheme: Scheme, model: torch.nn.Module) -> Resolution:
     tensors = mapped(model)
     objective = logits_objective(scheme, model)
-    return resolve(tensors, findings(tensors, scheme.settings), logits=objective, code="its class")
+    return resolve(tensors, findings(tensors, scheme.settings), objective)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]
     assert re.search(r"logits of its class .* largest difference \d", resolution.verified)
 
 
-def test_logits_say_how_far_off_the_others_are() -> None:
+def test_alternatives_have_their_difference_of_logits() -> None:
     scheme = SCHEMES["heads with biases"]
     resolution = resolved_by_logits(scheme, scheme.model())
     others = {(other.field, other.value): other for other in resolution.alternatives}
@@ -92,47 +96,47 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
     """A model with another activation than any known here."""
     scheme = SCHEMES["heads with biases"]
     model = scheme.model()
-    for layer in range(2):
-        model.set_submodule(f"decoders.{layer}.ffn.ffn.1", torch.nn.SiLU())
-    sentence = (
-        r"no variant .* gives the logits of its class: the nearest one differs by .*activation"
-    )
+    model.activation = torch.nn.functional.silu  # type: ignore[assignment]
+    sentence = r"no variant .* the logits of its class: the nearest one, .*--activation .* differs"
     with pytest.raises(ConvertError, match=sentence):
         resolved_by_logits(scheme, model)
 
 
-def test_log_probabilities_are_as_good_as_logits() -> None:
+def test_log_probabilities_replace_logits() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)
     tensors = mapped(model)
     log_probs = given_logits(scheme, model, ids).log_softmax(-1)
-    objective = LogitsObjective(ids, log_probs, log_probs=True)
-    resolution = resolve(tensors, findings(tensors), logits=objective, code="its class")
+    objective = LogitsObjective("its class", ids, log_probs, log_probs=True)
+    resolution = resolve(tensors, findings(tensors), objective)
     assert resolution.computation == canonical(scheme.computation)
 
 
 def test_the_tolerance_grows_with_the_logits() -> None:
-    ids = some_ids(1, 4)
-    assert LogitsObjective(ids, torch.full((1, 4, 29), 2.0)).tolerance == pytest.approx(1e-4)
-    assert LogitsObjective(ids, torch.full((1, 4, 29), 200.0)).tolerance == pytest.approx(1e-3)
+    for largest, tolerance in ((2.0, 1e-4), (200.0, 1e-3)):
+        objective = LogitsObjective("", some_ids(1, 4), torch.full((1, 4, 29), largest))
+        assert objective.tolerance == pytest.approx(tolerance)
 
 
-def test_numbers_that_are_none_are_infinitely_far_off() -> None:
+def test_nan_logits_are_infinitely_far_off() -> None:
     scheme = SCHEMES["book"]
     model = scheme.model()
-    objective = LogitsObjective(some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
+    objective = LogitsObjective("", some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
     assert objective(built_from(scheme, model), causal=True, effort="quick").tolist() == [math.inf]
 
 
 # A text.
 
 
+def words(token_ids: list[int]) -> TextObjective:
+    return text_objective(CheckText("words.txt", token_ids), 24)
+
+
 def resolved_by_text(trained: Trained, **answers: Any) -> Resolution:
     tensors = mapped(trained.model)
-    objective = text_objective(trained.token_ids, 24)
-    assert objective is not None
+    objective = words(trained.token_ids)
     given = answer(findings(tensors), answers)
-    return resolve(tensors, given, text=objective, text_name="words.txt")
+    return resolve(tensors, given, objective)
 
 
 def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
@@ -156,8 +160,7 @@ def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
 
 def test_the_loss_is_the_textbooks(trained: Trained) -> None:
     """Cross-entropy of the textbook itself, token by token."""
-    objective = text_objective(trained.token_ids, 24)
-    assert objective is not None
+    objective = words(trained.token_ids)
     built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
     nats = objective(built, causal=True, effort="full")
     logits, _ = trained.model(objective.windows[:, :-1])
@@ -171,29 +174,28 @@ def test_the_loss_is_the_textbooks(trained: Trained) -> None:
 def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
     noise = torch.randint(0, 9, (2000,), generator=torch.Generator().manual_seed(4))
     tensors = mapped(trained.model)
-    objective = text_objective(noise.tolist(), 24)
+    objective = text_objective(CheckText("noise.txt", noise.tolist()), 24)
     sentence = r"no variant predicts noise\.txt better than .* own frequencies .* decides nothing"
     with pytest.raises(ConvertError, match=sentence):
-        resolve(tensors, findings(tensors), text=objective, text_name="noise.txt")
+        resolve(tensors, findings(tensors), objective)
 
 
-def test_what_a_text_cannot_tell_apart_is_said_or_asked(trained: Trained) -> None:
+def test_short_text_leaves_questions_open(trained: Trained) -> None:
     """On three tokens of it, score scale and activation stay open: one window has no error bar."""
     tensors = mapped(trained.model)
-    objective = text_objective(trained.token_ids[:4], 24)
-    assert objective is not None
+    objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
     with pytest.raises(ConvertError, match=r"decides nothing|does not tell these apart"):
-        resolve(tensors, findings(tensors), text=objective, text_name="words.txt")
+        resolve(tensors, findings(tensors), objective)
 
 
-def test_two_that_a_text_cannot_tell_apart_are_asked_for(trained: Trained) -> None:
+def test_undecided_values_are_asked(trained: Trained) -> None:
     """Three windows: the scale shows, the activation does not."""
     tensors = mapped(trained.model)
-    objective = text_objective(trained.token_ids[:75], 24)
+    objective = words(trained.token_ids[:75])
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
     with pytest.raises(OpenQuestions, match=r"words\.txt does not tell these apart") as refusal:
-        resolve(tensors, given, text=objective, text_name="words.txt")
+        resolve(tensors, given, objective)
     assert refusal.value.fields == ("activation",)
     assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)
 
@@ -206,21 +208,18 @@ def test_an_answer_is_not_tried_again(trained: Trained) -> None:
 
 
 def test_windows_cover_a_text_from_end_to_end() -> None:
-    objective = text_objective(list(range(1000)), 16)
-    assert objective is not None
+    objective = text_objective(CheckText("numbers", list(range(1000))), 16)
     assert objective.windows[:, 0].min() == 0
     assert objective.windows.max() == 999
     assert torch.equal(objective.windows, objective.windows[:, :1] + torch.arange(17))
     assert set(objective.windows[:, 1:].flatten().tolist()) == set(range(1, 1000))
     assert objective.distinct == 999
-    assert text_objective([1, 2], 16) is None
-    short = text_objective([1, 2, 3], 16)
-    assert short is not None
+    short = text_objective(CheckText("short", [1, 2, 3]), 16)
     assert short.windows.tolist() == [[1, 2, 3]]
 
 
 def test_frequencies_are_those_of_the_text() -> None:
-    objective = TextObjective(torch.tensor([[0, 0, 1, 2]]), distinct=3)
+    objective = TextObjective("text", torch.tensor([[0, 0, 1, 2]]), distinct=3)
     assert objective.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 
@@ -247,10 +246,10 @@ def sees_all() -> Multihead:
 def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     tensors = mapped(sees_all)
     ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
-    objective = text_objective(ids.tolist(), 16)
+    objective = text_objective(CheckText("letters.txt", ids.tolist()), 16)
     given = answer(findings(tensors), {"n_head": 4})
     with pytest.raises(ConvertError, match=r"letters\.txt.*causal mask"):
-        resolve(tensors, given, text=objective, text_name="letters.txt")
+        resolve(tensors, given, objective)
 
 
 # Nothing but the file.
@@ -269,7 +268,7 @@ def test_open_questions_stop_with_their_flags() -> None:
         assert flag in message
 
 
-def test_answers_leave_nothing_open_and_are_said_to_be_answers() -> None:
+def test_answers_close_questions_and_are_named_as_origin() -> None:
     tensors = mapped(SCHEMES["nanoGPT"].model())
     answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
                "score_scale": "head_dim"}  # fmt: skip
@@ -281,7 +280,7 @@ def test_answers_leave_nothing_open_and_are_said_to_be_answers() -> None:
     assert resolution.verified.startswith("not compared with the source")
 
 
-def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
+def test_open_questions_write_a_draft(tmp_path: Path) -> None:
     draft = tmp_path / "draft.toml"
     file = state_file(SCHEMES["nanoGPT"].model())
     with pytest.raises(OpenQuestions, match=r"(?s)--n-head .* A draft .*draft\.toml: complete it"):
@@ -292,7 +291,7 @@ def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
     assert 'positions = "learned"  # transformer.wpe.weight is added' in text
 
 
-def test_questions_are_asked_where_no_draft_can_be_written(tmp_path: Path) -> None:
+def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
     """On a full disk there were no questions but "No space left on device", and half a draft."""
     file = state_file(SCHEMES["nanoGPT"].model())
     with (
@@ -392,7 +391,7 @@ def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Fi
         ("gate and up together, no positions", {}, "norm", "rmsnorm"),
     ],
 )
-def test_what_the_file_says_is_not_asked(
+def test_evidence_in_the_file_answers_questions(
     name: str, settings: dict[str, Any], field: str, value: Any
 ) -> None:
     said = finding(name, field, settings)
@@ -410,7 +409,7 @@ def test_an_unknown_activation_is_refused() -> None:
         finding("nanoGPT", "activation", {"activation": "mish"})
 
 
-def test_settings_that_are_no_such_thing_are_not_taken() -> None:
+def test_settings_of_a_wrong_kind_are_ignored() -> None:
     for value in ("4", 4.0, True, 0, -4, None):
         assert finding("nanoGPT", "n_head", {"n_head": value}).ambiguous
     assert finding("nanoGPT", "norm_position", {"norm_first": "yes"}).ambiguous
@@ -418,7 +417,7 @@ def test_settings_that_are_no_such_thing_are_not_taken() -> None:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
 @pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbours", "freqs_cis"])
-def test_a_rotary_table_says_theta_layout_and_heads(form: str, theta: float) -> None:
+def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> None:
     """Tables of 8 channels of a head, in the forms that people store."""
     rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     angles = torch.outer(torch.arange(64, dtype=torch.float64), rates)

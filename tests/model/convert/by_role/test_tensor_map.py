@@ -10,7 +10,7 @@ from tests.model.convert.by_role.scheme import state
 from tests.model.convert.by_role.schemes import SCHEMES
 
 
-def test_the_tensors_of_a_role_are_taken_the_same_way_in_every_form() -> None:
+def test_tensors_of_a_role_are_equal_in_every_form() -> None:
     """Heads apart, heads as an axis, and matrices (in, out): the rows that follow are the same."""
     torch.manual_seed(0)
     rows = torch.randn(2 * 3, 8)  # 2 heads of 3 channels
@@ -33,7 +33,7 @@ def test_layers_that_differ_in_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_are_named(value: float) -> None:
+def test_infinite_values_are_named(value: float) -> None:
     tensors = state(SCHEMES["nanoGPT"].model())
     tensors["transformer.h.1.mlp.c_fc.bias"][3] = value
     with pytest.raises(ConvertError, match=r"h\.1\.mlp\.c_fc\.bias has NaN or infinite values"):

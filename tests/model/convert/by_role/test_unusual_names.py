@@ -1,4 +1,4 @@
-"""Names that no table has: what a tensor is shows in where it stands and in its shape."""
+"""Unusual names: place and shape show the role of a tensor."""
 
 from collections.abc import Mapping
 
@@ -21,8 +21,17 @@ def roles(tensors: Mapping[str, Tensor]) -> Mapping[tuple[Role, Part], str]:
     return mapped.names
 
 
+BLOCK: Mapping[str, tuple[int, ...]] = {
+    **{f"{name}.weight": (WIDTH, WIDTH) for name in ("sa.q", "sa.k", "sa.v", "sa.proj")},
+    "mlp.0.weight": (64, WIDTH),
+    "mlp.2.weight": (WIDTH, 64),
+    "ln1.weight": (WIDTH,),
+    "ln2.weight": (WIDTH,),
+}
+
+
 def test_blocks_without_a_word_for_attention() -> None:
-    """A list of pairs: what stands beside the projections is attention's."""
+    """A list of pairs: the list with the projections is attention's."""
     names = {
         "1.net.0.weight": (WIDTH,),
         "1.net.0.bias": (WIDTH,),
@@ -33,14 +42,15 @@ def test_blocks_without_a_word_for_attention() -> None:
         "0.to_qkv.weight": (3 * WIDTH, WIDTH),
         "0.to_out.0.weight": (WIDTH, WIDTH),
     }
-    tensors = {
-        "token_emb.weight": torch.rand(ROWS, WIDTH),
-        "pos_emb.weight": torch.rand(LENGTH, WIDTH),
-        **block(names, "layers.0."),
-        **block(names, "layers.1."),
-        "to_logits.weight": torch.rand(ROWS, WIDTH),
-    }
-    names_by_role = roles(tensors)
+    names_by_role = roles(
+        {
+            "token_emb.weight": torch.rand(ROWS, WIDTH),
+            "pos_emb.weight": torch.rand(LENGTH, WIDTH),
+            **block(names, "layers.0."),
+            **block(names, "layers.1."),
+            "to_logits.weight": torch.rand(ROWS, WIDTH),
+        }
+    )
     assert names_by_role["attention_out", "weight"] == "layers.{N}.0.to_out.0.weight"
     assert names_by_role["attention_norm", "weight"] == "layers.{N}.0.norm.weight"
     assert names_by_role["mlp_norm", "weight"] == "layers.{N}.1.net.0.weight"
@@ -48,21 +58,11 @@ def test_blocks_without_a_word_for_attention() -> None:
 
 
 def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
-    """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as one lecture has it half way."""
-    names = {
-        "sa.q.weight": (WIDTH, WIDTH),
-        "sa.k.weight": (WIDTH, WIDTH),
-        "sa.v.weight": (WIDTH, WIDTH),
-        "sa.proj.weight": (WIDTH, WIDTH),
-        "ffwd.0.weight": (64, WIDTH),
-        "ffwd.2.weight": (WIDTH, 64),
-        "ln1.weight": (WIDTH,),
-        "ln2.weight": (WIDTH,),
-    }
+    """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as in the middle of one lecture."""
     tensors = {
         "table.weight": torch.rand(ROWS, WIDTH),
-        **block(names, "blocks.0."),
-        **block(names, "blocks.1."),
+        **block(BLOCK, "blocks.0."),
+        **block(BLOCK, "blocks.1."),
         "blocks.2.weight": torch.rand(WIDTH),
         "blocks.2.bias": torch.rand(WIDTH),
     }
@@ -73,25 +73,16 @@ def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
 
 
 def test_tables_without_a_telling_name() -> None:
-    """The table that is as large as the head is the tokens', the other one the positions'."""
-    names = {
-        "attention.q.weight": (WIDTH, WIDTH),
-        "attention.k.weight": (WIDTH, WIDTH),
-        "attention.v.weight": (WIDTH, WIDTH),
-        "attention.o.weight": (WIDTH, WIDTH),
-        "mlp.0.weight": (64, WIDTH),
-        "mlp.2.weight": (WIDTH, 64),
-        "ln1.weight": (WIDTH,),
-        "ln2.weight": (WIDTH,),
-    }
-    tensors = {
-        "places.weight": torch.rand(LENGTH, WIDTH),
-        "letters.weight": torch.rand(ROWS, WIDTH),
-        **block(names, "layers.0."),
-        **block(names, "layers.1."),
-        "out.weight": torch.rand(ROWS, WIDTH),
-    }
-    names_by_role = roles(tensors)
+    """The table with the head's shape has the tokens, the other one the positions."""
+    names_by_role = roles(
+        {
+            "places.weight": torch.rand(LENGTH, WIDTH),
+            "letters.weight": torch.rand(ROWS, WIDTH),
+            **block(BLOCK, "layers.0."),
+            **block(BLOCK, "layers.1."),
+            "out.weight": torch.rand(ROWS, WIDTH),
+        }
+    )
     assert names_by_role["token_embedding", "weight"] == "letters.weight"
     assert names_by_role["positions", "weight"] == "places.weight"
     assert names_by_role["head", "weight"] == "out.weight"

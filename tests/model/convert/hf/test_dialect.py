@@ -23,7 +23,7 @@ def library_pieces(pattern: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.hypothesis
-def test_pieces_are_the_same_there(pattern: str) -> None:
+def test_rewritten_patterns_cut_the_same_pieces(pattern: str) -> None:
     written = to_oniguruma(pattern)
 
     @given(RAGGED)
@@ -50,12 +50,12 @@ def test_the_engines_do_differ() -> None:
         (r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+"),
     ],
 )
-def test_what_is_rewritten(pattern: str, theirs: str, ours: str) -> None:
+def test_patterns_are_rewritten(pattern: str, theirs: str, ours: str) -> None:
     assert to_oniguruma(pattern) == theirs
     assert from_oniguruma(pattern) == ours
 
 
 @pytest.mark.parametrize("pattern", ["(?s:.)", "(?m)a", "(?-i:a)", "a)", "[a", "(?P<n>a)"])
-def test_what_cannot_be_said_alike_is_refused(pattern: str) -> None:
+def test_untranslatable_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ConvertError):
         to_oniguruma(pattern)

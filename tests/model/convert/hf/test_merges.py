@@ -1,4 +1,4 @@
-"""Ranks and merges encode alike: tiktoken's rule beside the list's, piece by piece."""
+"""Ranks and merges encode alike: tiktoken's rule against the list's, piece by piece."""
 
 import pytest
 from hypothesis import given

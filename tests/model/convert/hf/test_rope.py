@@ -15,10 +15,10 @@ from tests.model.shapes import SCALINGS
     theta=st.sampled_from([500.0, 10_000.0, 5e5]),
 )
 @example(pairs=(1, 49), scaling="unscaled", theta=500.0)  # 98 * (2 / 98) is below 2
-def test_what_is_written_is_read_as_it_was(
+def test_written_weights_are_read_unchanged(
     pairs: tuple[int, int], scaling: str, theta: float
 ) -> None:
-    """Whatever part of a head turns: a share is a fraction, and its product is rounded down."""
+    """For any rotated part of a head: a share is a fraction, and its product is rounded down."""
     turning, head_dim = (2 * n for n in pairs)
     config = tiny_config(
         positions="rotary", head_dim=head_dim, rotary_dim=turning, rope_theta=theta,

@@ -21,7 +21,7 @@ from logitd.model.convert.hf.added import with_ends
 from logitd.model.convert.hf.export import tokenizer_document
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
 from logitd.model.convert.probe import probe_text
-from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.convert.vocabulary.words import character_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from tests.model.convert.theirs import SAMPLE, their_tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
@@ -118,7 +118,7 @@ def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (change(added_tokens=[{"id": 5, "content": "<x>"}]), "has the id of another token"),
     ],
 )  # fmt: skip
-def test_what_is_no_byte_level_bpe_is_refused(
+def test_other_tokenizers_are_refused(
     damage: Callable[[dict[str, Any]], None], sentence: str, tmp_path: Path
 ) -> None:
     tokenizer_json = document(tmp_path)
@@ -158,7 +158,7 @@ def write_files(folder: Path, **files: Any) -> None:
         ({"tokenizer_config": {"eos_token": "the"}}, (380,)),
     ],
 )  # fmt: skip
-def test_ends_of_a_text_are_those_that_the_folder_names(
+def test_ends_of_a_text_come_from_the_folder(
     files: dict[str, Any], ends: tuple[int, ...], tmp_path: Path
 ) -> None:
     write_files(tmp_path, **files)
@@ -168,7 +168,7 @@ def test_ends_of_a_text_are_those_that_the_folder_names(
     assert any("999" in note for note in vocabulary.notes) == ("999" in str(files))
 
 
-def test_import_without_an_end_of_text_says_so(tmp_path: Path) -> None:
+def test_import_without_an_end_of_text_has_a_note(tmp_path: Path) -> None:
     characters = ForeignTokenizer(tokenizer=character_tokenizer({0: "a", 1: "b"}))
     assert "no end of text" in with_ends(characters, tmp_path).notes[-1]
     write_files(tmp_path, generation_config={"eos_token_id": 1, "temperature": 0.6})
@@ -281,7 +281,7 @@ def test_unknown_member_of_the_files_is_refused_by_name(
         ({"tokenizer_config": {"pad_token": "[PAD]"}}, r"pad_token is '\[PAD\]'"),
     ],
 )
-def test_what_is_around_a_text_is_noted(files: Any, note: str, tmp_path: Path) -> None:
+def test_tokens_around_a_text_are_noted(files: Any, note: str, tmp_path: Path) -> None:
     write_files(tmp_path, **files | {"tokenizer": document(tmp_path) | files.get("tokenizer", {})})
     (said,) = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False).notes
     assert re.search(note, said)
@@ -317,7 +317,7 @@ def bundled() -> Tokenizer:
     "make", [byte_tokenizer, merging_tokenizer, bundled], ids=["bytes", "odd", "bundled"]
 )
 @pytest.mark.hypothesis
-def test_what_is_written_encodes_alike_and_is_read_back(
+def test_written_tokenizer_encodes_alike_and_is_read_back(
     make: Callable[[], Tokenizer], tmp_path: Path
 ) -> None:
     tokenizer = make()
@@ -386,7 +386,7 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match="cuts texts by Digits; of words, Whitespace, White"):
+    with pytest.raises(ConvertError, match="cuts texts by Digits; for words, Whitespace, White"):
         read(word_level(pre_tokenizers.Digits(), []), tmp_path)
     library = word_level(pre_tokenizers.Whitespace(), [])
     library.normalizer = normalizers.Lowercase()

@@ -101,7 +101,7 @@ SHAPES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_merges_of_ids_encode_as_there(shape: str) -> None:
+def test_merges_of_ids_encode_as_in_the_lecture(shape: str) -> None:
     given = of(SHAPES[shape](WHOLE))
     assert given.tokenizer.encode(TEXT) == encoded(TEXT, WHOLE)
     assert given.tokenizer.decode(encoded(TEXT, WHOLE)) == TEXT
@@ -126,7 +126,7 @@ def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
 
 
 @pytest.mark.parametrize("pattern", CUTS.values(), ids=CUTS)
-def test_each_way_to_cut_leaves_its_own_tokens_whole(pattern: str) -> None:
+def test_each_cut_leaves_its_own_tokens_whole(pattern: str) -> None:
     merges = learned(regex.findall(pattern, probe_text()), 200)
     cut = of({"merges": merges}, rows=456).tokenizer.pattern
     kept = [token.decode(errors="ignore") for token in vocabulary(merges).values()]
@@ -134,7 +134,7 @@ def test_each_way_to_cut_leaves_its_own_tokens_whole(pattern: str) -> None:
     assert all(len(regex.findall(cut, text)) <= 1 for text in kept)
 
 
-def test_a_special_token_may_stand_between(tmp_path: Path) -> None:
+def test_special_token_may_have_an_id_in_between(tmp_path: Path) -> None:
     merges = learned([TEXT], 30, first=257)
     name = base64.b64encode(b"[EOD]").decode()
     (tmp_path / "vocab.json").write_text(json.dumps(coded(merges) | {"256": name}))
@@ -178,12 +178,12 @@ def test_a_pickled_encoding_of_tiktoken(tmp_path: Path) -> None:
         ({(98, 99): 256, (97, 98): 257, (257, 99): 258}, "made of b'ab' and b'c' there, and by"),
     ],
 )
-def test_merges_that_ranks_cannot_say(merges: Merges, sentence: str) -> None:
+def test_merges_without_equal_ranks_are_refused(merges: Merges, sentence: str) -> None:
     with pytest.raises(ConvertError, match=sentence):
         of({"merges": merges}, rows=max(merges.values()) + 1)
 
 
-def test_texts_that_contradict_the_merges() -> None:
+def test_texts_must_agree_with_the_merges() -> None:
     with pytest.raises(ConvertError, match="id 256 is 'zz' there, and its merges make b'th'"):
         of({"merges": {(116, 104): 256}, "vocab": {256: "zz"}}, rows=257)
 
@@ -208,7 +208,7 @@ def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
     assert whole.notes[0].endswith("tokenizer.json"), "which says more"
 
 
-def test_a_token_that_merges_form_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_token_formed_by_merges_is_text(tmp_path: Path) -> None:
     document = json.loads(their_tokenizer(size=330).to_str())["model"]
     vocab = document["vocab"] | {"<b": 330, "<b>": 331, "<pad>": 332}
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" "))

@@ -95,13 +95,13 @@ def test_a_vocabulary_beside_the_model(shape: str, form: str, tmp_path: Path) ->
     [STOI, ITOS, (STOI, ITOS), (ITOS, STOI), CHARACTERS, collections.OrderedDict(STOI)],
     ids=["stoi", "itos", "both", "both turned", "list", "ordered"],
 )
-def test_a_pickle_that_is_the_vocabulary(whole: Any, tmp_path: Path) -> None:
+def test_whole_pickle_may_be_a_vocabulary(whole: Any, tmp_path: Path) -> None:
     (tmp_path / "vocab.pkl").write_bytes(pickle.dumps(whole))
     check_characters(chosen(folder=tmp_path))
 
 
 class SimpleTokenizer:
-    """What people pickle whole."""
+    """An object that people pickle whole."""
 
     def __init__(self) -> None:
         self.stoi, self.itos, self.unused = STOI, ITOS, SimpleTokenizer
@@ -162,7 +162,7 @@ def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
         "../vocab/v_vocab.pkl", "../data/plays/meta.pkl", "../tokenizer/char_to_idx.pkl",
     ],
 )  # fmt: skip
-def test_where_it_is_looked_for(place: str, tmp_path: Path) -> None:
+def test_usual_places_are_searched(place: str, tmp_path: Path) -> None:
     path = (tmp_path / "out" / place).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps({"stoi": STOI}))
@@ -189,7 +189,7 @@ def test_vocabularies_that_disagree_are_named_and_none_is_taken(tmp_path: Path) 
     check_characters(chosen(folder=tmp_path))  # only one of them fits
 
 
-def test_the_order_is_named_then_inside_then_beside(tmp_path: Path) -> None:
+def test_named_vocabulary_precedes_inside_and_beside(tmp_path: Path) -> None:
     save_characters(tmp_path / "meta.pkl", CHARACTERS[::-1])
     save_characters(tmp_path / "other.pkl", [*CHARACTERS[1:], CHARACTERS[0]])
     inside = {"stoi": STOI}
@@ -206,14 +206,14 @@ def test_nanogpts_data_folder_comes_before_others(tmp_path: Path) -> None:
     check_characters(vocabulary)
 
 
-def test_what_contradicts_itself_is_refused() -> None:
+def test_contradictory_vocabulary_is_refused() -> None:
     for contents, sentence in (
         ({"stoi": STOI, "itos": CHARACTERS[::-1]}, None),
         ({"stoi": {"a": 0, "b": 1}, "itos": {0: "b", 1: "a"}}, "'itos' is not 'stoi' the other"),
         ({"stoi": {"a": 0, "b": 1}, "chars": ["a", "z"]}, "'chars' has 'z', which 'stoi' lacks"),
         ({"chars": ["a", "b"], "vocab": ["b", "a"]}, "'chars' and 'vocab' are different"),
         ({"stoi": {"a": 0, "b": 0}}, "'a' and 'b' of a vocabulary share the id 0"),
-        ({"itos": ["a", "a"]}, "'a' stands for both ids 0 and 1"),
+        ({"itos": ["a", "a"]}, "'a' has two ids, 0 and 1"),
         ({"itos": ["a", ""]}, "the text of id 1 is empty"),
         ({"itos": ["a", "\ud800"]}, "is not Unicode"),
         ({"stoi": {"a": -1, "b": 0}}, "has the id -1"),
@@ -238,7 +238,7 @@ def test_other_entries_of_a_checkpoint_are_not_vocabularies() -> None:
         chosen(contents=contents)
 
 
-def test_what_a_file_holds_beside_its_tensors(tmp_path: Path) -> None:
+def test_contents_exclude_tensors(tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(2)}
     optimizer = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 1.0}]}
     whole = {"model": state, "optimizer": optimizer, "itos": ITOS, "config": {"n_layer": 2},
@@ -287,11 +287,15 @@ def test_a_size_that_does_not_fit_is_refused_with_its_numbers(
             chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
 
 
-def test_nothing_found_says_where_and_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("working_directory", [False, True])
+def test_missing_vocabulary_is_reported_with_the_fix(
+    working_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConvertError) as caught:
-        chosen(folder=tmp_path)
+        chosen(folder=Path() if working_directory else tmp_path)
     assert f"{tmp_path} has no vocabulary for the model's 22 ids" in str(caught.value)
     assert "tokenizer.model is SentencePiece's or another library's own format" in str(caught.value)
     assert "tokenizer_config" not in str(caught.value)
@@ -353,7 +357,7 @@ def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
     assert exact.tokenizer.encode("\r\n") == [raw.index("\r"), raw.index("\n")]
 
 
-def test_the_text_to_check_with_is_the_vocabulary_where_there_is_no_other(tmp_path: Path) -> None:
+def test_check_text_is_the_last_resort_for_a_vocabulary(tmp_path: Path) -> None:
     """Its loss says soon enough whether it was; only a text with as many characters is tried."""
     text = tmp_path / "elsewhere.txt"
     text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
@@ -408,7 +412,7 @@ def test_a_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
         chosen(str(tmp_path / "vocab.txt"), rows=3)
 
 
-def test_a_list_of_characters_that_may_be_meant_sorted(tmp_path: Path) -> None:
+def test_list_of_characters_may_be_a_sorted_text(tmp_path: Path) -> None:
     """A file with a character a line is also used as a text whose sorted characters are the ids."""
     path = tmp_path / "vocab.txt"
     path.write_text("b\nc\n\n\na\n", encoding="utf-8")
@@ -434,12 +438,14 @@ def test_token_ids_alone() -> None:
     ("make", "sentence"),
     [
         (lambda folder: "gpt5", "the tokenizer 'gpt5' is not a file; --tokenizer takes gpt2, "),
-        (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a form that is"),
+        (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a known form"),
         (lambda folder: f"words:{folder / 'x.json'}", "is not a JSON list of tokens"),
         (lambda folder: f"words:{folder / 'y.txt'}", "does not exist"),
     ],
 )
-def test_a_name_that_is_none(make: Callable[[Path], str], sentence: str, tmp_path: Path) -> None:
+def test_wrong_tokenizer_name_is_refused(
+    make: Callable[[Path], str], sentence: str, tmp_path: Path
+) -> None:
     (tmp_path / "x.json").write_text('{"n_layer": "two"}')
     with pytest.raises(ConvertError, match=sentence):
         chosen(make(tmp_path))

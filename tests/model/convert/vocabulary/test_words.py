@@ -71,7 +71,7 @@ def test_the_cut_of_a_book(text: str) -> None:
     assert tokenizer.end_of_text == 8
 
 
-def test_what_is_assumed_is_said() -> None:
+def test_assumptions_are_noted() -> None:
     notes = " ".join(of(MARKED).notes)
     assert r"assumed is \w+|[^\w\s]" in notes
     assert "white space only separates words" in notes
@@ -92,7 +92,7 @@ def test_an_unknown_word_is_named(text: str, sentence: str) -> None:
         of(PLAIN).tokenizer.encode(text)
 
 
-def test_names_of_special_tokens_are_text_unless_their_ids_are_asked_for() -> None:
+def test_names_of_special_tokens_are_text_by_default() -> None:
     tokenizer = of([*PLAIN, "<bos>", "<pad>"]).tokenizer
     assert tokenizer.encode("<bos> the cat<pad>", special_ids=True) == [9, 0, 1, 10]
     with pytest.raises(TokenizerError, match="'<'"):
@@ -112,7 +112,7 @@ JOINED = {
 
 @pytest.mark.parametrize("shape", JOINED)
 @given(st.data())
-def test_a_text_of_tokens_comes_back_whole(shape: str, data: st.DataObject) -> None:
+def test_text_of_tokens_round_trips(shape: str, data: st.DataObject) -> None:
     words = JOINED[shape]
     tokenizer = of(words).tokenizer
     text = "".join(data.draw(st.lists(st.sampled_from(words))))
@@ -139,7 +139,7 @@ def test_tokens_of_several_words(labels: list[str]) -> None:
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
 
 
-def test_tokens_of_several_words_that_leave_open_which_is_meant() -> None:
+def test_ambiguous_tokens_of_several_words_are_refused() -> None:
     with pytest.raises(ConvertError, match="'a b' begins with the token 'a', and 'b' begins one"):
         of(["a", "a b", "b c", "cd"])
 
@@ -150,10 +150,10 @@ def test_tokens_of_several_words_that_leave_open_which_is_meant() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["play", "##ing", "the"], "WordPiece's sign"),
-        (["play", "ing</w>"], "a sign that a word ends"),
-        (["\u2581the", "\u2581a", "s"], "SentencePiece's sign for a space"),
-        (["\u0120the", "\u0120a", "s"], "byte-level BPE's sign"),
+        (["play", "##ing", "the"], "WordPiece's mark"),
+        (["play", "ing</w>"], "a mark of the end of a word"),
+        (["\u2581the", "\u2581a", "s"], "SentencePiece's mark of a space"),
+        (["\u0120the", "\u0120a", "s"], "byte-level BPE's mark"),
         (["t", "h", "e", "th", "the", "he"], "every letter of its words as a token of its own"),
         ([" ", "it's", "it's mine"], "it's mine\" is cut by all"),
     ],

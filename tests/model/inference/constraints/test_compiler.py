@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.convert.vocabulary.characters import character_tokenizer
+from logitd.model.convert.vocabulary.words import character_tokenizer
 from logitd.model.inference.constraints import compiler as constraint_module
 from logitd.model.inference.constraints.compiler import (
     Compiler,

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.model.convert.by_role.textbook.book import BookGELU
 from tests.model.convert.by_role.textbook.common import (
     CONTEXT,
     HEADS,
@@ -76,22 +75,25 @@ class NanoBlock(nn.Module):
 
 
 class Nano(nn.Module):
-    """nanoGPT: exact GELU, tied head; without targets it computes the last position alone."""
+    """nanoGPT: exact GELU, tied head; without targets it computes the last position alone. As
+    minGPT: tanh GELU, a head of its own, a mask in every layer."""
 
-    def __init__(self, config: NanoConfig) -> None:
+    def __init__(self, config: NanoConfig, *, minimal: bool = False) -> None:
         super().__init__()
+        self.config = config
+        activation = nn.GELU(approximate="tanh" if minimal else "none")
+        blocks = (NanoBlock(config, activation, mask=minimal) for _ in range(config.n_layer))
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList(
-                    NanoBlock(config, nn.GELU(), mask=False) for _ in range(config.n_layer)
-                ),
+                "h": nn.ModuleList(blocks),
                 "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
             }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer["wte"].weight = self.lm_head.weight
+        if not minimal:
+            self.transformer["wte"].weight = self.lm_head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         parts: Any = self.transformer
@@ -103,28 +105,3 @@ class Nano(nn.Module):
             return self.lm_head(x[:, -1:]), None
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.transpose(1, 2), targets)
-
-
-class Mini(nn.Module):
-    """minGPT: tanh GELU, a head of its own, a mask in every layer."""
-
-    def __init__(self, config: NanoConfig) -> None:
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList(
-                    NanoBlock(config, BookGELU(), mask=True) for _ in range(config.n_layer)
-                ),
-                "ln_f": nn.LayerNorm(config.n_embd),
-            }
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-
-    def forward(self, idx: Tensor) -> Tensor:
-        parts: Any = self.transformer
-        x = parts["wte"](idx) + parts["wpe"](steps(idx))
-        for block in parts["h"]:
-            x = block(x)
-        return self.lm_head(parts["ln_f"](x))

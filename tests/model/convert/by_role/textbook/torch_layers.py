@@ -68,8 +68,8 @@ class MultiheadBlock(nn.Module):
 
 
 class Multihead(nn.Module):
-    """nn.MultiheadAttention in a block of its own, post-LN without a final norm, sines or halves
-    that are nowhere in the file; without a mask where it is not `causal`."""
+    """nn.MultiheadAttention in a block of its own, post-LN without a final norm, sinusoidal
+    positions that are not in the file; without a mask unless `causal`."""
 
     def __init__(self, *, causal: bool = True, halves: bool = False, learned: bool = False) -> None:
         super().__init__()
