@@ -1,12 +1,12 @@
-"""GET /v1/models: the models that are served, as OpenAI's clients list them."""
+"""GET /v1/models: the served models, in OpenAI's format."""
 
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
 
+from logitd.model.operations.operation import checkpoint_name
 from logitd.service.errors import ERRORS
-from logitd.service.http.envelope import checkpoint_name
 from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
 from logitd.service.openai.schemas import Model, ModelList
@@ -19,8 +19,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status 
 
 @router.get("/v1/models", responses=RESPONSES, summary="The models served")
 async def models(choice: Ready) -> ModelList:
-    """The checkpoints that answer, the first of them to requests that name none. One that could not
-    be loaded is in /info."""
+    """The loaded models; the first answers requests that name none. /info also lists models that
+    could not be loaded."""
     return ModelList(object="list", data=[_model(served) for served in choice.all.served])
 
 
@@ -30,7 +30,7 @@ async def models(choice: Ready) -> ModelList:
     summary="One model",
 )
 async def one_model(model: str, choice: Ready) -> Model:
-    """The checkpoint that answers under that name."""
+    """The model of that name."""
     return _model(choice.all.find(model))
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import PromptBody, RequestBody
-from logitd.service.openai.schemas import ChatRequest, CompletionRequest, unsupported
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.schemas import CompletionRequest, unsupported
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,

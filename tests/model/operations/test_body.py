@@ -126,12 +126,12 @@ def test_no_bias_takes_what_is_no_number(value: str) -> None:
 @pytest.mark.parametrize(
     ("stop", "texts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([], []), (["x"] * 64, ["x"] * 64)]
 )
-def test_stop_texts(stop: Any, texts: list[str]) -> None:
-    assert read(GenerateRequest, stop=stop).stop_texts == texts
+def test_stop_strings_are_a_list(stop: Any, texts: list[str]) -> None:
+    assert read(GenerateRequest, stop=stop).stop_strings == texts
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * 65, "a" * 1025, ["a" * 1025], [[]], None])
-def test_stop_texts_are_few_short_and_not_empty(stop: Any) -> None:
+def test_stop_strings_are_few_short_and_not_empty(stop: Any) -> None:
     with pytest.raises(ValidationError):
         read(GenerateRequest, stop=stop)
 

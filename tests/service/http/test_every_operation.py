@@ -10,15 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
-from logitd.model.operations.body import (
-    Examples,
-    ModelName,
-    PromptBody,
-    Reply,
-    ReplyBody,
-    Timeout,
-    TokenId,
-)
+from logitd.model.operations.body import Examples, PromptBody, PromptReply, Reply, TokenId
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
 from logitd.model.operations.prompts import encode_all
@@ -174,17 +166,14 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
 
 class RankRequest(PromptBody):
-    """Where given tokens stand among all next ones."""
+    """The ranks of given tokens among all next ones."""
 
     examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
 
     token_ids: list[TokenId]
-    timeout: Timeout = None
-    model: ModelName = None
 
 
-class PromptRanks(ReplyBody):
-    index: int
+class PromptRanks(PromptReply):
     ranks: list[int]
 
 
@@ -208,12 +197,16 @@ def plan(body: RankRequest, subject: Subject) -> Planning:
     def reply(computed: Computed) -> dict[str, Any]:
         rows = [computed.rows[request.request_id][0] for request in requests]
         ranks = [[int((row > row[i]).sum()) + 1 for i in body.token_ids] for row in rows]
-        return {"prompts": [{"index": i, "ranks": each} for i, each in enumerate(ranks)]}
+        prompts = [
+            {"index": index, "token_ids": request.token_ids, "ranks": ranks[index]}
+            for index, request in enumerate(requests)
+        ]
+        return {"prompts": prompts}
 
     return Record(requests, reply)
 
 
-RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "", reply_id="rank")
+RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "")
 
 
 def test_an_operation_is_one_file(checkpoint_path: Path) -> None:

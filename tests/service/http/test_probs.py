@@ -142,3 +142,11 @@ def test_it_is_the_distribution_that_generate_draws_from(
             (token["id"], token["rank"], token["logprob"]) for token in choice["tokens"][0]["top"]
         ]
         assert top == listed, "bit for bit"
+
+
+def test_perplexity_computes_each_block_of_a_prompt_once(server: Serving) -> None:
+    prompt = "A prompt of its own, which no other test of this server has computed: " + "y" * 50
+    before = server.sample("logitd_prefill_tokens_total")
+    probs(server, prompt, perplexity=True)
+    computed = server.sample("logitd_prefill_tokens_total") - before
+    assert computed == len(prompt) + len(prompt) % 32, "only the last block is computed again"

@@ -87,10 +87,10 @@ INTERVENTIONS: list[Row] = [
      "blocks.0.attention.v has 4 heads"),
     ({**ZERO, "positions": [59]}, "interventions", "59 tokens"),
     ({**ZERO, "positions": "generated"}, "interventions", "nothing is generated"),
-    ({**SET, "from": {"prompt": "x", "positions": [1]}}, "interventions", "1 tokens"),
+    ({**SET, "from": {"prompt": "x", "positions": [1]}}, "interventions", "1 token "),
     ({**SET, "from": {"prompt": "abc"}}, "interventions", "3 positions, and the prompt has 59"),
     ({**SET, "from": {"prompt": ""}}, "interventions",
-     "what is read from another prompt: the prompt is empty"),
+     "the prompt of from or minus: the prompt is empty"),
 ]  # fmt: skip
 """Interventions that cannot be carried out; the first of a request that has one before it."""
 EVERY_LAYER = {"stage": "blocks.*.output", "operation": "scale", "factor": 1.0}
@@ -132,7 +132,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"json_schema": {"not": {}}}, "json_schema", "the keyword 'not' is not supported"),
         ({"grammar": "start: x"}, "grammar", 'grammar: at 1(8): unknown name: "x"'),
         ({"regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens and regex could"),
-        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos that it does not end"),
+        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos continues after it"),
     ],
     "logits": [
         *PROMPTS,
@@ -158,7 +158,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"top_k": 0}, "top_k", "1"),
         ({"token_ids": [257]}, "token_ids", "257"),
         ({"token_ids": []}, "token_ids", "at least 1"),
-        ({"token_ids": [1], "top_k": 1}, None, "top_k and token_ids all choose tokens"),
+        ({"token_ids": [1], "top_k": 1}, None, "top_k and token_ids are alternatives"),
         ({"temperature": 1}, "temperature", "unknown field"),
         ({"tokens": ["ab"]}, "tokens", "'ab' is 2 tokens"),
         ({"tokens": [""]}, "tokens", "is 0 tokens"),
@@ -225,7 +225,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"vary": {**ABLATE, "operation": "set", "values": [1.0]}}, "vary",
          "vary: values have the shape [1, 1]"),
         ({"vary": {**PATCH, "from": {"prompt": ""}}}, "vary",
-         "vary: what is read from another prompt: the prompt is empty"),
+         "vary: the prompt of from or minus: the prompt is empty"),
         ({"interventions": [{**ABLATE, "heads": [0], "positions": [99]}]}, "interventions",
          "interventions[0]: positions has 99"),
         ({"vary": {**ABLATE, "positions": "generated"}}, None, "nothing is generated"),
@@ -262,8 +262,8 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "tokenize": [
         *(
-            ({"prompt": prompt}, "prompt", "this endpoint takes a text or a list of 1 to 4096 texts"
-             "; token ids are what /detokenize takes")
+            ({"prompt": prompt}, "prompt", "prompt must be a text or a list of 1 to 4096 texts; "
+             "/detokenize takes token ids")
             for prompt in NO_TEXTS
         ),
         ({"add_special_tokens": True}, "add_special_tokens", "adds no token to a text"),
@@ -314,7 +314,7 @@ NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16"),
     ("hidden_states", {"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16"),
     ("hidden_states", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-    ("activations", {"stages": ["blocks.*.attention.q"]}, "stages", "these stages are 3"),
+    ("activations", {"stages": ["blocks.*.attention.q"]}, "stages", "stages names 3"),
 ]
 
 

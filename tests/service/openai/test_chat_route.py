@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from logitd.service.http.schemas import ErrorReply
-from logitd.service.openai.schemas import ChatReply
+from logitd.service.openai.chat_schemas import ChatReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import examples
 from tests.service.serving import TEST_TIMEOUT, Serving, events, serving

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from logitd.model.operations.body import ReplyBody, RequestBody
 from logitd.model.operations.generate import GenerateRequest
-from logitd.service.openai import schemas
-from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from logitd.service.openai import chat_schemas, schemas
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.schemas import CompletionRequest
 
 REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]
 SMALLEST: dict[type[RequestBody], dict[str, Any]] = {
@@ -32,7 +33,7 @@ NUMBERS = [
 ]
 MODELS = [
     value
-    for value in vars(schemas).values()
+    for value in (*vars(schemas).values(), *vars(chat_schemas).values())
     if isinstance(value, type) and issubclass(value, (RequestBody, ReplyBody))
 ]
 UNSUPPORTED: dict[str, Any] = {
@@ -202,14 +203,14 @@ def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ({"role": "assistant", "tool_calls": []}, "a message without content"),
         ({"role": "user", "content": 5}, "valid string"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-         "a part of type 'image_url'; text parts are supported alone"),
+         "a part of type 'image_url'; only text parts are supported"),
         ({"role": "user", "content": ["a"]}, "a part of type 'None'"),
-        ({"role": "user", "content": [{"type": "text"}]}, "more, or less, than type and text"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "more, or less"),
-        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "more, or less"),
+        ({"role": "user", "content": [{"type": "text"}]}, "other than type and text"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "other than type and text"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "other than type"),
         ({"role": "user", "content": "a", "tool_call_id": "x"}, "whose role is not 'tool'"),
         ({"role": "user", "content": "a", "tool_calls": [
-            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "assistants call"),
+            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "only assistants"),
         ({"role": "function", "content": "a", "name": "f"}, "role"),
         ({"role": "User", "content": "a"}, "role"),
         ({"content": "a"}, "role"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.service.openai.schemas import ChatReply, FunctionDefinition
+from logitd.service.openai.chat_schemas import ChatReply, FunctionDefinition
 from logitd.service.openai.tools import GrowingCall, call_schema
 from tests.service.serving import TEST_TIMEOUT, Serving, events
 
@@ -129,12 +129,12 @@ def test_none_is_an_answer_in_words(chatter: Serving) -> None:
     ("fields", "param", "said"),
     [
         ({"tool_choice": "auto"}, "tool_choice", "Set it to 'required' or to a function"),
-        ({"tool_choice": None}, "tool_choice", "its default where there are tools"),
+        ({"tool_choice": None}, "tool_choice", "the default with tools"),
         ({"tools": None}, "tool_choice", "there are no tools"),
         ({"tool_choice": named("other")}, "tool_choice", "'other', which is not among the tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "a name twice"),
-        ({"stop": "a"}, "stop", "would cut a call short"),
-        ({"stop_token_ids": [5]}, "stop_token_ids", "would cut a call short"),
+        ({"stop": "a"}, "stop", "would cut short the call"),
+        ({"stop_token_ids": [5]}, "stop_token_ids", "would cut short the call"),
         ({"response_format": {"type": "json_object"}}, "tools", "give one of them"),
         ({"guided_regex": "a"}, "tools", "give one of them"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
@@ -208,9 +208,9 @@ def test_a_call_grows_to_what_was_written(
     growing = GrowingCall(FUNCTIONS if several else [function])
     pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     new = [growing.push(piece, reason=None) for piece in pieces]
-    told = [part for part in [*new, growing.push("", reason="stop")] if part is not None]
-    assert "".join(part.arguments for part in told) == whole
-    assert [part.name for part in told if part.id is not None] == [function.name]
+    parts = [part for part in [*new, growing.push("", reason="stop")] if part is not None]
+    assert "".join(part["function"]["arguments"] for part in parts) == whole
+    assert [part["function"].get("name") for part in parts if "id" in part] == [function.name]
 
 
 def test_references_lead_to_where_a_schema_stands_now() -> None:

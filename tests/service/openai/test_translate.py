@@ -7,9 +7,11 @@ import pytest
 
 from logitd.model.operations.generate import GenerateRequest
 from logitd.service.errors import EXPECTED, ApiError, as_api_error, bad_request
-from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.schemas import CompletionRequest
 from logitd.service.openai.translate import (
-    constraint_names,
+    Constraint,
+    constraint_of,
     native_chat,
     native_completion,
     param_names,
@@ -44,13 +46,13 @@ SHARED: dict[str, Any] = {
 
 def completion(**fields: Any) -> GenerateRequest:
     body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
-    return native_completion(body)
+    return native_completion(body, constraint_of(body))
 
 
 def chat(**fields: Any) -> GenerateRequest:
     message = {"role": "user", "content": "a"}
     body = ChatRequest.model_validate_json(json.dumps({"messages": [message], **fields}))
-    return native_chat(body, (1, 2), TOKENIZER)
+    return native_chat(body, (1, 2), TOKENIZER, constraint_of(body))
 
 
 def set_fields(native: GenerateRequest) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def test_every_way_to_say_what_a_text_matches(
     others = {"json_schema", "regex", "choice", "grammar"} - {native}
     assert [getattr(translated, other) for other in others] == [None] * 3
     body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
-    assert constraint_names(body) == {native: own}
+    assert constraint_of(body) == Constraint(own, native, value)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,9 @@ def test_one_way_at_a_time_and_a_schema_that_can_be_read(
 
 
 def test_errors_name_the_clients_fields() -> None:
-    for native, told in {"prompt": "messages", "n": "n", None: None}.items():
-        with pytest.raises(ApiError) as caught, param_names(prompt="messages"):
+    constraint = Constraint("guided_regex", "regex", "a")
+    renamed = {"prompt": "messages", "regex": "guided_regex", "n": "n", None: None}
+    for native, own in renamed.items():
+        with pytest.raises(ApiError) as caught, param_names(constraint, prompt="messages"):
             raise bad_request("no", native)
-        assert caught.value.param == told
+        assert caught.value.param == own
