@@ -434,14 +434,12 @@ class LLM:
                 yield event
 
     def _compute(self, requests: Sequence[Request]) -> Computed:
-        """The results of requests."""
         computed = Computed()
         for event in self._run(requests):
             computed.add(event)
         return computed
 
     def _parts(self, plan: Series) -> list[dict[str, Any]]:
-        """The parts of a series; its jobs run side by side."""
         jobs = list(plan.jobs)
         rows = self._compute(jobs).rows
         return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]

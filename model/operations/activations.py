@@ -58,7 +58,6 @@ class ActivationsReply(Reply):
 
 
 def plan(body: ActivationsRequest, subject: Subject) -> Planning:
-    """(positions, ...) of each stage and prompt."""
     config = subject.config
     stages = resolve_stages(body.stages, config)
     heads = None if body.heads is None else resolve_heads(body.heads, stages, config)

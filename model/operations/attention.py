@@ -46,7 +46,6 @@ class AttentionReply(Reply):
 
 
 def plan(body: AttentionRequest, subject: Subject) -> Planning:
-    """(layers, heads, positions, tokens) of each prompt."""
     config = subject.config
     layers = resolve_indices(
         "layers", body.layers, config.n_layer, f"there are {config.n_layer} layers"

@@ -135,7 +135,6 @@ class AttributionsReply(Reply):
 
 
 def plan(body: AttributionsRequest, subject: Subject) -> Planning:
-    """One engine request per prompt."""
     yield from ()
     prompts = encode_all(body.prompts, "prompt", subject)
     token, minus = body.compared(subject.tokenizer)

@@ -90,7 +90,6 @@ class PromptBody(RequestBody):
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """The prompts, as a list even if the body has a single one."""
         prompt: Any = self.prompt
         single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
         return [prompt] if single else prompt

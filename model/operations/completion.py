@@ -44,7 +44,6 @@ class Piece:
     stop_reason: str | int | None = None
 
     def to_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The members of a Choice."""
         tokens = [scored_json(tokenizer, token) for token in self.tokens]
         return {
             "index": self.index,
@@ -99,7 +98,6 @@ class Completion:
         return self._stopped()
 
     def push_prompt(self, tokens: Iterable[PromptToken]) -> None:
-        """Add logprobs of the echoed prompt."""
         self._new.tokens += tokens
 
     def finish(self, event: FinishEvent) -> None:
@@ -162,7 +160,6 @@ class GrowingReply:
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens."""
         return sum(completion.generated for completion in self._completions.values())
 
     def push(self, event: Event) -> bool:
@@ -182,7 +179,6 @@ class GrowingReply:
         return self._completions[event.request_id, event.index].finished
 
     def take(self) -> list[Piece]:
-        """The new pieces of the choices that have grown."""
         pieces = (completion.take() for completion in self._completions.values())
         return [piece for piece in pieces if piece is not None]
 
@@ -212,7 +208,6 @@ class GrowingReply:
         }
 
     def _score(self, event: PromptEvent) -> None:
-        """Add logprobs of a prompt to the reply's `prompts`, to its echoes, or to both."""
         plan, prompt_index = self._plan, self._prompts[event.request_id]
         if plan.prompt_logprobs is not None:
             tokens = [first_likeliest(token, plan.prompt_logprobs) for token in event.tokens]

@@ -335,7 +335,6 @@ def _refuse_texts(body: GenerateRequest, source: Source | None) -> None:
 
 
 def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, clamp: bool) -> int:
-    """The largest number of tokens after a prompt."""
     # Validation rejects a prompt that leaves no room for one.
     room = max(1, subject.context_length - len(prompt))
     if body.max_tokens is None:
@@ -346,7 +345,6 @@ def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, cl
 def _check_listed(
     body: GenerateRequest, requests: list[GenerationRequest], subject: Subject
 ) -> None:
-    """Refuse a request whose reply could list more logprobs than one reply may hold."""
     generated = sum(request.params.max_tokens for request in requests) * body.n
     prompted = sum(len(request.token_ids) for request in requests)
     count, param = 0, "logprobs"

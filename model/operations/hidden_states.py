@@ -42,7 +42,6 @@ class HiddenStatesReply(Reply):
 
 
 def plan(body: HiddenStatesRequest, subject: Subject) -> Planning:
-    """(layers, positions, d_model) of each prompt."""
     layers, d_model = resolve_layers(body.layers, subject), subject.config.d_model
     requests = yield from outputs_requests(body, HiddenStates(layers=layers), subject)
     shapes = [(len(layers), len(request.positions), d_model) for request in requests]

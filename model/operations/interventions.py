@@ -232,7 +232,6 @@ def _change(
     *,
     generates: bool,
 ) -> _Change:
-    """The change on prompts of `lengths` tokens."""
     sources = [
         None if source is None else encode_all([source.prompt], PARAM, subject)[0]
         for source in (body.source, body.minus)
@@ -313,7 +312,6 @@ def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Co
 def _intervention(
     change: _Change, stage: Stage, index: int, length: int, readings: Readings, config: GPTConfig
 ) -> EngineIntervention:
-    """The change of one stage, on the prompt of that index and length."""
     body, positions = change.body, change.positions[index]
     with about(change.field):
         values = _values(change, stage, readings, axes=len(stage.shape(config, length)))

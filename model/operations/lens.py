@@ -90,7 +90,6 @@ class LensReply(Reply):
 
 
 def plan(body: LensRequest, subject: Subject) -> Planning:
-    """The head on the stream after each chosen layer, at each chosen position."""
     layers = resolve_layers(body.layers, subject)
     named = tuple(body.token_ids or ())
     if body.tokens is not None:
@@ -113,7 +112,6 @@ def _position(position: int, rows: Any, *, lens: Lens, tokenizer: Tokenizer) -> 
 
 
 def _layer(layer: int, numbers: Any, lens: Lens, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The LensLayer of a row."""
     row = read_lens(numbers, lens.top_k, len(lens.token_ids))
     ranks = 1 + np.searchsorted(-row.top_logprobs, -row.top_logprobs)  # equals share one
     return {
@@ -128,7 +126,6 @@ def _layer(layer: int, numbers: Any, lens: Lens, tokenizer: Tokenizer) -> dict[s
 def _tokens(
     ids: Iterable[Any], logprobs: Iterable[Any], ranks: Iterable[Any], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """The TokenProb of each id."""
     return [
         {
             **token_json(tokenizer, int(token_id)),

@@ -72,7 +72,6 @@ class LogitsReply(Reply):
 
 
 def plan(body: LogitsRequest, subject: Subject) -> Planning:
-    """Rows of logits, or the `top_k` largest of each."""
     columns = None if body.token_ids is None else tuple(body.token_ids)
     output = logits_output(body, columns)
     requests = yield from outputs_requests(body, output, subject)

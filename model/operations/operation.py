@@ -151,7 +151,6 @@ class NamedArray:
         return shape[: self.position_axis] + shape[self.position_axis + 1 :]
 
     def row_elements(self, index: int) -> int:
-        """Elements at one position of a prompt."""
         return prod(self.row_shape(index))
 
 
@@ -291,5 +290,4 @@ class Operation:
 
     @property
     def reply_id(self) -> str:
-        """Prefix of the ids of its replies."""
         return self.id_prefix or self.name

@@ -96,7 +96,6 @@ class ScoreReply(Reply):
 
 
 def plan(body: ScoreRequest, subject: Subject) -> Planning:
-    """One engine request per prompt, each with all continuations."""
     texts = body.continuations or []
     prompts = encode_all(body.prompts, "prompt", subject)
     continuations = tuple(encode_all(texts, "continuations", subject))

@@ -158,20 +158,17 @@ class DetokenizeListReply(Reply):
 
 
 def plan_tokenize(body: TokenizeRequest, subject: Subject) -> Planning:
-    """The ids of each text, and its pieces on request."""
     yield from ()
     many = not isinstance(body.prompt, str)
     return Record((), lambda _: _one_or_many(_tokenized(body, subject.tokenizer), many=many))
 
 
 def plan_detokenize(body: DetokenizeRequest, subject: Subject) -> Planning:
-    """The text of each list of ids."""
     yield from ()
     return Record((), lambda _: _one_or_many(_detokenized(body.lists, subject), many=body.many))
 
 
 def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The members of a TokenizeReply for each text."""
     special_ids = body.special_tokens == "ids"
     encoded = [encode_text(text, tokenizer, special_ids=special_ids) for text in body.texts]
     count = sum(map(len, encoded))
@@ -205,7 +202,6 @@ def _pieces(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[dict[st
 
 
 def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[str, Any]]:
-    """The members of a DetokenizeReply for each list."""
     tokenizer, limit = subject.tokenizer, subject.max_text_bytes
     if not tokenizer.has_text:
         raise InvalidRequest(f"the ids have no text: {NO_VOCABULARY}", "tokens", "no_vocabulary")

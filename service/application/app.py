@@ -29,7 +29,6 @@ from logitd.service.application.middleware import EXPOSED_HEADERS, BugAnswer, He
 from logitd.service.http import endpoint
 from logitd.service.http.routes import admin, facts, status
 from logitd.service.models.state import ServiceState
-from logitd.service.openai import models_route
 from logitd.service.openai import routes as openai_routes
 from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing.attributes import Ended
@@ -77,7 +76,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.state.service = state
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
-    others = (facts, openai_routes, models_route, status, admin)
+    others = (facts, openai_routes, status, admin)
     routers = [endpoint.router(), *(routes.router for routes in others)]
     for router in routers:
         # Not by include_router: what that makes of them is made by the first request, which then

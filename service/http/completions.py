@@ -34,8 +34,6 @@ class ResponseFormat(Protocol):
 
 
 class NativeFormat:
-    """The format of /generate."""
-
     def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         return reply
 
@@ -93,7 +91,6 @@ class Generation:
         return orjson.dumps(self._format.reply(reply))
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The reply as a stream."""
         try:
             while not self._submission.finished:
                 if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
@@ -109,7 +106,6 @@ class Generation:
         yield sse.DONE
 
     def _part(self, chunk: dict[str, Any]) -> bytes:
-        """The events of a chunk; empty if the format leaves the chunk out."""
         prompt_tokens, generated = self.growing.prompt_tokens, self.growing.generated
         counts = {
             "prompt_tokens": prompt_tokens,
@@ -129,7 +125,6 @@ class Generation:
         return bool(events)
 
     def _tail(self) -> dict[str, Any]:
-        """Members that are known at the end."""
         growing = self.growing
         return {
             "usage": growing.usage(),

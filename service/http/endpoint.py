@@ -55,7 +55,6 @@ RESPONSES = {
 
 
 def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
-    """The routes of operations."""
     routes = APIRouter()
     for operation in operations:
         routes.add_api_route(
@@ -74,7 +73,6 @@ def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
 
 
 def endpoint_of(operation: Operation) -> Any:
-    """The handler of an operation's route."""
     read = body_of(operation.body)
 
     async def endpoint(
@@ -144,7 +142,6 @@ def _is_slow(body: RequestBody) -> bool:
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
-    """A JSON object, once everything is computed."""
     computed = await context.compute(plan.requests)
     content = await _written(operation, plan, computed, context)
     headers = server_timing(computed.finishes)

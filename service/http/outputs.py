@@ -93,7 +93,6 @@ class OutputsWriter:
         self._give_back()
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """The reply's body."""
         return self._json() if self._media_type == JSON else self._file()
 
     def _check_held(self) -> int:
@@ -116,7 +115,6 @@ class OutputsWriter:
         return array.dtype or self._plan.dtype
 
     async def _gather(self, index: int, chunks: AsyncIterator[OutputsChunk]) -> list[Array]:
-        """The arrays of one prompt, from its chunks."""
         plan = self._plan
         arrays = [
             # bfloat16 is stored as the bits of it
@@ -138,7 +136,6 @@ class OutputsWriter:
     # Files
 
     async def _file(self) -> AsyncIterator[bytes]:
-        """An .npy or safetensors file."""
         yield self._file_head()
         async for index, _, chunks in self.reader.prompts():
             if self._by_row:
@@ -175,7 +172,6 @@ class OutputsWriter:
     # JSON
 
     async def _json(self) -> AsyncIterator[bytes]:
-        """The reply, prompt by prompt."""
         plan, context = self._plan, self._context
         head = {
             **envelope(self._reply_id, context.model.name, context.checkpoint),
@@ -200,7 +196,6 @@ class OutputsWriter:
         yield b"]}"
 
     def _prompt_head(self, index: int, request: OutputsRequest) -> bytes:
-        """A prompt's JSON up to its rows or arrays."""
         plan = self._plan
         head: dict[str, Any] = {"index": index, "token_ids": list(request.token_ids)}
         if plan.arrays:
@@ -224,7 +219,6 @@ class OutputsWriter:
             comma = b","
 
     def _arrays(self, arrays: Sequence[Array]) -> Iterator[bytes]:
-        """A prompt's JSON from its arrays on."""
         comma = ""
         for named, array in zip(self._plan.arrays, arrays, strict=True):
             parts = json_parts(array)

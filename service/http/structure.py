@@ -36,7 +36,6 @@ class Structure:
 
 
 def count_structure(text: bytes) -> Structure:
-    """The structure of a JSON text in UTF-8."""
     commas = containers = keys = 0
     in_string = escaping = False  # of the byte that comes next
     for start in range(0, len(text), BLOCK):

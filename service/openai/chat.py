@@ -68,8 +68,6 @@ def _message(message: chat_schemas.Message) -> Message:
 
 
 class ChatFormat:
-    """Replies of one request."""
-
     def __init__(self, body: ChatRequest, model: str, checkpoint: CheckpointInfo) -> None:
         self._head = head("chatcmpl", "chat.completion", model, checkpoint)
         self._tokenizer = checkpoint.tokenizer

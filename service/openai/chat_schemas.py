@@ -1,11 +1,25 @@
 """Bodies and replies of /v1/chat/completions."""
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from logitd.model.operations.body import Examples, ReplyBody, RequestBody, Text
-from logitd.service.openai.schemas import OpenAIReply, SamplingBody, only, unsupported
+from logitd.service.openai.schemas import (
+    OpenAIReply,
+    SamplingBody,
+    only,
+    unsupported,
+    unsupported_fields,
+)
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -129,7 +143,30 @@ class NamedTool(RequestBody):
     function: FunctionName
 
 
-class ChatRequest(SamplingBody, Conversation):
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "audio": [],
+    "chat_template": [],
+    "chat_template_kwargs": [{}],
+    "documents": [[]],
+    "echo": [False],
+    "function_call": ["none"],
+    "functions": [[]],
+    "modalities": [["text"]],
+    "moderation": [],
+    "prediction": [],
+    "prompt_cache_options": [],
+    "prompt_cache_retention": ["in_memory", "in-memory"],
+    "reasoning_effort": ["none"],
+    "service_tier": ["auto", "default"],
+    "store": [False],
+    "verbosity": ["medium"],
+    "web_search_options": [],
+}
+"""Unsupported fields of chats, with their neutral values."""
+Unsupported = create_model("Unsupported", **unsupported_fields(UNSUPPORTED))
+
+
+class ChatRequest(SamplingBody, Conversation, Unsupported):
     """Answer in a conversation, in OpenAI's shape. The checkpoint needs a chat template."""
 
     examples: ClassVar[Examples] = {
@@ -190,33 +227,18 @@ class ChatRequest(SamplingBody, Conversation):
     continue_final_message: bool | None = Field(
         None, description="Continue the text of the final message instead of a new one."
     )
-    audio: Annotated[Any, only()] = unsupported()
-    chat_template: Annotated[Any, only()] = unsupported()
-    chat_template_kwargs: Annotated[Any, only({})] = unsupported()
-    documents: Annotated[Any, only([])] = unsupported()
-    echo: Annotated[Any, only(False)] = unsupported()
-    function_call: Annotated[Any, only("none")] = unsupported()
-    functions: Annotated[Any, only([])] = unsupported()
     metadata: dict[str, Text] | None = Field(
         None, description="For stored completions; none is stored, so it changes nothing."
     )
-    modalities: Annotated[Any, only(["text"])] = unsupported()
-    moderation: Annotated[Any, only()] = unsupported()
     parallel_tool_calls: bool | None = Field(
         None, description="An answer has one call at most, so it changes nothing."
     )
-    prediction: Annotated[Any, only()] = unsupported()
     prompt_cache_key: Text | None = Field(
         None, description="Prefixes are found without it, so it changes nothing."
     )
-    prompt_cache_options: Annotated[Any, only()] = unsupported()
-    prompt_cache_retention: Annotated[Any, only("in_memory", "in-memory")] = unsupported()
-    reasoning_effort: Annotated[Any, only("none")] = unsupported()
     safety_identifier: Text | None = Field(
         None, description="Your name for the user; it changes nothing."
     )
-    service_tier: Annotated[Any, only("auto", "default")] = unsupported()
-    store: Annotated[Any, only(False)] = unsupported()
     tools: list[Tool] | None = Field(
         None, max_length=MAX_TOOLS, description="Functions that can be called."
     )
@@ -227,8 +249,6 @@ class ChatRequest(SamplingBody, Conversation):
         "a call whose arguments fit its schema. `auto` is refused if there are tools: the model "
         "was not trained to choose.",
     )
-    verbosity: Annotated[Any, only("medium")] = unsupported()
-    web_search_options: Annotated[Any, only()] = unsupported()
 
     @field_validator("tools")
     @classmethod

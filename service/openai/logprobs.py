@@ -114,7 +114,6 @@ def completion_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict
 
 
 def chat_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, Any]:
-    """The member `logprobs` of a choice of /v1/chat/completions."""
     content = [
         {
             **_named(tokenizer, shown.token),

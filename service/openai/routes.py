@@ -1,24 +1,27 @@
-"""POST /v1/completions and POST /v1/chat/completions: generation in OpenAI's format."""
+"""The endpoints of OpenAI's API: completions, chat completions and the served models."""
 
 from collections.abc import Callable
-from typing import Annotated, cast
+from datetime import UTC, datetime
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from logitd.model.operations import generate
-from logitd.model.operations.operation import Completions
+from logitd.model.operations.operation import Completions, checkpoint_name
 from logitd.service.access.auth import note_user
+from logitd.service.errors import ERRORS
 from logitd.service.http import completions as replies
 from logitd.service.http import sse
 from logitd.service.http.body import body_of, described_by
 from logitd.service.http.endpoint import make_plan
 from logitd.service.models.context import RequestContext
+from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
 from logitd.service.openai.chat import ChatFormat, chat_prompt
 from logitd.service.openai.chat_schemas import ChatReply, ChatRequest
 from logitd.service.openai.completions import CompletionFormat
-from logitd.service.openai.schemas import CompletionReply, CompletionRequest
+from logitd.service.openai.schemas import CompletionReply, CompletionRequest, Model, ModelList
 from logitd.service.openai.translate import (
     constraint_of,
     native_chat,
@@ -98,3 +101,47 @@ async def _begin(
     planning = generate.plan(native, context.subject, clamp_max_tokens=True)
     plan = cast(Completions, await make_plan(planning, native, context))
     return replies.Generation(plan, context, formatted(plan))
+
+
+# GET /v1/models
+
+RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
+
+
+@router.get("/v1/models", responses=RESPONSES, summary="The models served")
+async def models(choice: Ready) -> ModelList:
+    """The loaded models; the first answers requests that name none. /info also lists models that
+    could not be loaded."""
+    return ModelList(object="list", data=[_model(served) for served in choice.all.served])
+
+
+@router.get(
+    "/v1/models/{model:path}",  # a directory, and so a model, may have any name
+    responses={**RESPONSES, 404: ERRORS[404]},
+    summary="One model",
+)
+async def one_model(model: str, choice: Ready) -> Model:
+    """The model of that name."""
+    return _model(choice.all.find(model))
+
+
+def _model(served: ServedModel) -> Model:
+    checkpoint = served.checkpoint
+    described: dict[str, Any] = {
+        "id": served.name,
+        "object": "model",
+        "created": _timestamp(checkpoint.training.created),
+        "owned_by": "logitd",
+        "max_model_len": checkpoint.config.context_length,
+        "checkpoint": checkpoint_name(checkpoint),
+    }
+    return Model.model_validate(described)
+
+
+def _timestamp(created: str) -> int:
+    """Seconds since 1970 of an ISO 8601 time; 0 for anything else."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return 0
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())

@@ -5,6 +5,7 @@ optional field, because OpenAI's clients send it. OpenAI's unsupported fields ar
 neutral value, and otherwise refused by name. Replies have the shape that the official clients read.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -56,6 +57,13 @@ def only(*neutral: Any) -> BeforeValidator:
 def unsupported() -> Any:
     """A field of OpenAI's that clients send with a neutral value."""
     return Field(None, description="Not supported: any value that is not neutral is refused.")
+
+
+def unsupported_fields(neutral: Mapping[str, Sequence[Any]]) -> Any:
+    """Definitions of unsupported fields, from the neutral values of each besides null."""
+    return {
+        name: (Annotated[Any, only(*values)], unsupported()) for name, values in neutral.items()
+    }
 
 
 Seed = Annotated[
@@ -155,7 +163,26 @@ Sampling = create_model("Sampling", **_FIELDS)
 """The fields of `SamplingFields`."""
 
 
-class SamplingBody(Sampling, RequestBody):
+OTHER_SERVERS: Mapping[str, Sequence[Any]] = {
+    "add_special_tokens": [False],
+    "bad_words": [[]],
+    "cache_prompt": [True],
+    "guided_decoding_backend": ["auto", "guidance"],
+    "guided_whitespace_pattern": [],
+    "include_stop_str_in_output": [False],
+    "length_penalty": [1, 1.0],
+    "no_stop_trim": [False],
+    "return_token_ids": [False],
+    "return_tokens_as_token_ids": [False],
+    "skip_special_tokens": [False],
+    "truncate_prompt_tokens": [],
+    "use_beam_search": [False],
+}
+"""Unsupported fields that clients of vLLM, SGLang and llama.cpp send, with their neutral values."""
+OtherServers = create_model("OtherServers", **unsupported_fields(OTHER_SERVERS))
+
+
+class SamplingBody(Sampling, OtherServers, RequestBody):
     """The fields of both endpoints: OpenAI's, then ours."""
 
     model: ModelName = None
@@ -186,8 +213,6 @@ class SamplingBody(Sampling, RequestBody):
     guided_grammar: Pattern | None = Field(
         None, description="An older name of `structured_outputs.grammar`."
     )
-    guided_decoding_backend: Annotated[Any, only("auto", "guidance")] = unsupported()
-    guided_whitespace_pattern: Annotated[Any, only()] = unsupported()
 
     allowed_token_ids: ChosenIds | None = native("allowed_token_ids")
     stop_token_ids: list[TokenId] | None = native("stop_token_ids")
@@ -196,19 +221,6 @@ class SamplingBody(Sampling, RequestBody):
     logprobs_stage: Stage | None = native("logprobs_stage")
     priority: int | None = native("priority")
     timeout: Timeout = None
-
-    # Fields of vLLM, SGLang and llama.cpp, whose clients send these neutral values.
-    add_special_tokens: Annotated[Any, only(False)] = unsupported()
-    bad_words: Annotated[Any, only([])] = unsupported()
-    cache_prompt: Annotated[Any, only(True)] = unsupported()
-    include_stop_str_in_output: Annotated[Any, only(False)] = unsupported()
-    length_penalty: Annotated[Any, only(1, 1.0)] = unsupported()
-    no_stop_trim: Annotated[Any, only(False)] = unsupported()
-    return_token_ids: Annotated[Any, only(False)] = unsupported()
-    return_tokens_as_token_ids: Annotated[Any, only(False)] = unsupported()
-    skip_special_tokens: Annotated[Any, only(False)] = unsupported()
-    truncate_prompt_tokens: Annotated[Any, only()] = unsupported()
-    use_beam_search: Annotated[Any, only(False)] = unsupported()
 
 
 # POST /v1/completions

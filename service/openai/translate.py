@@ -93,7 +93,6 @@ def _response_format(form: ResponseFormat | None) -> Iterator[Constraint]:
 
 
 def _structured(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
-    """vLLM's fields, old and new."""
     own = body.structured_outputs
     if own is not None:
         field = "structured_outputs"
@@ -112,7 +111,6 @@ def _structured(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> Any:
-    """A schema, which may be given as a string of JSON."""
     if not isinstance(given, str):
         return given
     try:

@@ -37,7 +37,6 @@ def stages(context: Chosen) -> dict[str, Any]:
 
 
 def _stage_json(kind: StageKind, config: GPTConfig) -> dict[str, Any]:
-    """The StageInfo."""
     stages = [stage for stage in stages_of(config) if stage.kind is kind]
     sizes = [None if axis == "T" else getattr(config, axis) for axis in kind.axes]
     return {

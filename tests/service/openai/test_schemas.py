@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from logitd.model.operations.body import ReplyBody, RequestBody
 from logitd.model.operations.generate import GenerateRequest
 from logitd.service.openai import chat_schemas, schemas
-from logitd.service.openai.chat_schemas import ChatRequest
-from logitd.service.openai.schemas import CompletionRequest
+from logitd.service.openai.chat_schemas import UNSUPPORTED, ChatRequest
+from logitd.service.openai.schemas import OTHER_SERVERS, CompletionRequest
 
 REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]
 SMALLEST: dict[type[RequestBody], dict[str, Any]] = {
@@ -36,7 +36,7 @@ MODELS = [
     for value in (*vars(schemas).values(), *vars(chat_schemas).values())
     if isinstance(value, type) and issubclass(value, (RequestBody, ReplyBody))
 ]
-UNSUPPORTED: dict[str, Any] = {
+REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
     "function_call": "auto",
     "functions": [{"name": "f"}],
@@ -65,29 +65,10 @@ UNSUPPORTED: dict[str, Any] = {
     "skip_special_tokens": True,
     "truncate_prompt_tokens": 5,
     "use_beam_search": True,
+    "guided_decoding_backend": "outlines",
+    "guided_whitespace_pattern": " ",
 }
-NEUTRAL: dict[str, list[Any]] = {
-    "function_call": ["none"],
-    "functions": [[]],
-    "modalities": [["text"]],
-    "reasoning_effort": ["none"],
-    "service_tier": ["auto", "default"],
-    "store": [False],
-    "verbosity": ["medium"],
-    "add_special_tokens": [False],
-    "bad_words": [[]],
-    "cache_prompt": [True],
-    "chat_template_kwargs": [{}],
-    "documents": [[]],
-    "echo": [False],
-    "include_stop_str_in_output": [False],
-    "length_penalty": [1, 1.0],
-    "no_stop_trim": [False],
-    "return_token_ids": [False],
-    "return_tokens_as_token_ids": [False],
-    "skip_special_tokens": [False],
-    "use_beam_search": [False],
-}
+NEUTRAL = {**OTHER_SERVERS, **UNSUPPORTED}
 
 
 def read(model: type[RequestBody], /, **fields: Any) -> Any:
@@ -161,12 +142,12 @@ def test_what_other_servers_take_is_refused_by_name() -> None:
             assert (problem["type"], problem["loc"]) == ("extra_forbidden", (name,))
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", NEUTRAL)
 def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValidationError, match=f"{name} is not supported here") as caught:
-        read(ChatRequest, **{name: UNSUPPORTED[name]})
+        read(ChatRequest, **{name: REFUSED[name]})
     assert caught.value.errors()[0]["loc"] == (name,)
-    for neutral in NEUTRAL.get(name, []):
+    for neutral in NEUTRAL[name]:
         assert getattr(read(ChatRequest, **{name: neutral}), name) is None
 
 
