@@ -151,7 +151,10 @@ def _text_score(
         "scored_tokens": len(scored),
         "logprob": total,
         # Of equally likely tokens, temperature 0 generates the one of the lowest id.
-        "is_greedy": all(token.top[0].token_id == token.token_id for token in scored),
+        "is_greedy": all(
+            token.token_id in [likeliest.token_id for likeliest in token.top[:1]]
+            for token in scored
+        ),
         "perplexity": perplexity(scored),
         "bits_per_byte": -total / math.log(2) / size if size else None,
     }

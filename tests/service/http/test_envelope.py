@@ -14,7 +14,6 @@ from logitd.model.inference.engine.events import (
 from logitd.model.operations.operation import new_id
 from logitd.service.http.envelope import (
     checkpoint_headers,
-    server_timing,
     timings,
 )
 from tests.model.factories import training_record
@@ -47,14 +46,6 @@ def test_timings_span_all_sequences() -> None:
 def test_timings_of_what_never_started_divide_by_nothing() -> None:
     never = finish(10.0, None, None, 12.0, reason=FinishReason.ABORT)
     assert timings([never], 0)["tokens_per_second"] == 0.0
-
-
-def test_the_phases_are_a_header_too() -> None:
-    first = finish(10.0, 10.5, 11.0, 13.0)
-    second = finish(10.0, 11.5, 12.0, 15.00025)
-    assert server_timing([second, first]) == {
-        "Server-Timing": "queue;dur=500.000, prefill;dur=500.000, decode;dur=4000.250"
-    }
 
 
 # Who answers
