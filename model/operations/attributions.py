@@ -1,5 +1,6 @@
 """Attributions: which tokens and which parts of the model a logit depends on."""
 
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -213,10 +214,7 @@ def _attribution_json(
         }
     if attribution.direct is not None:
         result["direct"] = {
-            "parts": [
-                {"stage": part.stage, "head": part.head, "value": part.value}
-                for part in attribution.direct
-            ],
+            "parts": [asdict(part) for part in attribution.direct],
             "sum": attribution.direct_sum,
         }
     return result

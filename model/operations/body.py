@@ -67,15 +67,8 @@ class RequestBody(BaseModel):
         """The number of sequences that the body queues, and the field that decides it."""
         return 1, "prompt"
 
-    @property
-    def characters(self) -> int:
-        """Characters to encode: long texts are encoded off the event loop."""
-        return 0
-
 
 class PromptBody(RequestBody):
-    """A request for one or many prompts."""
-
     prompt: Prompt
     timeout: Timeout = None
     model: ModelName = None
@@ -83,10 +76,6 @@ class PromptBody(RequestBody):
     @property
     def queued(self) -> tuple[int, str]:
         return len(self.prompts), "prompt"
-
-    @property
-    def characters(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:

@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from logitd.model.inference.engine.requests import Lens
+from logitd.model.inference.sampling import distribution
 from logitd.model.inference.sampling.lens import read_lens
 from logitd.model.operations.body import (
     ChosenIds,
@@ -32,7 +33,7 @@ from logitd.model.operations.outputs import (
     resolve_layers,
 )
 from logitd.model.operations.prompts import single_token
-from logitd.model.operations.tokens import TokenProb, token_json
+from logitd.model.operations.tokens import TokenProb, prob_json
 from logitd.model.text.tokenizer import Tokenizer
 
 MAX_NAMED = 1024
@@ -127,12 +128,12 @@ def _tokens(
     ids: Iterable[Any], logprobs: Iterable[Any], ranks: Iterable[Any], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
     return [
-        {
-            **token_json(tokenizer, int(token_id)),
-            "prob": float(np.exp(np.float64(logprob))),
-            "logprob": float(logprob),
-            "rank": int(rank),
-        }
+        prob_json(
+            tokenizer,
+            distribution.TokenProb(
+                int(token_id), float(np.exp(np.float64(logprob))), float(logprob), int(rank)
+            ),
+        )
         for token_id, logprob, rank in zip(ids, logprobs, ranks, strict=True)
     ]
 

@@ -107,7 +107,6 @@ def _shapes(requests: Sequence[OutputsRequest], width: int) -> list[tuple[int, .
 def _top_row(
     position: int, row: npt.NDArray[Any], *, count: int, tokenizer: Tokenizer
 ) -> RowObject:
-    """A list of TopLogit: the largest logits of a row."""
     top: Iterator[dict[str, Any]] = (
         {**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in _kept(row, count)
     )

@@ -30,15 +30,12 @@ class OutputsBody(PromptBody):
 
 
 class ArraysBody(OutputsBody):
-    """A request for arrays."""
-
     dtype: DType = "float32"
 
 
 def outputs_requests(
     body: OutputsBody, output: Output, subject: Subject
 ) -> Generator[Compute, Computed, Sequence[OutputsRequest]]:
-    """One engine request per prompt."""
     prompts = encode_all(body.prompts, "prompt", subject)
     changes = yield from resolve_interventions(body.interventions, prompts, subject)
     return [

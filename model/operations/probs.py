@@ -7,7 +7,7 @@ from pydantic import Field
 
 from logitd.model.inference.engine.requests import OutputsRequest, ScoreRequest
 from logitd.model.inference.engine.validation import check_count, check_token_ids
-from logitd.model.inference.sampling.distribution import Summary, summarise
+from logitd.model.inference.sampling.distribution import summarise
 from logitd.model.operations.body import (
     ChosenIds,
     Examples,
@@ -29,8 +29,7 @@ from logitd.model.operations.operation import (
 )
 from logitd.model.operations.processing import StageBody, logits_output
 from logitd.model.operations.prompts import encode_all, resolve_positions, single_token
-from logitd.model.operations.tokens import TokenProb, token_json
-from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.operations.tokens import TokenProb, prob_json
 
 DEFAULT_LISTED = 10
 """Number of tokens that are listed by default."""
@@ -131,29 +130,15 @@ def plan(body: ProbsRequest, subject: Subject) -> Planning:
                 {
                     "index": index,
                     "token_ids": request.token_ids,
-                    **_summary_json(summary, tokenizer),
+                    "tokens": [prob_json(tokenizer, token) for token in summary.tokens],
+                    "mass": summary.mass,
+                    "entropy": summary.entropy,
                     **perplexities[index],
                 }
             )
         return {"stage": body.stage, "prompts": prompts}
 
     return Record(requests, reply)
-
-
-def _summary_json(summary: Summary, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "tokens": [
-            {
-                **token_json(tokenizer, token.token_id),
-                "prob": token.prob,
-                "logprob": token.logprob,  # -inf is written as null
-                "rank": token.rank,
-            }
-            for token in summary.tokens
-        ],
-        "mass": summary.mass,
-        "entropy": summary.entropy,
-    }
 
 
 PROBS = Operation(

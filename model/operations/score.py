@@ -64,11 +64,6 @@ class ScoreRequest(PromptBody):
         param = "prompt" if per_prompt == 1 else "continuations"
         return len(self.prompts) * per_prompt, param
 
-    @property
-    def characters(self) -> int:
-        texts = [*self.prompts, *(self.continuations or ())]
-        return sum(len(text) for text in texts if isinstance(text, str))
-
 
 class TextScore(PromptReply):
     tokens: list[Token] | None = Field(None, description="With `logprobs`.")

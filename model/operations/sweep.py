@@ -5,7 +5,7 @@ Values that `from` reads are computed once, for all layers and positions; each c
 """
 
 from collections.abc import Generator, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -201,9 +201,7 @@ def _cell_json(cell: Cell, logits: Any) -> dict[str, Any]:
     """The SweepCell of a row of one or two logits."""
     logit, minus = float(logits[0]), float(logits[1]) if len(logits) > 1 else None
     return {
-        "layer": cell.layer,
-        "head": cell.head,
-        "position": cell.position,
+        **asdict(cell),
         "logit": logit,
         "minus_logit": minus,
         "value": logit if minus is None else logit - minus,

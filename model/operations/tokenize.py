@@ -84,10 +84,6 @@ class TokenizeRequest(RequestBody):
     def texts(self) -> Sequence[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
-    @property
-    def characters(self) -> int:
-        return sum(map(len, self.texts))
-
 
 class Piece(NamedToken):
     """A token; it may hold half a character."""
@@ -97,17 +93,18 @@ class Piece(NamedToken):
     special: bool
 
 
-class TokenizeReply(Reply):
+class EncodedText(ReplyBody):
     tokens: list[int]
     count: int
     pieces: list[Piece] | None
 
 
-class PromptTokens(ReplyBody):
+class TokenizeReply(EncodedText, Reply):
+    """The ids of one text."""
+
+
+class PromptTokens(EncodedText):
     index: int
-    tokens: list[int]
-    count: int
-    pieces: list[Piece] | None
 
 
 class TokenizeListReply(Reply):
@@ -137,20 +134,18 @@ class DetokenizeRequest(RequestBody):
         lists: Any = self.tokens if self.many else [self.tokens]
         return lists
 
-    @property
-    def characters(self) -> int:
-        return sum(map(len, self.lists))
 
-
-class DetokenizeReply(Reply):
+class DecodedText(ReplyBody):
     prompt: str = Field(description="The text; bytes that are not UTF-8 show as U+FFFD.")
     bytes: list[int]
 
 
-class PromptText(ReplyBody):
+class DetokenizeReply(DecodedText, Reply):
+    """The text of one list of ids."""
+
+
+class PromptText(DecodedText):
     index: int
-    prompt: str
-    bytes: list[int]
 
 
 class DetokenizeListReply(Reply):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from logitd.model.inference.engine.events import PromptToken, TokenEvent
+from logitd.model.inference.sampling import distribution
 from logitd.model.operations.body import ReplyBody, RequestBody, Text, TokenId
 from logitd.model.operations.prompts import single_token
 from logitd.model.text.tokenizer import Tokenizer
@@ -62,6 +63,16 @@ def token_json(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
         "id": token_id,
         "text": tokenizer.token_text(token_id),
         "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def prob_json(tokenizer: Tokenizer, token: distribution.TokenProb) -> dict[str, Any]:
+    """The TokenProb; a logprob of -inf is written as null."""
+    return {
+        **token_json(tokenizer, token.token_id),
+        "prob": token.prob,
+        "logprob": token.logprob,
+        "rank": token.rank,
     }
 
 

@@ -26,6 +26,8 @@ UNCOUNTED_BYTES = 2**14
 
 BODY = "body"
 """`request.state` key of the parsed body; read by tracing."""
+BODY_BYTES = "body_bytes"
+"""`request.state` key of the body's size."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -55,6 +57,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         except ValidationError as error:
             raise describe_errors(error, model.model_fields) from error
         setattr(request.state, BODY, body)
+        setattr(request.state, BODY_BYTES, len(raw))
         return body
 
     return read

@@ -42,7 +42,6 @@ class NativeFormat:
 
 
 async def respond(generation: "Generation", context: RequestContext, *, stream: bool) -> Response:
-    """The response of a generation; a client that leaves ends it."""
     if not stream:
         reply = await context.unless_gone(generation.reply())
         headers = server_timing(generation.growing.finishes)

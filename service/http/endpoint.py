@@ -31,14 +31,14 @@ from logitd.model.operations.operation import (
 )
 from logitd.service.errors import ERRORS
 from logitd.service.http import completions, negotiation, outputs, series, sse
-from logitd.service.http.body import body_of, described_by
+from logitd.service.http.body import BODY_BYTES, body_of, described_by
 from logitd.service.http.envelope import server_timing
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
-THREAD_CHARACTERS = 8_192
-"""Characters up to which texts are encoded on the event loop, which takes up to 20 ms (with
-GPT-NeoX's runs of spaces as added tokens). Longer ones are encoded in a thread."""
+THREAD_BYTES = 8_192
+"""Size of a body up to which its texts are encoded on the event loop, which takes up to 20 ms (with
+GPT-NeoX's runs of spaces as added tokens). The texts of larger bodies are encoded in a thread."""
 THREAD_INTERVENTIONS = 256
 """Interventions, counted per prompt, that are resolved on the event loop; more in a thread."""
 
@@ -103,7 +103,12 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
     """Run a plan to its end, and compute and compile what it yields. Raises InvalidRequest, and
     QueueFull before any text is encoded."""
     sequences, param = body.queued
-    in_thread = _is_slow(body) or not context.subject.tokenizer.cuts_in_time
+    changes = len(getattr(body, "interventions", ())) * sequences
+    in_thread = (
+        _is_long(context)
+        or changes > THREAD_INTERVENTIONS
+        or not context.subject.tokenizer.cuts_in_time
+    )
     try:
         with context.model.admission.hold(sequences, param, context.caller):
             step = await _advance(planning, None, in_thread=in_thread)
@@ -136,9 +141,8 @@ async def _advance(planning: Planning, answer: Any, *, in_thread: bool) -> Any:
     return await asyncio.to_thread(advance) if in_thread else advance()
 
 
-def _is_slow(body: RequestBody) -> bool:
-    changes = len(getattr(body, "interventions", ())) * body.queued[0]
-    return body.characters > THREAD_CHARACTERS or changes > THREAD_INTERVENTIONS
+def _is_long(context: RequestContext) -> bool:
+    return bool(getattr(context.request.state, BODY_BYTES) > THREAD_BYTES)
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
@@ -151,8 +155,8 @@ async def _record(operation: Operation, plan: Record, context: RequestContext) -
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
     """A reply made of the vocabulary alone. Long texts are processed one at a time: each takes many
     times its size in memory for a moment, and other endpoints need threads too."""
-    is_long = body.characters > THREAD_CHARACTERS
-    async with context.request.app.state.service.long_texts if is_long else nullcontext():
+    one_at_a_time = context.request.app.state.service.long_texts
+    async with one_at_a_time if _is_long(context) else nullcontext():
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
         content = await _written(operation, plan, Computed(), context)
     return Response(content, media_type="application/json")

@@ -67,7 +67,6 @@ class RunningSeries:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The reply as server-sent events: the head, then each part."""
         yield sse.event(self._head)
         try:
             async for part in self.parts():

@@ -102,8 +102,6 @@ class Message(RequestBody):
 
 
 class Conversation(RequestBody):
-    """The messages to answer."""
-
     messages: list[Message] = Field(
         min_length=1,
         max_length=MAX_MESSAGES,

@@ -183,8 +183,6 @@ OtherServers = create_model("OtherServers", **unsupported_fields(OTHER_SERVERS))
 
 
 class SamplingBody(Sampling, OtherServers, RequestBody):
-    """The fields of both endpoints: OpenAI's, then ours."""
-
     model: ModelName = None
     stream: bool | None = native("stream")
     stream_options: StreamOptions | None = Field(
@@ -309,8 +307,6 @@ class CompletionUsage(ReplyBody):
 
 
 class OpenAIReply(ReplyBody):
-    """Members of the replies of both endpoints."""
-
     id: str
     created: int
     model: str

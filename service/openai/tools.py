@@ -21,7 +21,6 @@ LITERAL = ("const", "enum", "default", "examples")
 
 
 def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
-    """The JSON schema of the text of a call."""
     if len(functions) == 1:
         return _parameters(functions[0])
     return {

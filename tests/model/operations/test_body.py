@@ -69,6 +69,8 @@ def test_whole_numbers_are_whole(model: type[RequestBody], name: str) -> None:
     "raw",
     [b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00\\ud800"}', b'{"prompt": "\xff"}',
      b'{"prompt": "\xed\xa0\x80"}', b'\xef\xbb\xbf{"prompt": "a"}', '{"n": 1}'.encode("utf-16"),
+     b'{"prompt": "\xc0\xaf"}', b'{"prompt": "a", "\\ud800": 1}', b'{"prompt": "a"',
+     b'{"prompt": "a" /* text */}', b'{"prompt": "a\nb"}', b'{"prompt": "a", "nothing": NaN}',
      b'{"prompt": "a"}{}', b'{"prompt": "a",}', b"{'prompt': 'a'}", b'{"prompt": ' + b"[" * 10_000,
      b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", b"", b"prompt=a", b'"prompt"', b"null"],
 )  # fmt: skip

@@ -61,39 +61,12 @@ def test_more_sequences_than_there_will_ever_be_room_for(small: Serving) -> None
 
 BAD_JSON = {
     "NaN": b'{"prompt": "a", "temperature": NaN}',
-    "Infinity": b'{"prompt": "a", "temperature": Infinity}',
-    "-Infinity": b'{"prompt": "a", "presence_penalty": -Infinity}',
-    "1e999": b'{"prompt": "a", "top_p": 1e999}',
-    "nan in a list": b'{"prompt": [NaN]}',
-    "nan in an object": b'{"prompt": "a", "logit_bias": {"1": NaN}}',
-    "nan where nothing is": b'{"prompt": "a", "nothing": NaN}',
-    "nan alone": b"NaN",
     "huge int": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "huge exponent": b'{"prompt": "a", "n": 1e400000000000}',
-    "number in quotes": b'{"prompt": "a", "max_tokens": "5"}',
-    "true as int": b'{"prompt": "a", "max_tokens": true}',
-    "float as int": b'{"prompt": "a", "max_tokens": 5.0}',
-    "lone surrogate": b'{"prompt": "\\ud800"}',
-    "low surrogate": b'{"prompt": "a\\udc00b"}',
     "surrogate in a name": b'{"prompt": "a", "\\ud800": 1}',
-    "surrogate in stop": b'{"prompt": "a", "stop": "\\udfff"}',
     "bad utf-8": b'{"prompt": "\xff\xfe"}',
-    "surrogate in utf-8": b'{"prompt": "\xed\xa0\x80"}',
-    "overlong utf-8": b'{"prompt": "\xc0\xaf"}',
-    "bom": b'\xef\xbb\xbf{"prompt": "a"}',
-    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
     "empty": b"",
-    "blank": b" \n",
-    "text": b"prompt=a",
     "list": b'["a"]',
-    "string": b'"a"',
-    "null": b"null",
-    "trailing data": b'{"prompt": "a"} {}',
-    "trailing comma": b'{"prompt": "a",}',
-    "no end": b'{"prompt": "a"',
-    "single quotes": b"{'prompt': 'a'}",
-    "comment": b'{"prompt": "a" /* text */}',
-    "control character": b'{"prompt": "a\nb"}',
     "deep list": b'{"prompt": ' + b"[" * 100_000,
     "deep closed list": b'{"prompt": ' + b"[" * 180 + b"]" * 180 + b"}",
     "deep object": b'{"a":' * 100_000,
@@ -105,6 +78,8 @@ BAD_JSON = {
     "a million stops": b'{"prompt": "a", "stop": [' + b'"",' * 1_000_000 + b'""]}',
     "a million positions": b'{"prompt": "a", "positions": [' + b"0," * 1_500_000 + b"0]}",
 }
+"""Bodies that are large, deep or broken; `tests/model/operations/test_body.py` has more of the last
+kind."""
 
 
 @pytest.mark.parametrize("path", POSTS)

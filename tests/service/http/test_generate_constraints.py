@@ -94,35 +94,6 @@ def test_tokens_and_logprobs_are_the_references(server: Serving, gpt: GPT, kind:
         matcher.advance(token["id"])
 
 
-def test_a_stream_says_the_same(server: Serving) -> None:
-    fields = {"prompt": "A prompt", "seed": 3, "temperature": 2, "regex": CONSTRAINTS["regex"]}
-    (whole,) = server.json("/generate", fields)["choices"]
-    chunks = events(server.post("/generate", fields | {"stream": True}).content)
-    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(delta["text"] for delta in deltas) == whole["text"]
-    assert deltas[-1]["finish_reason"] == "stop"
-
-
-def test_a_neighbour_changes_nothing(server: Serving) -> None:
-    """Free and constrained requests at once: each says what it says alone."""
-    bodies = [
-        {"prompt": "A prompt", "seed": 7, "max_tokens": 40, "logprobs": 2, "temperature": 2, **more}
-        for more in ({}, {"regex": CONSTRAINTS["regex"]}, {"json_schema": SCHEMA}, {"top_k": 3})
-    ]
-    alone = [server.json("/generate", body)["choices"] for body in bodies]
-    together: dict[int, Any] = {}
-
-    def ask(i: int) -> None:
-        together[i] = server.json("/generate", bodies[i])["choices"]
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [together[i] for i in range(len(bodies))] == alone
-
-
 def test_max_tokens_may_cut_it_short(server: Serving) -> None:
     (choice,) = server.generate("x", regex="[ab]{20}", max_tokens=7)["choices"]
     assert choice["finish_reason"] == "length"

@@ -149,9 +149,3 @@ def test_penalties_look_at_what_counts_as_generated(server: Serving, rows: Rows)
     for token_id in IDS[50:]:
         expected[token_id] -= 2.0
     assert np.allclose(found[0], expected, atol=1e-4)
-
-
-# The forms
-
-
-# Pieces

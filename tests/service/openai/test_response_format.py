@@ -46,20 +46,6 @@ def test_streams_fit_the_schema(client: openai.OpenAI) -> None:
     assert fits("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
 
-def test_an_object_is_an_object(client: openai.OpenAI) -> None:
-    reply = client.completions.create(
-        model="chatty",
-        prompt="Well? ",
-        max_tokens=90,
-        n=8,
-        seed=3,
-        extra_body={"response_format": {"type": "json_object"}},
-    )
-    whole = [choice.text for choice in reply.choices if choice.finish_reason == "stop"]
-    assert all(isinstance(json.loads(text), dict) for text in whole)
-    assert all(choice.text.startswith("{") for choice in reply.choices)
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_schema_that_does_not_compile_names_the_clients_field(
     chatter: Serving, path: str
