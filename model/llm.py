@@ -374,7 +374,7 @@ class LLM:
             return tuple(map(operator.index, prompt))
         return tuple(encode_text(prompt, self.tokenizer))
 
-    # How operations run
+    # Running operations
 
     def _plan(self, operation: Operation, **fields: Any) -> Plan:
         """The plan of a request; computes the values that it depends on."""
@@ -445,7 +445,7 @@ class LLM:
         return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]
 
     def _arrays(self, operation: Operation, **fields: Any) -> dict[str, Floats]:
-        """The arrays of one prompt, by default at all positions."""
+        """The arrays of one prompt; by default all positions."""
         plan = cast(Outputs, self._plan(operation, **{"positions": "all", **fields}))
         request = _only(plan.requests)
         rows = np.stack(self._compute([request]).rows[request.request_id])

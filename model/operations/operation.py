@@ -98,7 +98,7 @@ class Subject:
             )
 
 
-# What a plan yields
+# Steps that a plan yields
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Compile:
     sequences: int
 
 
-# What a plan returns
+# The four kinds of plan
 
 
 @dataclass(frozen=True, slots=True)

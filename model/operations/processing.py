@@ -80,7 +80,7 @@ def logits_output(body: StageBody, columns: tuple[int, ...] | None = None) -> Lo
     allowed = fields.allowed_token_ids
     params = SamplingParams(
         max_tokens=1,
-        seed=0,  # nothing is sampled
+        seed=0,  # unused: no token is sampled
         logit_bias=bias_by_id(fields.logit_bias),
         allowed_token_ids=None if allowed is None else tuple(allowed),
         **fields.sampling,

@@ -145,7 +145,7 @@ def _text_score(
         "token_ids": [token.token_id for token in tokens],
         "scored_tokens": len(scored),
         "logprob": total,
-        # Of equally likely tokens, temperature 0 generates the one of the lowest id.
+        # Temperature 0 generates the lowest id among equally likely tokens.
         "is_greedy": all(
             token.token_id in [likeliest.token_id for likeliest in token.top[:1]]
             for token in scored

@@ -37,7 +37,7 @@ class Structure:
 
 def count_structure(text: bytes) -> Structure:
     commas = containers = keys = 0
-    in_string = escaping = False  # of the byte that comes next
+    in_string = escaping = False  # flags of the next byte
     for start in range(0, len(text), BLOCK):
         block = np.frombuffer(text, np.uint8, min(BLOCK, len(text) - start), start)
         quotes = block == QUOTE

@@ -72,7 +72,7 @@ class ChatFormat:
         self._head = head("chatcmpl", "chat.completion", model, checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._body = body
-        self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+        self._tokens: dict[int, ShownTokens] = {}  # by choice
         self._functions = body.callable_tools
         self._calls: dict[int, GrowingCall] = {}
 

@@ -23,7 +23,7 @@ class CompletionFormat:
         self._tokenizer = checkpoint.tokenizer
         self._prompts = prompts
         self._body = body
-        self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+        self._tokens: dict[int, ShownTokens] = {}  # by choice
 
     def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         return {

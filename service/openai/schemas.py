@@ -60,7 +60,7 @@ def unsupported() -> Any:
 
 
 def unsupported_fields(neutral: Mapping[str, Sequence[Any]]) -> Any:
-    """Definitions of unsupported fields, from the neutral values of each besides null."""
+    """Definitions of unsupported fields, from the neutral values of each; null is always one."""
     return {
         name: (Annotated[Any, only(*values)], unsupported()) for name, values in neutral.items()
     }

@@ -185,7 +185,7 @@ def test_a_bad_request_is_one(tiny: openai.OpenAI) -> None:
 
 
 def test_a_full_queue_is_tried_again_when_it_says_so(narrow: Serving) -> None:
-    """Twice, unless the client is told otherwise; and then it is an exception."""
+    """By default the client tries twice more, then raises an exception."""
     with client(narrow) as http:
         with ExitStack() as stack:
             occupy(narrow, stack)

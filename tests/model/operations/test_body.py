@@ -74,7 +74,7 @@ def test_whole_numbers_are_whole(model: type[RequestBody], name: str) -> None:
      b'{"prompt": "a"}{}', b'{"prompt": "a",}', b"{'prompt': 'a'}", b'{"prompt": ' + b"[" * 10_000,
      b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", b"", b"prompt=a", b'"prompt"', b"null"],
 )  # fmt: skip
-def test_what_is_no_json_object_in_utf8_is_refused(raw: bytes) -> None:
+def test_body_that_is_no_json_object_in_utf8_is_refused(raw: bytes) -> None:
     for model in REQUESTS:
         with pytest.raises(ValidationError):
             model.model_validate_json(raw)

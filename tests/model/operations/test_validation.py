@@ -82,7 +82,7 @@ def test_only_fields_of_the_endpoint_are_suggested() -> None:
     assert str(error) == "unknown field 'processing.temprature'"
 
 
-def test_to_look_for_suggestions_holds_up_nobody() -> None:
+def test_suggestions_do_not_block_the_event_loop() -> None:
     """Only for those that are named; a long name is like none of ours."""
     raw = json.dumps({"prompt": "a"} | {f"temperatur{i}": 1 for i in range(900)}).encode()
     began = time.monotonic()
@@ -131,11 +131,11 @@ def test_a_list_is_checked_no_further_than_its_first_wrong_item() -> None:
         assert caught.value.error_count() <= 5, field
 
 
-def test_more_problems_than_anyone_reads_are_counted() -> None:
+def test_thousands_of_problems_are_only_counted() -> None:
     error = refused(json.dumps({f"f{i}": 1 for i in range(2000)}).encode())
     assert str(error) == "the body is wrong in 2001 places; /docs describes its fields"
 
 
 @given(st.text(), st.integers(1, 100))
-def test_what_is_repeated_is_clipped(text: str, limit: int) -> None:
+def test_repeated_text_is_clipped(text: str, limit: int) -> None:
     assert clip(text, limit) == (text if len(text) <= limit else text[:limit] + "...")

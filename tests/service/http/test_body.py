@@ -48,7 +48,7 @@ def it_goes_on(server: Serving) -> Iterator[None]:
 # Limits
 
 
-def test_more_sequences_than_there_will_ever_be_room_for(small: Serving) -> None:
+def test_more_sequences_than_slots_and_queue_are_refused_with_400(small: Serving) -> None:
     """With 429 the client would try again for ever."""
     for path, body in [("/generate", {"prompt": "a", "n": 6}), ("/probs", {"prompt": ["a"] * 6}),
                        ("/logits", {"prompt": ["a"] * 6})]:  # fmt: skip
@@ -254,7 +254,7 @@ def test_a_wrong_method(server: Serving, method: str, path: str, allowed: str) -
     assert f"does not answer {method}" in error.message
 
 
-# Anything at all
+# Random bytes
 
 JSON_VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -48,7 +48,7 @@ def test_timings_of_what_never_started_divide_by_nothing() -> None:
     assert timings([never], 0)["tokens_per_second"] == 0.0
 
 
-# Who answers
+# The model
 
 
 def test_ids_do_not_repeat() -> None:
@@ -74,6 +74,6 @@ def test_a_name_that_no_header_can_hold_is_percent_encoded(
     assert checkpoint_headers(replace(checkpoint, name=name))["X-Logitd-Name"] == sent
 
 
-def test_what_is_unknown_has_no_header(checkpoint: CheckpointInfo) -> None:
+def test_unknown_loss_has_no_header(checkpoint: CheckpointInfo) -> None:
     never = replace(checkpoint, training=training_record(val_loss=None))
     assert "X-Logitd-Val-Loss" not in checkpoint_headers(never)

@@ -1,4 +1,4 @@
-"""What holds for every operation over HTTP, whatever it computes."""
+"""Properties of every operation over HTTP."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,13 +97,13 @@ def test_a_prompt_among_many_is_the_prompt_alone(server: Serving, name: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in QUEUED if name != "generate"])
-def test_nothing_is_generated(server: Serving, name: str) -> None:
+def test_other_operations_generate_nothing(server: Serving, name: str) -> None:
     before = server.sample("logitd_generation_tokens_total")
     server.json(f"/{name}", SMALLEST[name])
     assert server.sample("logitd_generation_tokens_total") == before
 
 
-# How large a reply may be
+# The largest reply
 
 ALL = {"positions": "all"}
 LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -135,7 +135,7 @@ def small(checkpoint_path: Path) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize(("name", "fits", "more", "said"), LARGE)
-def test_what_is_too_large_for_a_reply_is_refused_with_both_sizes(
+def test_too_large_reply_is_refused_with_both_sizes(
     small: Serving, name: str, fits: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     body = {**SMALLEST[name], **fits}

@@ -109,7 +109,7 @@ def test_stop_texts_and_tokens_end_it_earlier(server: Serving) -> None:
     assert choice["stop_reason"] == ord("b")
 
 
-# What is refused
+# Refusals
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "two": ({"regex": "a", "choice": ["a"]}, None, "regex and choice are alternatives"),
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(server: Serving, name: str) -> None:
+def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
     fields, param, words = REFUSED[name]
     error = server.refused("/generate", {"prompt": "x", "max_tokens": 4, **fields})
     assert error.param == param
@@ -186,7 +186,7 @@ def hasty(checkpoint_path: Path, roomy: None) -> Iterator[Serving]:
 SLOW_BODY = {"prompt": "x", "max_tokens": 2, "json_schema": json.loads(SLOW.text)}
 
 
-def test_what_takes_too_long_to_compile_is_refused_while_others_go_on(hasty: Serving) -> None:
+def test_slow_compilation_is_refused_while_others_go_on(hasty: Serving) -> None:
     answers: list[Any] = []
     slow = threading.Thread(target=lambda: answers.append(hasty.post("/generate", SLOW_BODY)))
     slow.start()
@@ -225,7 +225,7 @@ def test_a_timeout_counts_the_compilation(server: Serving) -> None:
     assert error.code == "deadline_exceeded"
 
 
-def test_without_llguidance_it_is_said_how_to_install_it(
+def test_missing_llguidance_is_refused_with_the_install_command(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)

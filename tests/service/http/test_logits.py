@@ -127,7 +127,7 @@ def test_processed_logits_are_what_generate_draws_from(server: Serving, rows: Ro
         assert drawn[i] == pytest.approx(row[i] - total, abs=1e-5)
 
 
-def test_what_was_dropped_is_not_listed(server: Serving) -> None:
+def test_dropped_tokens_are_not_listed(server: Serving) -> None:
     fields: dict[str, Any] = {"stage": "processed", "processing": {"top_k": 3}}
     (prompt,) = prompts(server, top_k=10, **fields)
     assert len(prompt["top"][0]) == 3

@@ -88,7 +88,7 @@ def test_tokens_by_text(server: Serving) -> None:
     assert prompt.tokens == by_id.tokens
 
 
-def test_what_processing_leaves(server: Serving, plain: list[float]) -> None:
+def test_processing_keeps_the_sampled_distribution(server: Serving, plain: list[float]) -> None:
     processing = {"temperature": 0.5, "top_p": 0.5}
     (prompt,) = probs(server, stage="processed", processing=processing, top_k=257).prompts
     weights = [p**2 for p in plain]
@@ -128,7 +128,7 @@ def test_the_perplexity_of_the_prompts_themselves(server: Serving, gpt: GPT) -> 
      {"repetition_penalty": 1.3, "min_p": 0.01}, {"top_k": 40, "temperature": 1.5}],
     ids=str,
 )  # fmt: skip
-def test_it_is_the_distribution_that_generate_draws_from(
+def test_probs_are_the_distribution_that_generate_samples_from(
     server: Serving, processing: dict[str, Any] | None
 ) -> None:
     stage = "raw" if processing is None else "processed"

@@ -29,7 +29,7 @@ PROCESSED = {"stage": "processed"}
 VARIED: dict[str, Any] = {"vary": ABLATE, "over": ["layers"]}
 
 Row = tuple[dict[str, Any], str | None, str]
-"""Fields beside those of SMALLEST, the field that is named, and part of the sentence."""
+"""Fields next to those of SMALLEST, the field that is named, and part of the message."""
 
 NO_TEXTS: tuple[Any, ...] = (
     [], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None],
@@ -359,7 +359,7 @@ def ask(llm: LLM, operation: Operation, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("operation", "fields", "param", "said"), rows(REFUSED))
-def test_it_is_refused_by_name_and_in_process_in_the_same_words(
+def test_wrong_field_is_refused_by_name_and_in_process_in_the_same_words(
     server: Serving, llm: LLM, operation: Operation, fields: dict[str, Any], param: str | None,
     said: str,
 ) -> None:  # fmt: skip
@@ -385,7 +385,7 @@ def test_a_field_of_a_reply_or_a_queue_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("name", "fields", "param", "said"), NOT_NPY)
-def test_what_one_array_cannot_hold_is_refused_by_name(
+def test_npy_refuses_several_arrays_by_name(
     server: Serving, name: str, fields: dict[str, Any], param: str, said: str
 ) -> None:
     error = server.refused(f"/{name}", {**SMALLEST[name], **fields}, Accept=NPY)
@@ -402,7 +402,7 @@ def test_an_intervention_is_named_by_its_place(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("name", ["generate", "lens"])
-def test_what_blows_the_logits_up_is_said_to_have_done_so(
+def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
     """It was answered 500, as a bug of the server."""
@@ -414,7 +414,7 @@ def test_what_blows_the_logits_up_is_said_to_have_done_so(
         ask(llm, BY_NAME[name], blown)
 
 
-# Anything at all
+# Random fields
 
 VALUE: st.SearchStrategy[Any] = st.recursive(
     st.none()
@@ -433,7 +433,7 @@ VALUE: st.SearchStrategy[Any] = st.recursive(
 
 
 def refusal_of(operation: Operation, body: dict[str, Any]) -> InvalidRequest | None:
-    """What the fields of a body alone are refused for."""
+    """The refusal of a body by its fields alone."""
     try:
         parse(operation.body, body)
     except InvalidRequest as error:

@@ -65,7 +65,7 @@ def test_continuations(server: Serving, gpt: GPT) -> None:
     assert score(server, prompt_text, continuations=given).usage.cached_tokens == copied
 
 
-def test_what_temperature_0_would_give_is_greedy(server: Serving) -> None:
+def test_text_of_temperature_0_is_greedy(server: Serving) -> None:
     choice = server.generate(PROMPT, max_tokens=4, temperature=0)["choices"][0]
     ids = choice["token_ids"]
     others = [ids[:2], [*ids[:3], (ids[3] + 1) % 256], [(ids[0] + 1) % 256, *ids[1:]]]

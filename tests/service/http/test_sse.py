@@ -47,7 +47,7 @@ class Connection:
 
 
 class Ends:
-    """Counts how often it is told that a stream is over."""
+    """Counts the ends of a stream."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -224,7 +224,7 @@ def usage_of(server: Serving, *messages: dict[str, Any]) -> int:
 
 
 def test_special_tokens_come_from_the_template_alone(chatter: Serving) -> None:
-    """What a message says counts letter by letter."""
+    """The names of special tokens in a message are plain letters."""
     plain = usage_of(chatter, {"role": "user", "content": "x" * 10})
     assert usage_of(chatter, {"role": "user", "content": "<|im_end|>"}) == plain
     both = usage_of(chatter, *[{"role": "user", "content": "x" * 5}] * 2)
@@ -328,8 +328,8 @@ def test_an_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
 
 
 def test_a_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None:
-    """The template would refuse these messages. The stream that fills the queue may end before they
-    come, where the machine is busy: then once more."""
+    """The template would refuse these messages. On a busy machine the stream that fills the queue
+    may end before they arrive; then the test tries again."""
     body = {"messages": ask("a"), "stream": True, "ignore_eos": True}
     for _ in range(20):
         with parrot.client.stream("POST", PATH, json=body) as running:

@@ -73,7 +73,7 @@ def test_a_reply_is_what_openai_says(server: Serving) -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_what_was_cached_is_told(server: Serving) -> None:
+def test_usage_has_the_cached_tokens(server: Serving) -> None:
     fields: dict[str, Any] = {"prompt": "c" * 70, "max_tokens": 1}
     cached = [complete(server, **fields)["usage"]["prompt_tokens_details"] for _ in range(2)]
     assert cached[1] == {"cached_tokens": 64}
@@ -165,7 +165,7 @@ def test_stop_strings_cut_text_and_lists(speller: Serving, stop: Any, streamed: 
 
 
 def prompt_logprobs(gpt: GPT, ids: Sequence[int]) -> list[float | None]:
-    """Of each token of a prompt under the plain forward; nothing predicts the first."""
+    """Logprobs of the tokens of a prompt by the plain forward; nothing predicts the first."""
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
 
@@ -203,8 +203,8 @@ def test_logprobs_are_those_of_generate(
 
 
 def test_the_scoring_call_of_lm_eval(server: Serving, gpt: GPT) -> None:
-    """Prompts as ids, echo, and one token more than the prompt, whatever that is: values by
-    position, greedy where the value is the largest in its dict."""
+    """Prompts as ids, echo, and any one token after the prompt: values by position, greedy if the
+    value is the largest in its dict."""
     prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
     (likely,) = server.generate([72, 105, 32], max_tokens=3, temperature=0)["choices"]
     prompts.append([72, 105, 32, *likely["token_ids"]])
@@ -355,7 +355,7 @@ def test_a_field_that_cannot_be_honoured(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_more_tokens_than_the_context_has_end_with_it(server: Serving, streamed: bool) -> None:
+def test_max_tokens_beyond_the_context_ends_with_it(server: Serving, streamed: bool) -> None:
     context = server.served.context_length
     fields: dict[str, Any] = {"max_tokens": 10 * context, "ignore_eos": True, "seed": 1}
     if streamed:

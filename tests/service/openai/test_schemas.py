@@ -48,7 +48,7 @@ def bounds(model: type[BaseModel], name: str) -> list[Any]:
 
 @pytest.mark.parametrize("model", REQUESTS)
 def test_a_field_that_generate_has_is_as_there(model: type[RequestBody]) -> None:
-    """But for those that mean something else here."""
+    """Except fields with another meaning here."""
     shared = model.model_fields.keys() & GenerateRequest.model_fields.keys()
     assert len(shared) > 15
     for name in shared - {"max_tokens", "seed", "logprobs", "model", "timeout", "prompt"}:
@@ -58,7 +58,7 @@ def test_a_field_that_generate_has_is_as_there(model: type[RequestBody]) -> None
             assert own.description == native.description
 
 
-def test_what_other_servers_take_is_refused_by_name() -> None:
+def test_fields_of_other_servers_are_refused_by_name() -> None:
     for model in REQUESTS:
         for name in ("top_a", "prompt_logprobs", "typical_p", "Temperature"):
             with pytest.raises(ValidationError) as caught:
@@ -68,7 +68,7 @@ def test_what_other_servers_take_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
+def test_unsupported_field_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValidationError, match=f"{name} is not supported here") as caught:
         read(ChatRequest, **{name: {"not": "neutral"}})
     assert caught.value.errors()[0]["loc"] == (name,)
@@ -94,7 +94,7 @@ def test_a_neutral_value_is_of_its_type() -> None:
      ("guided_decoding_backend", "auto"), ("stream_options", {"include_usage": True}),
      ("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("logit_bias", {}), ("n", 1)],
 )  # fmt: skip
-def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
+def test_field_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
     read(ChatRequest, **{name: value})
 
 

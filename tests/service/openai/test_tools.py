@@ -89,7 +89,7 @@ def test_a_function_that_has_to_be_called_is_called(chatter: Serving) -> None:
 
 
 def test_one_of_the_functions_is_called(chatter: Serving) -> None:
-    """By what the model makes of the names: another bias, another function."""
+    """The model samples the name: another bias, another function."""
     names = set()
     for letters in ("l_", 'l"', "n"):
         bias = {str(ord(letter)): 20.0 for letter in letters}
@@ -145,7 +145,7 @@ def test_none_is_an_answer_in_words(chatter: Serving) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_what_cannot_be_called_is_refused(
+def test_wrong_tool_is_refused(
     chatter: Serving, fields: dict[str, Any], param: str, said: str
 ) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", **fields}
@@ -157,7 +157,7 @@ def test_what_cannot_be_called_is_refused(
 
 
 def test_a_call_and_its_result_can_be_sent_back(chatter: Serving) -> None:
-    """As text of the conversation, so that the model sees them."""
+    """They become text of the conversation, so that the model sees them."""
     message = ask(chatter, seed=1)["choices"][0]["message"]
     (call,) = message["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "three files"}

@@ -56,7 +56,7 @@ def chat(**fields: Any) -> GenerateRequest:
 
 
 def set_fields(native: GenerateRequest) -> dict[str, Any]:
-    """What differs from a request that says nothing."""
+    """Fields that differ from those of an empty request."""
     nothing = GenerateRequest(prompt="").model_dump()
     return {name: value for name, value in native.model_dump().items() if value != nothing[name]}
 
@@ -80,7 +80,7 @@ def test_fields_of_the_same_name_are_taken_over() -> None:
     }
 
 
-def test_what_is_null_is_the_native_default() -> None:
+def test_null_is_the_native_default() -> None:
     nulls = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
     assert set_fields(completion(**nulls)) == {"prompt": "a", "max_tokens": 16}
     nulls = {name: None for name in ChatRequest.model_fields if name != "messages"}

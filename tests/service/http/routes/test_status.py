@@ -273,7 +273,7 @@ def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
         assert total("logitd_sequences_finished_total", reason="timeout") == 1
         assert total("logitd_sequences_finished_total", reason="abort") == 0
         assert total("logitd_generation_tokens_total") == 3 * 4 + 2 * 2
-        # Of a prompt that was not computed the tokens count too: it has ended.
+        # Tokens of a prompt that ended before it was computed count too.
         assert total("logitd_prompt_tokens_total") == 5 + 2 + 1 + 1 + 3 + 4 + 1 + 5
         assert total("logitd_time_to_first_token_seconds_count") == 5
         assert total("logitd_inter_token_latency_seconds_count") == 3 * 3 + 2 * 1
