@@ -67,21 +67,13 @@ from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.lens import LensRow, read_lens
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.inference.sweep import Axis
-from logitd.model.operations.activations import ACTIVATIONS
 from logitd.model.operations.all import OPERATIONS
-from logitd.model.operations.attention import ATTENTION
-from logitd.model.operations.attributions import ATTRIBUTIONS
 from logitd.model.operations.completion import GrowingReply, Piece
 from logitd.model.operations.computed import Computed, logprobs_of
-from logitd.model.operations.generate import GENERATE
-from logitd.model.operations.hidden_states import HIDDEN_STATES
-from logitd.model.operations.lens import LENS
-from logitd.model.operations.logits import LOGITS
 from logitd.model.operations.operation import (
     Compile,
     Completions,
     Compute,
-    Operation,
     Outputs,
     Plan,
     Record,
@@ -90,8 +82,6 @@ from logitd.model.operations.operation import (
     envelope,
 )
 from logitd.model.operations.prompts import encode_text
-from logitd.model.operations.score import SCORE
-from logitd.model.operations.sweep import SWEEP
 from logitd.model.operations.validation import parse
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -259,21 +249,21 @@ class LLM:
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
         """Logits (T, V): row i predicts the token after token i. `token_ids` chooses columns."""
         _refuse(fields, "top_k")
-        return self._arrays(LOGITS, prompt=prompt, **fields)["logits"]
+        return self._arrays("logits", prompt=prompt, **fields)["logits"]
 
     def probs(self, prompt: Prompt, **fields: Any) -> npt.NDArray[np.float64]:
         """Probabilities (V,) of the next token."""
         _refuse(fields, "top_k", "token_ids", "positions")
-        row = self._arrays(LOGITS, prompt=prompt, positions="last", **fields)["logits"][0]
+        row = self._arrays("logits", prompt=prompt, positions="last", **fields)["logits"][0]
         return np.exp(log_softmax(row))
 
     def hidden_states(self, prompt: Prompt, **fields: Any) -> Floats:
         """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""
-        return self._arrays(HIDDEN_STATES, prompt=prompt, **fields)["hidden_states"]
+        return self._arrays("hidden_states", prompt=prompt, **fields)["hidden_states"]
 
     def attention(self, prompt: Prompt, **fields: Any) -> Floats:
         """Attention weights (n_layer, n_head, T, T); each row sums to 1."""
-        return self._arrays(ATTENTION, prompt=prompt, **fields)["attention"]
+        return self._arrays("attention", prompt=prompt, **fields)["attention"]
 
     def activations(
         self, prompt: Prompt, stages: str | Sequence[str], **fields: Any
@@ -281,14 +271,14 @@ class LLM:
         """Values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
         `model/transformer/stages.py` lists them. `heads` chooses heads of stages that have any."""
         names = [stages] if isinstance(stages, str) else stages
-        return self._arrays(ACTIVATIONS, prompt=prompt, stages=names, **fields)
+        return self._arrays("activations", prompt=prompt, stages=names, **fields)
 
     def lens(self, prompt: Prompt, **fields: Any) -> list[list[LensRow]]:
         """Predictions after each layer (0: after the embeddings), by position and layer: the
         likeliest ids, rank and logprob of `token_ids`, entropy, and the divergence of the model's
         own prediction."""
         given = {"positions": "all", "prompt": prompt, **fields}
-        request = _only(cast(Outputs, self._plan(LENS, **given)).requests)
+        request = _only(cast(Outputs, self._plan("lens", **given)).requests)
         lens = cast(Lens, request.output)
         rows = self._compute([request]).rows[request.request_id]  # (layers, numbers) each
         return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
@@ -300,7 +290,7 @@ class LLM:
         attributed to the tokens of the prompt ("gradient_times_input", "integrated_gradients") and
         to heads and MLPs ("direct")."""
         given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
-        request = _only(cast(Record, self._plan(ATTRIBUTIONS, **given)).requests)
+        request = _only(cast(Record, self._plan("attributions", **given)).requests)
         return self._compute([request]).attributions[request.request_id]
 
     def sweep(
@@ -315,7 +305,7 @@ class LLM:
         """The logit of `token` after the prompt, minus the logit of `minus`, with `vary` in one
         place after another: an axis for each of `over` ("layers", "heads", "positions")."""
         given = {"vary": vary, "over": over, "token_id": token, "minus_id": minus, **fields}
-        plan = cast(Series, self._plan(SWEEP, prompt=prompt, **given))
+        plan = cast(Series, self._plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._parts(plan))["grid"])
 
     def patch(
@@ -338,7 +328,7 @@ class LLM:
     ) -> list[Score]:
         """Scores of continuations of the prompt; without any, of the prompt itself."""
         given = {"prompt": prompt, "continuations": continuations or None, **fields}
-        request = _only(cast(Record, self._plan(SCORE, **given)).requests)
+        request = _only(cast(Record, self._plan("score", **given)).requests)
         tokens = self._compute([request]).tokens
         count = len(sequence_lengths(request))
         return [_score(tokens[request.request_id, index]) for index in range(count)]
@@ -351,7 +341,7 @@ class LLM:
             raise InvalidRequest(
                 f"there is no operation {operation!r}; use one of {', '.join(BY_NAME)}", "operation"
             )
-        plan = self._plan(chosen, **fields)
+        plan = self._plan(operation, **fields)
         if isinstance(plan, Record):
             members = plan.reply(self._compute(plan.requests))
         elif isinstance(plan, Series):
@@ -376,9 +366,10 @@ class LLM:
 
     # Running operations
 
-    def _plan(self, operation: Operation, **fields: Any) -> Plan:
+    def _plan(self, name: str, /, **fields: Any) -> Plan:
         """The plan of a request; computes the values that it depends on."""
         _refuse(fields, *SERVER_FIELDS)
+        operation = BY_NAME[name]
         body = parse(operation.body, fields)
         planning = operation.plan(body, Subject(self.checkpoint))
         answer: Any = None
@@ -414,7 +405,7 @@ class LLM:
             # Ids of NumPy cannot be keys of JSON.
             given["logit_bias"] = {int(i): bias for i, bias in params.logit_bias.items()}
             constraint = given.pop("constraint")
-        plan = cast(Completions, self._plan(GENERATE, prompt=prompts, **given, **fields))
+        plan = cast(Completions, self._plan("generate", prompt=prompts, **given, **fields))
         if constraint is None:
             return plan
         requests = [
@@ -444,9 +435,9 @@ class LLM:
         rows = self._compute(jobs).rows
         return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]
 
-    def _arrays(self, operation: Operation, **fields: Any) -> dict[str, Floats]:
+    def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
         """The arrays of one prompt; by default all positions."""
-        plan = cast(Outputs, self._plan(operation, **{"positions": "all", **fields}))
+        plan = cast(Outputs, self._plan(name, **{"positions": "all", **fields}))
         request = _only(plan.requests)
         rows = np.stack(self._compute([request]).rows[request.request_id])
         return {

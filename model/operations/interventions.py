@@ -176,31 +176,17 @@ def resolve_interventions(
     subject: Subject,
     *,
     generates: bool = False,
+    field: str = f"{PARAM}[{{}}]",
 ) -> Resolving:
-    """The interventions on each prompt. `generates`: tokens follow the prompts. Raises
-    InvalidRequest for stages, heads and positions that do not exist."""
-    named = {f"{PARAM}[{i}]": body for i, body in enumerate(bodies)}
-    return (yield from _resolve(named, prompts, subject, generates=generates))
-
-
-def resolve_varied(body: Intervention, prompt: Ids, subject: Subject) -> Resolving:
-    """The intervention that a sweep varies: one per layer, as the only item of a list."""
-    return (yield from _resolve({"vary": body}, [prompt], subject, generates=False))
-
-
-def _resolve(
-    bodies: Mapping[str, Intervention],
-    prompts: Sequence[Ids],
-    subject: Subject,
-    *,
-    generates: bool,
-) -> Resolving:
-    """`bodies` are keyed by their places in the request."""
+    """The interventions on each prompt. `generates`: tokens follow the prompts. `field`: place of a
+    body in the request, from its index. Raises InvalidRequest for stages, heads and positions that
+    do not exist."""
     lengths = [len(prompt) for prompt in prompts]
+    named = {field.format(index): body for index, body in enumerate(bodies)}
     targets = {}
-    for field, body in bodies.items():
-        with about(field):
-            targets[field] = resolve_target(body.stage, body.heads, subject.config)
+    for place, body in named.items():
+        with about(place):
+            targets[place] = resolve_target(body.stage, body.heads, subject.config)
     count = len(prompts) * sum(len(target.stages) for target in targets.values())
     if count > MAX_RESOLVED:
         raise InvalidRequest(
@@ -209,8 +195,8 @@ def _resolve(
             PARAM,
         )
     changes = [
-        _change(field, body, targets[field], lengths, subject, generates=generates)
-        for field, body in bodies.items()
+        _change(place, body, targets[place], lengths, subject, generates=generates)
+        for place, body in named.items()
     ]
     readings = yield from _read(changes, subject)
     return [

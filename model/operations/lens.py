@@ -1,6 +1,6 @@
 """The logit lens: predictions of the next token after each layer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -23,7 +23,6 @@ from logitd.model.operations.operation import (
     Operation,
     Outputs,
     Planning,
-    RowObject,
     Subject,
 )
 from logitd.model.operations.outputs import (
@@ -99,29 +98,22 @@ def plan(body: LensRequest, subject: Subject) -> Planning:
     requests = yield from outputs_requests(body, lens, subject)
     rows = len(layers) * sum(len(request.positions) for request in requests)
     subject.check_listed(rows * (body.top_k + len(named)), "logprobs", "top_k")
-    row = partial(_position, lens=lens, tokenizer=subject.tokenizer)
-    return Outputs(requests, listing=Listing("positions", row))
+    items = partial(_layers, lens=lens, tokenizer=subject.tokenizer)
+    return Outputs(requests, listing=Listing("positions", items, wrapped_in="layers"))
 
 
-def _position(position: int, rows: Any, *, lens: Lens, tokenizer: Tokenizer) -> RowObject:
-    """The LensPosition; its layers are generated one by one."""
-    layers = (
-        _layer(layer, numbers, lens, tokenizer)
-        for layer, numbers in zip(lens.layers, rows, strict=True)
-    )
-    return RowObject(layers, {"position": position}, "layers")
-
-
-def _layer(layer: int, numbers: Any, lens: Lens, tokenizer: Tokenizer) -> dict[str, Any]:
-    row = read_lens(numbers, lens.top_k, len(lens.token_ids))
-    ranks = 1 + np.searchsorted(-row.top_logprobs, -row.top_logprobs)  # equals share one
-    return {
-        "layer": layer,
-        "top": _tokens(row.top_ids, row.top_logprobs, ranks, tokenizer),
-        "tokens": _tokens(lens.token_ids, row.logprobs, row.ranks, tokenizer),
-        "entropy": row.entropy,
-        "divergence": row.divergence,
-    }
+def _layers(rows: Any, *, lens: Lens, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """The LensLayer of each layer at a position."""
+    for layer, numbers in zip(lens.layers, rows, strict=True):
+        row = read_lens(numbers, lens.top_k, len(lens.token_ids))
+        ranks = 1 + np.searchsorted(-row.top_logprobs, -row.top_logprobs)  # equals share one
+        yield {
+            "layer": layer,
+            "top": _tokens(row.top_ids, row.top_logprobs, ranks, tokenizer),
+            "tokens": _tokens(lens.token_ids, row.logprobs, row.ranks, tokenizer),
+            "entropy": row.entropy,
+            "divergence": row.divergence,
+        }
 
 
 def _tokens(

@@ -18,7 +18,6 @@ from logitd.model.operations.operation import (
     Operation,
     Outputs,
     Planning,
-    RowObject,
     Subject,
 )
 from logitd.model.operations.outputs import ArraysBody, outputs_requests
@@ -105,12 +104,11 @@ def _shapes(requests: Sequence[OutputsRequest], width: int) -> list[tuple[int, .
 
 
 def _top_row(
-    position: int, row: npt.NDArray[Any], *, count: int, tokenizer: Tokenizer
-) -> RowObject:
-    top: Iterator[dict[str, Any]] = (
-        {**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in _kept(row, count)
-    )
-    return RowObject(top)
+    row: npt.NDArray[Any], *, count: int, tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
+    """The TopLogit of each of the largest logits."""
+    for i in _kept(row, count):
+        yield {**token_json(tokenizer, int(i)), "logit": float(row[i])}
 
 
 def _top_arrays(

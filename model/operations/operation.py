@@ -155,24 +155,17 @@ class NamedArray:
 
 
 @dataclass(frozen=True, slots=True)
-class RowObject:
-    """One row as JSON: the list `items`, or an object that ends with it as its `member`."""
-
-    items: Iterator[dict[str, Any]]
-    head: Mapping[str, Any] | None = None
-    member: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
-    """Rows as JSON objects instead of arrays.
+    """Rows as lists of JSON objects instead of arrays.
 
-    member   of each prompt, which lists the rows
-    row      from a position and its row to JSON
+    member      of each prompt, which lists the rows
+    items       from a row to the objects of its list, which are made one by one
+    wrapped_in  the member of a row that holds its list, after its position; None: the list itself
     """
 
     member: str
-    row: Callable[[int, Any], RowObject]
+    items: Callable[[Any], Iterator[dict[str, Any]]]
+    wrapped_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

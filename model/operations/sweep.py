@@ -32,7 +32,6 @@ from logitd.model.operations.interventions import (
     Intervention,
     Interventions,
     resolve_interventions,
-    resolve_varied,
 )
 from logitd.model.operations.operation import (
     Compute,
@@ -128,7 +127,7 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
     """The grid, and the row without `vary`, which is computed before any cell."""
     (prompt,) = encode_all([body.prompt], "prompt", subject)
     (constant,) = yield from resolve_interventions(body.interventions, [prompt], subject)
-    (varied,) = yield from resolve_varied(body.vary, prompt, subject)
+    (varied,) = yield from resolve_interventions([body.vary], [prompt], subject, field="vary")
     row = OutputsRequest(
         request_id=new_id("outputs"),
         token_ids=prompt,

@@ -33,14 +33,6 @@ class ResponseFormat(Protocol):
         ...
 
 
-class NativeFormat:
-    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
-        return reply
-
-    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        return (chunk,)
-
-
 async def respond(generation: "Generation", context: RequestContext, *, stream: bool) -> Response:
     if not stream:
         reply = await context.unless_gone(generation.reply())
@@ -64,12 +56,13 @@ class Generation:
         context: RequestContext,
         response_format: ResponseFormat | None = None,
     ) -> None:
-        """Submit the plan. Raises as `RequestContext.submit` does."""
+        """Submit the plan. Raises as `RequestContext.submit` does. `response_format`: None is the
+        format of /generate."""
         self._submission = context.submit(plan.requests)
         self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
-        self._format = response_format or NativeFormat()
+        self._format = response_format
 
     def abort(self) -> None:
         """End the sequences: the client has left."""
@@ -87,7 +80,7 @@ class Generation:
 
     def _write(self) -> bytes:
         reply = {**self._head, **self.growing.take_json(), **self._tail()}
-        return orjson.dumps(self._format.reply(reply))
+        return orjson.dumps(reply if self._format is None else self._format.reply(reply))
 
     async def events(self) -> AsyncIterator[bytes]:
         try:
@@ -105,13 +98,16 @@ class Generation:
         yield sse.DONE
 
     def _part(self, chunk: dict[str, Any]) -> bytes:
+        whole = {**self._head, **chunk}
+        if self._format is None:
+            return sse.event(whole)
         prompt_tokens, generated = self.growing.prompt_tokens, self.growing.generated
         counts = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": prompt_tokens + generated,
         }
-        return b"".join(map(sse.event, self._format.chunks({**self._head, **chunk}, counts)))
+        return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
         """Add the events since the last call. False if there are none within `timeout` seconds."""

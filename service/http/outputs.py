@@ -230,15 +230,14 @@ class OutputsWriter:
 
 def _row_parts(listing: Listing, position: int, row: Any, comma: bytes) -> Iterator[bytes]:
     """A row as a JSON list or object, some items at a time."""
-    made = listing.row(position, row)
     part, closing = bytearray(comma), b"]"
-    if made.head is None:
+    if listing.wrapped_in is None:
         part += b"["
     else:
-        part += orjson.dumps(made.head)[:-1] + f',"{made.member}":['.encode()
+        part += f'{{"position":{position},"{listing.wrapped_in}":['.encode()
         closing = b"]}"
     separator = b""
-    for item in made.items:
+    for item in listing.items(row):
         part += separator + orjson.dumps(item)
         separator = b","
         if len(part) >= PART_BYTES:

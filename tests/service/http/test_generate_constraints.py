@@ -100,7 +100,7 @@ def test_max_tokens_may_cut_it_short(server: Serving) -> None:
     assert re.fullmatch("[ab]{7}", choice["text"])
 
 
-def test_stop_texts_and_tokens_end_it_earlier(server: Serving) -> None:
+def test_stop_strings_and_tokens_end_it_earlier(server: Serving) -> None:
     (choice,) = server.generate("x", regex="[a-c]{10}-[a-c]{10}", stop="-")["choices"]
     assert re.fullmatch("[a-c]{10}", choice["text"])
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "-")

@@ -73,15 +73,6 @@ def test_a_token_that_is_named_twice_has_its_mass_once(server: Serving) -> None:
     assert twice.mass == once.mass == once.tokens[0].prob
 
 
-def test_id_text_and_bytes(server: Serving) -> None:
-    (prompt,) = probs(server, token_ids=[65, 233, 256]).prompts
-    assert [(token.text, token.bytes) for token in prompt.tokens] == [
-        ("A", [65]),
-        ("\ufffd", [233]),
-        ("<|endoftext|>", list(b"<|endoftext|>")),
-    ]
-
-
 def test_tokens_by_text(server: Serving) -> None:
     (prompt,) = probs(server, tokens=["a", " ", "<|endoftext|>"]).prompts
     (by_id,) = probs(server, token_ids=[97, 32, 256]).prompts

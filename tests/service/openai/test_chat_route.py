@@ -195,18 +195,6 @@ def test_the_token_that_ends_an_answer_is_not_in_its_logprobs(chatter: Serving) 
     assert bytes(bytes_of).decode(errors="replace") == choice["message"]["content"]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("stop", "text"), [("def", "bc"), (["é", "x"], "bcdefghijklmnopqrstuvw")])
-def test_stop_strings(parrot: Serving, stop: Any, text: str, streamed: bool) -> None:
-    fields: dict[str, Any] = {"stop": stop, "logprobs": True}
-    choice = (
-        joined(stream(parrot, ask("a"), **fields)) if streamed
-        else chat(parrot, ask("a"), **fields)["choices"][0]
-    )  # fmt: skip
-    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == text
-
-
 def test_an_answer_is_what_fits_unless_said_otherwise(parrot: Serving) -> None:
     (choice,) = chat(parrot, ask("x"))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("yz é€😀.", "stop")

@@ -127,19 +127,6 @@ def test_a_negative_seed_is_one_of_its_own(server: Serving) -> None:
     assert choice["text"] != complete(server, seed=2, max_tokens=24)["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("fields", [{}, {"seed": -1}], ids=str)
-def test_each_prompt_draws_a_seed_that_gives_the_same_again(
-    server: Serving, fields: dict[str, Any]
-) -> None:
-    choices = complete(server, ["import"] * 3, n=2, max_tokens=24, **fields)["choices"]
-    assert len({choice["text"] for choice in choices}) == 6
-    for first in (0, 2, 4):
-        seed = choices[first]["seed"]
-        again = complete(server, "import", n=2, max_tokens=24, seed=seed)["choices"]
-        own = choices[first : first + 2]
-        assert [{**choice, "index": choice["index"] + first} for choice in again] == own
-
-
 def test_sixteen_tokens_unless_said_otherwise(speller: Serving) -> None:
     for fields in ({}, {"max_tokens": None}):
         (choice,) = complete(speller, "a", **fields)["choices"]
@@ -260,14 +247,6 @@ def test_a_prompt_is_scored_without_generating(
         assert choice["text"] == raw.decode(errors="replace")
     assert usage["completion_tokens"] == 0
     assert usage["total_tokens"] == usage["prompt_tokens"] == one_more["usage"]["prompt_tokens"]
-
-
-def test_a_prompt_that_fills_the_context_is_scored_as_score_does(server: Serving) -> None:
-    ids = [65, 200] * 64
-    (choice,) = complete(server, ids, max_tokens=0, echo=True, logprobs=0)["choices"]
-    (scored,) = server.post("/score", {"prompt": ids, "logprobs": 0}).json()["prompts"]
-    own = [token["logprob"] for token in scored["score"]["tokens"]]
-    assert choice["logprobs"]["token_logprobs"] == own
 
 
 def test_a_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -> None:
