@@ -1,5 +1,5 @@
-"""LLM: what it gives is what the reference and the plain forward give. That a server gives the same
-bits is tested in `tests/service/test_llm_beside_a_server.py`."""
+"""LLM against the reference and the plain forward. `tests/service/test_llm_beside_a_server.py`
+compares its bits with a server's."""
 
 import codecs
 import inspect

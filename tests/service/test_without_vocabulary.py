@@ -1,5 +1,5 @@
 """A model of token ids alone, over HTTP: its numbers are those of the same weights with a
-vocabulary, and every text is rejected with the way out."""
+vocabulary, and every text is refused with a way out."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def ids(path: Path) -> Iterator[Serving]:
 
 
 def without_text(value: Any) -> Any:
-    """A reply without what tokens say, times and names of replies."""
+    """A reply without texts of tokens, times and ids of replies."""
     if isinstance(value, dict):
         left_out = {"id", "created", "timings", "checkpoint", "model", "text", "bytes",
                     "bits_per_byte", "cached_tokens"}  # fmt: skip

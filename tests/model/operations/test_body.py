@@ -1,4 +1,4 @@
-"""Bodies of all operations: read strictly, and described for people."""
+"""Bodies of all operations are read strictly."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def read(model: type[RequestBody], **fields: Any) -> Any:
 
 
 def models_of(base: type[BaseModel]) -> list[type[BaseModel]]:
-    """All models below one, those of the operations among them."""
+    """All subclasses of a model, including those of the operations."""
     return [one for kind in base.__subclasses__() for one in (kind, *models_of(kind))]
 
 

@@ -83,7 +83,7 @@ def test_only_fields_of_the_endpoint_are_suggested() -> None:
 
 
 def test_suggestions_do_not_block_the_event_loop() -> None:
-    """Only for those that are named; a long name is like none of ours."""
+    """Suggestions are looked for only for named fields, and never for a long name."""
     raw = json.dumps({"prompt": "a"} | {f"temperatur{i}": 1 for i in range(900)}).encode()
     began = time.monotonic()
     assert str(refused(raw)).count("did you mean") == MAX_REPORTED
@@ -119,7 +119,7 @@ def test_a_large_body_of_errors_gives_a_small_answer(raw: bytes) -> None:
 
 
 def test_a_list_is_checked_no_further_than_its_first_wrong_item() -> None:
-    """Otherwise 4 MB of nulls would hold the event loop for seconds."""
+    """Otherwise 4 MB of nulls would block the event loop for seconds."""
     lists: dict[type[RequestBody], tuple[str, ...]] = {
         GenerateRequest: ("prompt", "allowed_token_ids", "stop", "stop_token_ids"),
         LogitsRequest: ("positions", "token_ids"),

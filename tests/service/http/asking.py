@@ -1,4 +1,4 @@
-"""Requests of the API's tests: a prompt, the smallest body of each operation, replies as arrays."""
+"""Helpers of the API's tests: a prompt, the smallest body of each operation, replies as arrays."""
 
 import io
 from collections.abc import Mapping

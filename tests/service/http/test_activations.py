@@ -1,5 +1,5 @@
-"""POST /activations and GET /stages: any stage by its name, in every form; and interventions, in
-the body of every endpoint that computes."""
+"""POST /activations and GET /stages: any stage by its name, in every form; and interventions in
+every operation that computes."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -149,8 +149,8 @@ def test_a_star_changes_each_layer(server: Serving) -> None:
 
 
 def test_setting_another_prompts_stream_continues_its_forward(server: Serving) -> None:
-    """The whole stream of a layer from another prompt, and the rest of the forward is that
-    prompt's; with one position of it, only what follows that one sees a difference."""
+    """With the whole stream of a layer from another prompt, the rest of the forward is that
+    prompt's; with one position of it, only that position and those after it change."""
     other = npy(server, "/logits", prompt=OTHER, positions="all")
     patch = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": OTHER}}
     close(npy(server, "/logits", positions="all", interventions=[patch]), other)
@@ -199,7 +199,7 @@ def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
 
 
 def test_company_changes_no_bit(server: Serving) -> None:
-    """Requests with interventions and without run together; each gives its own bits."""
+    """Requests with interventions and without run together, and each keeps its bits."""
     plain = server.generate(PROMPT, max_tokens=12, seed=3, logprobs=0)["choices"][0]
     fields: dict[str, Any] = {"max_tokens": 12, "seed": 3, "logprobs": 0, "interventions": [HEAD]}
     alone = server.generate(PROMPT, **fields)["choices"][0]

@@ -1,4 +1,4 @@
-"""Arrays as bytes: what we write, NumPy and safetensors read."""
+"""Arrays as bytes, which NumPy and safetensors read."""
 
 import io
 from typing import Any

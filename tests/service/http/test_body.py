@@ -1,5 +1,5 @@
-"""Bodies that no well-behaved client sends, wrong paths and methods: each is refused with a
-sentence in few bytes, and the service goes on."""
+"""Broken bodies, wrong paths and methods: each is refused with a short sentence, and the service
+goes on."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def it_goes_on(server: Serving) -> Iterator[None]:
 
 
 def test_more_sequences_than_slots_and_queue_are_refused_with_400(small: Serving) -> None:
-    """With 429 the client would try again for ever."""
+    """A 429 would make the client try again for ever."""
     for path, body in [("/generate", {"prompt": "a", "n": 6}), ("/probs", {"prompt": ["a"] * 6}),
                        ("/logits", {"prompt": ["a"] * 6})]:  # fmt: skip
         error = small.refused(path, body)
@@ -96,15 +96,15 @@ LARGE = {
     "unknown names": (BAD_JSON["many names"], 100_001, 100_001),
     "ids": (b'{"prompt": [' + b"1," * 150_000 + b"1]}", 150_003, 3),
 }  # fmt: skip
-"""Bodies that are all structure, with the values that they may have (an empty list might hold one),
-and with their lists, objects and keys."""
+"""Bodies that are all structure, with their largest number of values (an empty list counts as one
+value) and of lists, objects and keys."""
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
     server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 MB of lists once took the event loop a second, and every stream with it."""
+    """4 MB of lists once blocked the event loop, and so every stream, for a second."""
 
     def parsed(*_: Any, **__: Any) -> Any:
         raise AssertionError("this body was to be refused before it is parsed")
@@ -119,7 +119,7 @@ def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
 
 
 def test_structure_inside_a_text_is_text(server: Serving) -> None:
-    """A prompt of code has as many brackets and commas as it likes."""
+    """A prompt of code may have any number of brackets and commas."""
     error = server.refused("/generate", {"prompt": 'f([{"a": 1}, \\"],' * 150_000})
     assert error.code == "context_length_exceeded"
 
@@ -152,7 +152,7 @@ def test_a_content_type_that_is_not_json(server: Serving, content_type: str | No
     ],
 )
 def test_a_body_that_is_encoded_is_refused(server: Serving, header: str) -> None:
-    """Read as it is it would be another body than the one that was sent."""
+    """Without decoding it would be read as another body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     framing = "" if header.startswith("Transfer") else "Transfer-Encoding: chunked\r\n"
     with server.connect() as raw:
@@ -206,7 +206,7 @@ def test_a_chunked_body_is_counted_as_it_comes(small: Serving, size: int) -> Non
 
 
 def test_a_body_that_says_it_is_too_large_is_not_asked_for(small: Serving) -> None:
-    """`Expect: 100-continue` is how curl asks before it sends a large body."""
+    """curl asks with `Expect: 100-continue` before it sends a large body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for length, answer in [(10**12, b"HTTP/1.1 413 "), (2000, b"HTTP/1.1 100 Continue")]:
         with small.connect() as raw:

@@ -125,7 +125,7 @@ LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("activations", {"prompt": "x" * 128, **ALL}, {"stages": ["embedding", "blocks.0.output"]},
      "8192 elements"),
 ]  # fmt: skip
-"""An operation, fields whose reply just fits, what makes it larger, and what is said of that."""
+"""An operation, fields whose reply just fits, fields that make it larger, part of the message."""
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "")
 
 
 def test_an_operation_is_one_file(checkpoint_path: Path) -> None:
-    """With its route, its refusals, a deadline, the choice of a model and the limits of a reply."""
+    """The file adds its route, refusals, deadline, choice of a model and limits of a reply."""
     app = create_app(serve_settings(checkpoint_path, max_reply_elements=100 * 64))
     app.router.routes[:0] = endpoint.router([RANK]).routes
     with serving_app(app) as running:

@@ -154,7 +154,7 @@ def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
 
 
 def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> None:
-    """It compiles and begins well; the checking process does not come so far."""
+    """It compiles, and the checking process does not reach its dead end."""
     dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
     error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
     assert (error.param, error.code) == ("grammar", "constraint_failed")
@@ -171,13 +171,13 @@ def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> Non
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services have sandboxes with so much memory that a source can be slow."""
+    """Services whose sandboxes have enough memory for a slow source."""
     monkeypatch.setattr(lifespan, "Sandbox", partial(Sandbox, memory=ROOM))
 
 
 @pytest.fixture
 def hasty(checkpoint_path: Path, roomy: None) -> Iterator[Serving]:
-    """A service that gives compiling half a second."""
+    """A service that limits compilation to half a second."""
     with serving(checkpoint_path, slots=2, constraint_timeout=0.5) as running:
         running.generate("x", regex="a", max_tokens=1)  # the process has started
         yield running

@@ -21,12 +21,12 @@ Rows = npt.NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def rows(gpt: GPT) -> Rows:
-    """(positions, V) of PROMPT: what anybody gets who loads the checkpoint and asks the model."""
+    """(positions, V) of PROMPT, from the checkpoint without a server."""
     return forward_as_served(gpt, torch.tensor(IDS)).logits[0].numpy()
 
 
 def prompts(server: Serving, prompt: Any = PROMPT, **fields: Any) -> list[dict[str, Any]]:
-    """The prompts of a JSON reply, which is what the schema says."""
+    """The prompts of a JSON reply that fits the schema."""
     response = server.post("/logits", {"prompt": prompt, **fields})
     assert response.status_code == 200, response.text
     LogitsReply.model_validate(response.json())

@@ -19,7 +19,7 @@ def probs(server: Serving, prompt: Any = PROMPT, **fields: Any) -> ProbsReply:
 
 @pytest.fixture(scope="module")
 def plain(gpt: GPT) -> list[float]:
-    """Softmax by the book, in Python's own floats."""
+    """Softmax by its definition, in Python's floats."""
     logits = gpt(torch.tensor([list(PROMPT.encode())])).logits[0, -1].tolist()
     weights = [math.exp(x - max(logits)) for x in logits]
     return [weight / math.fsum(weights) for weight in weights]

@@ -1,5 +1,4 @@
-"""Fields that no operation can honour: refused by name, in the same words over HTTP and in
-process."""
+"""Wrong fields of operations: refused by name, with the same message over HTTP and in process."""
 
 import json
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ INTERVENTIONS: list[Row] = [
     ({**SET, "from": {"prompt": ""}}, "interventions",
      "the prompt of from or minus: the prompt is empty"),
 ]  # fmt: skip
-"""Interventions that cannot be carried out; the first of a request that has one before it."""
+"""Interventions that cannot be carried out."""
 EVERY_LAYER = {"stage": "blocks.*.output", "operation": "scale", "factor": 1.0}
 
 REFUSED: dict[str, list[Row]] = {
@@ -340,7 +339,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 def refused(server: Serving, operation: Operation, fields: dict[str, Any]) -> ErrorDetail:
-    """The error over HTTP. In a stream too it is a status, and no event."""
+    """The error over HTTP. For a stream it is a status as well, and no event."""
     body = {**SMALLEST[operation.name], **fields}
     error = server.refused(operation.path, body)
     if "stream" in operation.body.model_fields and "stream" not in fields:
@@ -405,7 +404,7 @@ def test_an_intervention_is_named_by_its_place(server: Serving) -> None:
 def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """It was answered 500, as a bug of the server."""
+    """It was once a 500."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")
@@ -451,7 +450,7 @@ FIELDS = sorted({name for operation in BY_NAME.values() for name in operation.bo
 def test_any_fields_get_an_answer_and_the_same_refusal_in_process(
     server: Serving, operation: Operation, fields: dict[str, Any]
 ) -> None:
-    """json.dumps writes NaN, Infinity and lone surrogates as a careless client does."""
+    """json.dumps writes NaN, Infinity and lone surrogates, as careless clients do."""
     body = {**SMALLEST[operation.name], **fields}
     response = server.post(operation.path, json.dumps(body).encode())
     if (refusal := refusal_of(operation, body)) is not None:

@@ -1,4 +1,4 @@
-"""The structure of JSON, counted without a parser: the same as a parser's tree has."""
+"""The structure of JSON, counted without a parser, against a parser's tree."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""POST /sweep: each cell is the intervention by hand, whole or streamed; nothing outlasts it."""
+"""POST /sweep: each cell equals its intervention sent alone, whole or streamed."""
 
 import itertools
 import json

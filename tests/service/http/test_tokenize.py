@@ -1,5 +1,5 @@
 """POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and places of texts; and the
-calls that evaluation programs with a remote tokenizer make."""
+calls of evaluation programs with a remote tokenizer."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the checkpoint's template, OpenAI's shape, the tokens of /generate."""
+"""POST /v1/chat/completions: the checkpoint's template, OpenAI's format and /generate."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The tiny model behind a template that says who wrote a message after its text."""
+    """The tiny model behind a template that writes the author of a message after its text."""
     path = save_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "turns",
         chat_template="{% for m in messages %}{{ m.content }} [] {{ m.role }};{% endfor %}"
@@ -331,7 +331,7 @@ def test_a_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> No
 
 
 def test_the_template_is_the_checkpoints(chatter: Serving, tmp_path: Path) -> None:
-    """It is read from config.json, and may be added to a checkpoint that has none."""
+    """config.json holds it, and it can be added to a checkpoint without one."""
     path = save_tiny_checkpoint(tmp_path / "plain").path
     document = json.loads((path / "config.json").read_text())
     document["tokenizer"]["chat_template"] = "{{ messages[0].content }}"

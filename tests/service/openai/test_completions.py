@@ -1,5 +1,5 @@
-"""Chunks of /v1/completions from native ones, at moments that a server does not reach at will; the
-rest is tested through the route.
+"""Chunks of /v1/completions from native chunks that a server does not produce on demand; the rest
+is tested through the route.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""POST /v1/completions: OpenAI's shape to the letter, the values of /generate and of the model."""
+"""POST /v1/completions: OpenAI's exact format, the values of /generate and of the model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -213,7 +213,7 @@ def test_the_scoring_call_of_lm_eval(server: Serving, gpt: GPT) -> None:
 
 
 def test_a_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
-    """lm-eval takes the last entry off, and counts on one more than the prompt has."""
+    """lm-eval removes the last entry, and expects one more than the prompt has."""
     (choice,) = complete(speller, ".", max_tokens=1, logprobs=1, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (".", "stop")
     assert choice["logprobs"]["tokens"] == [".", "<|endoftext|>"]
@@ -327,7 +327,7 @@ def test_an_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
 def test_a_field_that_cannot_be_honoured(
     server: Serving, fields: dict[str, Any], param: str | None, streamed: bool
 ) -> None:
-    """In a stream too it is a status, and no event."""
+    """For a stream it is a status as well, and no event."""
     if streamed and "stream_options" in fields and not fields.get("stream"):
         return
     assert refusal(server, **{"stream": streamed, **fields}).param == param

@@ -1,4 +1,4 @@
-"""GET /v1/models: the one that is served."""
+"""GET /v1/models: the served model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`response_format` as the official client sends it: what comes back is JSON that fits."""
+"""`response_format` as the official client sends it: the text is JSON that fits."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""OpenAI's bodies: null is the default, what is not supported is refused by name, and bounds are
+"""OpenAI's bodies: null is the default, unsupported fields are refused by name, and bounds are
 those of /generate.
 """
 

@@ -1,4 +1,4 @@
-"""Tools: an answer that is a call, whole and streamed, by the functions' schemas."""
+"""Tools: an answer that is a call, whole and streamed, and fits the function's schema."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def called(message: dict[str, Any]) -> tuple[str, Any]:
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
-    """A choice as the deltas of its chunks add up to it."""
+    """A choice put together from the deltas of its chunks."""
     call: dict[str, Any] = {}
     for chunk in chunks:
         for delta in chunk["choices"][0]["delta"].get("tool_calls", []):
@@ -201,7 +201,7 @@ VALUES = st.recursive(
 def test_a_call_grows_to_what_was_written(
     function: FunctionDefinition, arguments: dict[str, Any], cuts: list[int], several: bool
 ) -> None:
-    """However its text is cut into pieces."""
+    """For any cut of its text into pieces."""
     whole = json.dumps(arguments)
     text = f'{{"name": "{function.name}", "arguments": {whole}}}' if several else whole
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to the native one, field by field."""
+"""Translation of OpenAI's bodies to native ones, field by field."""
 
 import json
 from typing import Any, cast
@@ -41,7 +41,7 @@ SHARED: dict[str, Any] = {
     "priority": -3,
     "timeout": 5.0,
 }
-"""A value of each field that both endpoints have and /generate has too; none is a default."""
+"""A value of each field that both endpoints share with /generate; none is a default."""
 
 
 def completion(**fields: Any) -> GenerateRequest:

@@ -1,4 +1,4 @@
-"""GET endpoints: the life of the service as seen from outside, what is served, and the metrics."""
+"""GET endpoints: health, the served model and the metrics."""
 
 import asyncio
 import shutil
@@ -42,8 +42,7 @@ from tests.service.serving import (
 
 @pytest.fixture
 def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path, Event]]:
-    """A service that is about to load until the event is set, and the config.json that it will
-    read."""
+    """A service that loads once the event is set, and the config.json that it will read."""
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
     with held_loading() as gate, serving_app(create_app(serve_settings(path))) as running:
         yield running, path / "config.json", gate
@@ -214,7 +213,7 @@ def test_info(server: Serving) -> None:
 def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The choice that is made on a GPU, with a decoder that cannot be made."""
+    """The choice of a decoder on a GPU, with one that cannot be made."""
 
     def broken(*_: Any, **__: Any) -> Decoder:
         raise RuntimeError("operation not permitted when stream is capturing")
