@@ -25,15 +25,6 @@ class Processing(SamplingFields, RequestBody):
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(
         1.0, description="0 leaves the logits as they are."
     )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        0, description="Keep the k likeliest. 0: all."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Keep the likeliest that make up p."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Keep those at least p times as likely as the likeliest."
-    )
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token is kept.")
     completion_start: int | None = Field(
