@@ -13,22 +13,20 @@
         llm.probs("def main():")                 # (vocabulary,): the next token
         llm.score("def main", ["():", "body"])   # the logprobs of each continuation
 
-Runs the operations of `model/operations/` in the engine that `logitd serve` runs: the fields of a
-request, their checks and, on a CPU, the bits of the answers are the same. Each method takes the
-fields of its endpoint as keywords. Not here: chat templates, JSON and queue limits.
+Runs the operations of `model/operations/` in the engine of `logitd serve`: the fields of a request,
+their checks and, on a CPU, the bits of the results are the same. Each method takes the fields of
+its endpoint as keywords. Chat templates and queue limits belong to the server.
 """
 
 import dataclasses
 import logging
 import math
 import operator
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -44,7 +42,13 @@ from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
+from logitd.model.inference.engine.events import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    OutputsChunk,
+    TokenEvent,
+)
 from logitd.model.inference.engine.requests import Lens, Request, sequence_lengths
 from logitd.model.inference.errors import ConstraintError, InvalidRequest
 from logitd.model.inference.interventions import Intervention
@@ -63,31 +67,21 @@ from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.lens import LensRow, read_lens
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.inference.sweep import Axis
-from logitd.model.operations.activations import ACTIVATIONS
 from logitd.model.operations.all import OPERATIONS
-from logitd.model.operations.attention import ATTENTION
-from logitd.model.operations.attributions import ATTRIBUTIONS
 from logitd.model.operations.completion import GrowingReply, Piece
 from logitd.model.operations.computed import Computed, logprobs_of
-from logitd.model.operations.generate import GENERATE
-from logitd.model.operations.hidden_states import HIDDEN_STATES
-from logitd.model.operations.lens import LENS
-from logitd.model.operations.logits import LOGITS
 from logitd.model.operations.operation import (
     Compile,
     Completions,
     Compute,
-    Operation,
     Outputs,
     Plan,
     Record,
     Series,
     Subject,
-    new_id,
+    envelope,
 )
 from logitd.model.operations.prompts import encode_text
-from logitd.model.operations.score import SCORE
-from logitd.model.operations.sweep import SWEEP
 from logitd.model.operations.validation import parse
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -103,37 +97,39 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
-"""A text, or the token ids of one."""
+"""A text or its token ids."""
 Prompts = Prompt | Sequence[Prompt]
 Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
 
-OF_REPLIES = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
-"""Fields that say how a server answers: they mean nothing here."""
+SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
+"""Fields that only a server can honour."""
+
+BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 logger = logging.getLogger("logitd")
 
 
 class LoadError(Exception):
-    """A checkpoint that cannot be loaded as asked; the message says why and what to do."""
+    """A checkpoint that cannot be loaded with these options; the message has the reason and fix."""
 
 
 class GenerationError(Exception):
-    """A sequence that the engine could not finish; the message says what failed."""
+    """A sequence that the engine could not finish; the message names the failure."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One completion of one prompt; in a stream, what is new of it.
+    """One completion of one prompt; in a stream, a part of it.
 
     text           without the stop token or stop string that ended it
-    token_ids      all of them, a stop token included
+    token_ids      including a stop token
     finish_reason  "stop" or "length"; None in a stream until the last part
     stop_reason    the stop string, or the id of the stop token, that ended it
-    seed           of its prompt: the same request with this seed gives the same tokens
-    logprobs       (tokens,), in nats; None unless `SamplingParams.logprobs` asks for them
-    top_logprobs   of each token, the k likeliest in its place
+    seed           of its prompt: the same request with this seed generates the same tokens
+    logprobs       (tokens,), in nats; None unless `SamplingParams.logprobs` is set
+    top_logprobs   for each token, the k likeliest in its place
     """
 
     prompt_index: int
@@ -149,8 +145,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """How likely a text is. `logprobs` (scored tokens,) are in nats, `logprob` is their sum. The
-    first token of a prompt has none: nothing predicts it."""
+    """Logprobs of a text (scored tokens,), in nats; `logprob` is their sum. The first token of a
+    prompt has none: nothing predicts it."""
 
     token_ids: tuple[int, ...]
     logprobs: npt.NDArray[np.float64]
@@ -158,17 +154,17 @@ class Score:
 
 
 class LLM:
-    """One checkpoint, ready to compute. One thread may use it; streams may be read in turns.
+    """One checkpoint, ready to compute. Only one thread may use it; streams may be read in turns.
 
-    checkpoint          its directory, or that of a run, whose best is loaded
+    checkpoint          its directory, or the directory of a run, whose best is loaded
     device, dtype, threads, kernels, kernel_target, quantize, kv_cache_dtype
                         as for `logitd serve`. `threads` sets the size of torch's thread pool for
                         the whole process
-    slots               sequences that are computed at once; 16 if not given, with which a batch is
-                        fast: nobody waits in its queue
-    log                 gets a line where native kernels are being built
+    slots               sequences that are computed at once; default 16, at which a batch is fast
+    log                 receives a line when native kernels are built
 
-    Raises LoadError. Methods raise InvalidRequest, a ValueError, for what cannot be computed.
+    Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
+    computed.
     """
 
     def __init__(
@@ -203,11 +199,7 @@ class LLM:
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
         self.checkpoint = loaded.checkpoint
-        self._engine = Engine(
-            loaded.gpt,
-            config,
-            make_decoder=loaded.decode_path.make_owner,
-        )
+        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_owner)
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     @property
@@ -226,7 +218,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the threads that compute; no calls after this."""
+        """End the computing threads. No method may be called after this."""
         self._engine.close()
 
     def generate(
@@ -234,69 +226,59 @@ class LLM:
     ) -> list[Completion]:
         """The `n` completions of each prompt, prompt by prompt. `fields` are those of /generate:
         n, stop, ignore_eos, interventions, regex and so on; `params` sets several of them."""
-        parts: dict[tuple[int, int], list[Completion]] = {}
-        for part in self.stream(prompts, params, **fields):
-            parts.setdefault((part.prompt_index, part.index), []).append(part)
-        return [_joined(parts[key]) for key in sorted(parts)]
+        plan = self._completions(prompts, params, fields)
+        growing = GrowingReply(plan, self.tokenizer)
+        for _ in self._grow(growing, plan):
+            pass
+        return [_completion(piece, plan.n) for piece in growing.take()]
 
     def stream(
         self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> Generator[Completion]:
-        """The same, token by token: what is new of the completions, as they grow side by side.
+        """Completions token by token: their parts, as they grow side by side.
 
-        Starts when the first part is asked for. Closing the iterator ends the rest.
+        Starts when the first part is read. Closing the iterator ends the rest.
         """
-        given = {} if params is None else _as_dict(params)
-        constraint = given.pop("constraint", None)
-        plan = cast(Completions, self._plan(GENERATE, prompt=prompts, **given, **fields))
-        requests = list(plan.requests)
-        if constraint is not None:
-            requests = [
-                replace(request, params=replace(request.params, constraint=constraint))
-                for request in requests
-            ]
-        growing = GrowingReply(replace(plan, requests=requests), self.tokenizer)
-        with closing(self._run(requests)) as events:
-            for event in events:
-                if growing.push(event):
-                    self._stop(event)
+        plan = self._completions(prompts, params, fields)
+        growing = GrowingReply(plan, self.tokenizer)
+        with closing(self._grow(growing, plan)) as events:
+            for _ in events:
                 for piece in growing.take():
                     yield _completion(piece, plan.n)
 
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
-        """Logits (T, V): row i predicts the token after token i; of the columns `token_ids`, if
-        given."""
+        """Logits (T, V): row i predicts the token after token i. `token_ids` chooses columns."""
         _refuse(fields, "top_k")
-        return self._arrays(LOGITS, prompt=prompt, **fields)["logits"]
+        return self._arrays("logits", prompt=prompt, **fields)["logits"]
 
     def probs(self, prompt: Prompt, **fields: Any) -> npt.NDArray[np.float64]:
-        """Probabilities (V,) of the token that follows."""
+        """Probabilities (V,) of the next token."""
         _refuse(fields, "top_k", "token_ids", "positions")
-        row = self._arrays(LOGITS, prompt=prompt, positions="last", **fields)["logits"][0]
+        row = self._arrays("logits", prompt=prompt, positions="last", **fields)["logits"][0]
         return np.exp(log_softmax(row))
 
     def hidden_states(self, prompt: Prompt, **fields: Any) -> Floats:
         """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""
-        return self._arrays(HIDDEN_STATES, prompt=prompt, **fields)["hidden_states"]
+        return self._arrays("hidden_states", prompt=prompt, **fields)["hidden_states"]
 
     def attention(self, prompt: Prompt, **fields: Any) -> Floats:
         """Attention weights (n_layer, n_head, T, T); each row sums to 1."""
-        return self._arrays(ATTENTION, prompt=prompt, **fields)["attention"]
+        return self._arrays("attention", prompt=prompt, **fields)["attention"]
 
     def activations(
         self, prompt: Prompt, stages: str | Sequence[str], **fields: Any
     ) -> dict[str, Floats]:
-        """The values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
-        `model/transformer/stages.py` lists them. `heads` chooses among those of stages with any."""
+        """Values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
+        `model/transformer/stages.py` lists them. `heads` chooses heads of stages that have any."""
         names = [stages] if isinstance(stages, str) else stages
-        return self._arrays(ACTIVATIONS, prompt=prompt, stages=names, **fields)
+        return self._arrays("activations", prompt=prompt, stages=names, **fields)
 
     def lens(self, prompt: Prompt, **fields: Any) -> list[list[LensRow]]:
-        """What the model would say if it stopped after each layer (0: after the embeddings), by
-        position and layer: the likeliest ids, rank and logprob of `token_ids`, entropy and the
-        divergence of the model's own answer."""
+        """Predictions after each layer (0: after the embeddings), by position and layer: the
+        likeliest ids, rank and logprob of `token_ids`, entropy, and the divergence of the model's
+        own prediction."""
         given = {"positions": "all", "prompt": prompt, **fields}
-        request = _only(cast(Outputs, self._plan(LENS, **given)).requests)
+        request = _only(cast(Outputs, self._plan("lens", **given)).requests)
         lens = cast(Lens, request.output)
         rows = self._compute([request]).rows[request.request_id]  # (layers, numbers) each
         return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
@@ -304,11 +286,11 @@ class LLM:
     def attributions(
         self, prompt: Prompt, token: int | None = None, minus: int | None = None, **fields: Any
     ) -> Attribution:
-        """What the logit of `token` (None: the likeliest next one), less that of `minus`, depends
-        on: by token of the prompt ("gradient_times_input", "integrated_gradients"), and by head and
-        MLP ("direct")."""
+        """The logit of `token` (None: the likeliest next one), minus the logit of `minus`,
+        attributed to the tokens of the prompt ("gradient_times_input", "integrated_gradients") and
+        to heads and MLPs ("direct")."""
         given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
-        request = _only(cast(Record, self._plan(ATTRIBUTIONS, **given)).requests)
+        request = _only(cast(Record, self._plan("attributions", **given)).requests)
         return self._compute([request]).attributions[request.request_id]
 
     def sweep(
@@ -320,10 +302,10 @@ class LLM:
         minus: int | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """The logit of `token` after the prompt, less that of `minus`, with `vary` carried out in
-        one place after another: an axis for each of `over` ("layers", "heads", "positions")."""
+        """The logit of `token` after the prompt, minus the logit of `minus`, with `vary` in one
+        place after another: an axis for each of `over` ("layers", "heads", "positions")."""
         given = {"vary": vary, "over": over, "token_id": token, "minus_id": minus, **fields}
-        plan = cast(Series, self._plan(SWEEP, prompt=prompt, **given))
+        plan = cast(Series, self._plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._parts(plan))["grid"])
 
     def patch(
@@ -337,64 +319,57 @@ class LLM:
         over: Sequence[Axis] = ("layers", "positions"),
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """The sweep that sets a stage to what `source`, a prompt of as many tokens, has there."""
+        """The sweep that sets a stage to its values on `source`, a prompt of as many tokens."""
         vary = {"stage": stage, "operation": "set", "from": {"prompt": source}}
         return self.sweep(prompt, vary, over, token, minus, **fields)
 
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt] = (), **fields: Any
     ) -> list[Score]:
-        """How likely each continuation is after the prompt; without any, the prompt itself."""
+        """Scores of continuations of the prompt; without any, of the prompt itself."""
         given = {"prompt": prompt, "continuations": continuations or None, **fields}
-        request = _only(cast(Record, self._plan(SCORE, **given)).requests)
+        request = _only(cast(Record, self._plan("score", **given)).requests)
         tokens = self._compute([request]).tokens
         count = len(sequence_lengths(request))
         return [_score(tokens[request.request_id, index]) for index in range(count)]
 
     def run(self, operation: str, **fields: Any) -> Any:
-        """Any operation whose answer is a JSON object, by its name: the reply that the server
-        gives, as an object with attributes."""
-        chosen = _operation(operation)
-        plan = self._plan(chosen, **fields)
+        """Any operation that replies with a JSON object, by its name: the server's reply, as an
+        object with attributes."""
+        chosen = BY_NAME.get(operation)
+        if chosen is None:
+            raise InvalidRequest(
+                f"there is no operation {operation!r}; use one of {', '.join(BY_NAME)}", "operation"
+            )
+        plan = self._plan(operation, **fields)
         if isinstance(plan, Record):
             members = plan.reply(self._compute(plan.requests))
         elif isinstance(plan, Series):
             members = {**plan.head, **plan.members(self._parts(plan))}
         else:
-            raise InvalidRequest(f"{operation} gives no JSON object: call LLM.{operation}")
-        training = self.checkpoint.training
-        checkpoint = {
-            "name": self.checkpoint.name,
-            "step": training.step,
-            "val_loss": training.val_loss,
-            "weights_sha256": self.checkpoint.weights_sha256,
-        }
-        head = {
-            "id": new_id(chosen.reply_id),
-            "created": int(time.time()),
-            "model": self.checkpoint.name,
-            "checkpoint": checkpoint,
-        }
+            raise InvalidRequest(f"{operation} has no JSON object: call LLM.{operation}")
+        head = envelope(chosen.reply_id, self.checkpoint.name, self.checkpoint)
         return TypeAdapter(chosen.reply).validate_python({**head, **members})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Operations without a method above: `llm.tokenize(prompt="def")`."""
-        if name not in {operation.name for operation in OPERATIONS}:
+        if name not in BY_NAME:
             raise AttributeError(f"LLM has no attribute {name!r}")
         return partial(self.run, name)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt. Special tokens in a text are plain text; if the model has no
-        vocabulary, a text is refused."""
+        """The token ids of a prompt. Names of special tokens in a text are plain text. Raises
+        InvalidRequest for a text if the model has no vocabulary."""
         if not isinstance(prompt, str):
             return tuple(map(operator.index, prompt))
         return tuple(encode_text(prompt, self.tokenizer))
 
-    # How operations run
+    # Running operations
 
-    def _plan(self, operation: Operation, **fields: Any) -> Plan:
-        """The plan of a request, with what it needs computed first."""
-        _refuse(fields, *OF_REPLIES)
+    def _plan(self, name: str, /, **fields: Any) -> Plan:
+        """The plan of a request; computes the values that it depends on."""
+        _refuse(fields, *SERVER_FIELDS)
+        operation = BY_NAME[name]
         body = parse(operation.body, fields)
         planning = operation.plan(body, Subject(self.checkpoint))
         answer: Any = None
@@ -418,22 +393,51 @@ class LLM:
             kind = step.source.kind
             raise InvalidRequest(f"{kind}: {error}", kind) from error
 
+    def _completions(
+        self, prompts: Prompts, params: SamplingParams | None, fields: dict[str, Any]
+    ) -> Completions:
+        """The plan of a generation. A compiled constraint of `params` goes past the fields."""
+        given: dict[str, Any] = {}
+        constraint = None
+        if params is not None:
+            # Not `dataclasses.asdict`, which would copy a compiled constraint.
+            given = {each.name: getattr(params, each.name) for each in dataclasses.fields(params)}
+            # Ids of NumPy cannot be keys of JSON.
+            given["logit_bias"] = {int(i): bias for i, bias in params.logit_bias.items()}
+            constraint = given.pop("constraint")
+        plan = cast(Completions, self._plan("generate", prompt=prompts, **given, **fields))
+        if constraint is None:
+            return plan
+        requests = [
+            replace(request, params=replace(request.params, constraint=constraint))
+            for request in plan.requests
+        ]
+        return replace(plan, requests=requests)
+
+    def _grow(self, growing: GrowingReply, plan: Completions) -> Generator[Event]:
+        """The events of a generation, once each is added to `growing`."""
+        with closing(self._run(plan.requests)) as events:
+            for event in events:
+                if growing.push(event):  # its text has ended
+                    assert isinstance(event, TokenEvent)
+                    ended = self._engine.abort(event.request_id, event.index, FinishReason.STOP)
+                    self._mailboxes[event.request_id].extend(ended)
+                yield event
+
     def _compute(self, requests: Sequence[Request]) -> Computed:
-        """Everything that requests compute."""
         computed = Computed()
         for event in self._run(requests):
             computed.add(event)
         return computed
 
     def _parts(self, plan: Series) -> list[dict[str, Any]]:
-        """The parts of a series, whose jobs run side by side."""
         jobs = list(plan.jobs)
         rows = self._compute(jobs).rows
         return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]
 
-    def _arrays(self, operation: Operation, **fields: Any) -> dict[str, Floats]:
-        """The arrays of one prompt, at all positions unless `fields` choose some."""
-        plan = cast(Outputs, self._plan(operation, **{"positions": "all", **fields}))
+    def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
+        """The arrays of one prompt; by default all positions."""
+        plan = cast(Outputs, self._plan(name, **{"positions": "all", **fields}))
         request = _only(plan.requests)
         rows = np.stack(self._compute([request]).rows[request.request_id])
         return {
@@ -442,9 +446,9 @@ class LLM:
         }
 
     def _run(self, requests: Sequence[Request]) -> Generator[Event]:
-        """The events of requests until all have ended; whatever ends the loop early aborts them.
+        """The events of requests until all have ended. Closing the generator aborts them.
 
-        Steps compute the requests of other streams too, whose events wait in their mailboxes."""
+        Steps compute the requests of other streams too; their events wait in their mailboxes."""
         mailbox: deque[Event] = deque()
         running = sum(len(sequence_lengths(request)) for request in requests)
         try:
@@ -468,11 +472,6 @@ class LLM:
                 self._engine.abort(request.request_id)
                 self._mailboxes.pop(request.request_id, None)
 
-    def _stop(self, event: Any) -> None:
-        """End a sequence whose text has ended."""
-        ended = self._engine.abort(event.request_id, event.index, FinishReason.STOP)
-        self._mailboxes[event.request_id].extend(ended)
-
 
 def _refuse(fields: Mapping[str, Any], *names: str) -> None:
     """Raise InvalidRequest for fields that a call cannot honour."""
@@ -486,28 +485,12 @@ def _only(requests: Sequence[Any]) -> Any:
     """The request of a method that takes one prompt. Raises InvalidRequest for several."""
     if len(requests) > 1:
         raise InvalidRequest(
-            f"there are {len(requests)} prompts; this method takes one: call it for each", "prompt"
+            f"prompt has {len(requests)} prompts; this method takes one: call it for each", "prompt"
         )
     return requests[0]
 
 
-def _as_dict(params: SamplingParams) -> dict[str, Any]:
-    """The fields of a body; not `dataclasses.asdict`, which would copy a compiled constraint."""
-    fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    # Ids of NumPy cannot be keys of JSON.
-    return {**fields, "logit_bias": {int(i): bias for i, bias in params.logit_bias.items()}}
-
-
-def _operation(name: str) -> Operation:
-    found = next((each for each in OPERATIONS if each.name == name), None)
-    if found is None:
-        names = ", ".join(each.name for each in OPERATIONS)
-        raise InvalidRequest(f"there is no operation {name!r}; there are {names}", "operation")
-    return found
-
-
 def _completion(piece: Piece, n: int) -> Completion:
-    """A piece as this module gives it."""
     logprobs = [token.chosen.logprob for token in piece.tokens if token.chosen is not None]
     return Completion(
         prompt_index=piece.prompt_index,
@@ -519,18 +502,6 @@ def _completion(piece: Piece, n: int) -> Completion:
         seed=piece.seed,
         logprobs=np.array(logprobs) if piece.tokens else None,
         top_logprobs=tuple(token.top for token in piece.tokens),
-    )
-
-
-def _joined(parts: Sequence[Completion]) -> Completion:
-    """A whole completion of its parts."""
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    return replace(
-        parts[-1],
-        text="".join(part.text for part in parts),
-        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
-        logprobs=np.concatenate(logprobs) if logprobs else None,
-        top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in parts)),
     )
 
 

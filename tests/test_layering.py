@@ -212,7 +212,6 @@ ROOMS: dict[str, set[str]] = {
     "service.cli.settings_command": {"service.cli.flags", "service.settings"},
     "service.engine": {"model", "service.settings"},
     "service.http.schemas": {"model.operations"},
-    "service.http.admin_schemas": {"model.operations"},
     "service.errors": {"model", "service.engine", "service.http.schemas"},
     "service.metrics": {"model", "service.engine"},
     "service.access": {"model", "service.engine", "service.errors", "service.settings"},

@@ -7,26 +7,15 @@ from pydantic import Field
 from logitd.model.inference.engine.cost import activation_shapes
 from logitd.model.inference.engine.requests import Activations
 from logitd.model.inference.selection import resolve_heads, resolve_stages
-from logitd.model.operations.body import (
-    DType,
-    Examples,
-    HalfOrFull,
-    ModelName,
-    Places,
-    PositionChoice,
-    PromptBody,
-    Reply,
-    ReplyBody,
-    Timeout,
-)
-from logitd.model.operations.interventions import Interventions, StageName
+from logitd.model.operations.body import Examples, HalfOrFull, Places, PromptReply, Reply
+from logitd.model.operations.interventions import StageName
 from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
-from logitd.model.operations.outputs import outputs_requests
+from logitd.model.operations.outputs import ArraysBody, outputs_requests
 
 MAX_PATTERNS = 1024
 
 
-class ActivationsRequest(PromptBody):
+class ActivationsRequest(ArraysBody):
     """Values of named stages at chosen positions."""
 
     examples: ClassVar[Examples] = {
@@ -34,7 +23,7 @@ class ActivationsRequest(PromptBody):
             "prompt": "def main():",
             "stages": ["blocks.*.attention.q"],
         },
-        "Where one head looks, with the stream before and after its block": {
+        "The keys that one head attends to, with the stream before and after its block": {
             "prompt": "for i in range(10): print(",
             "stages": ["embedding", "blocks.0.attention.probs", "blocks.0.output"],
             "heads": [0],
@@ -50,23 +39,16 @@ class ActivationsRequest(PromptBody):
     stages: Annotated[list[StageName], Field(min_length=1, max_length=MAX_PATTERNS)] = Field(
         description="Names of GET /stages; * is any layer: blocks.*.attention.q."
     )
-    positions: PositionChoice = "last"
     heads: Places | None = Field(
-        None, description="Of the stages that have heads, from 0. Absent: all."
+        None, description="Heads of the stages that have any, from 0. Absent: all."
     )
-    interventions: Interventions = Field(default_factory=list)
-    dtype: DType = "float32"
-    timeout: Timeout = None
-    model: ModelName = None
 
 
-class PromptActivations(ReplyBody):
-    index: int
-    token_ids: list[int]
+class PromptActivations(PromptReply):
     positions: list[int]
     stages: dict[str, list[Any]] = Field(
-        description="Nested lists by stage, positions first; null: not finite, as the scores of "
-        "keys that a position does not see."
+        description="Nested lists by stage, positions first. null: not finite, such as the scores "
+        "of keys that a position does not see."
     )
 
 
@@ -76,7 +58,6 @@ class ActivationsReply(Reply):
 
 
 def plan(body: ActivationsRequest, subject: Subject) -> Planning:
-    """(positions, ...) of each stage and prompt."""
     config = subject.config
     stages = resolve_stages(body.stages, config)
     heads = None if body.heads is None else resolve_heads(body.heads, stages, config)
@@ -96,7 +77,7 @@ def plan(body: ActivationsRequest, subject: Subject) -> Planning:
     not_npy = None
     if len(arrays) > 1:
         not_npy = (
-            f"npy holds one array, and these stages are {len(arrays)}. Take "
+            f"npy holds one array, and stages names {len(arrays)} of them. Accept "
             "application/vnd.safetensors or JSON",
             "stages",
         )
@@ -109,11 +90,10 @@ ACTIVATIONS = Operation(
     reply=ActivationsReply,
     plan=plan,
     form="outputs",
-    reply_id="activations",
     summary="Values of any stage of the forward pass, by its name",
-    description="The stages of GET /stages, each an array whose first axis is the positions: "
+    description="Stages of GET /stages, each an array whose first axis is the positions: "
     "queries (positions, n_head, head_dim), attention weights (positions, n_head, tokens), units "
     "of the MLP (positions, d_ff), streams (positions, d_model).\n\n"
-    "`Accept: application/vnd.safetensors` gives the arrays of all prompts, "
-    "`application/x-npy` that of one stage of one prompt; otherwise JSON.",
+    "`Accept: application/vnd.safetensors` returns the arrays of all prompts, "
+    "`application/x-npy` the array of one stage of one prompt; otherwise JSON.",
 )

@@ -1,4 +1,4 @@
-"""The list of operations: routes, documentation, metrics and clients are derived from it."""
+"""The list of operations, from which routes, documentation, metrics and clients are derived."""
 
 from logitd.model.operations.activations import ACTIVATIONS
 from logitd.model.operations.attention import ATTENTION

@@ -1,4 +1,4 @@
-"""Attention weights: how much each position looks at each before it, by layer and head."""
+"""Attention weights of each position on the positions up to it, by layer and head."""
 
 from typing import ClassVar
 
@@ -6,25 +6,13 @@ from pydantic import Field
 
 from logitd.model.inference.engine.requests import AttentionWeights
 from logitd.model.inference.selection import resolve_indices
-from logitd.model.operations.body import (
-    DType,
-    Examples,
-    HalfOrFull,
-    ModelName,
-    Places,
-    PositionChoice,
-    PromptBody,
-    Reply,
-    ReplyBody,
-    Timeout,
-)
-from logitd.model.operations.interventions import Interventions
+from logitd.model.operations.body import Examples, HalfOrFull, Places, PromptReply, Reply
 from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
-from logitd.model.operations.outputs import outputs_requests
+from logitd.model.operations.outputs import ArraysBody, outputs_requests
 
 
-class AttentionRequest(PromptBody):
-    """Attention weights: how much each position looks at each before it, by layer and head."""
+class AttentionRequest(ArraysBody):
+    """Attention weights of each position on the positions up to it, by layer and head."""
 
     examples: ClassVar[Examples] = {
         "All heads of the first block": {
@@ -32,7 +20,7 @@ class AttentionRequest(PromptBody):
             "layers": [0],
             "positions": "all",
         },
-        "Where one head looks from the last token": {
+        "The weights of one head at the last token": {
             "prompt": "for i in range(10): print(",
             "layers": [2],
             "heads": [0],
@@ -41,16 +29,9 @@ class AttentionRequest(PromptBody):
 
     layers: Places | None = Field(None, description="Blocks, from 0. Absent: all.")
     heads: Places | None = Field(None, description="From 0. Absent: all.")
-    positions: PositionChoice = "last"
-    dtype: DType = "float32"
-    interventions: Interventions = Field(default_factory=list)
-    timeout: Timeout = None
-    model: ModelName = None
 
 
-class PromptAttention(ReplyBody):
-    index: int
-    token_ids: list[int]
+class PromptAttention(PromptReply):
     positions: list[int]
     layers: list[int]
     heads: list[int]
@@ -65,7 +46,6 @@ class AttentionReply(Reply):
 
 
 def plan(body: AttentionRequest, subject: Subject) -> Planning:
-    """(layers, heads, positions, tokens) of each prompt."""
     config = subject.config
     layers = resolve_indices(
         "layers", body.layers, config.n_layer, f"there are {config.n_layer} layers"
@@ -84,10 +64,9 @@ ATTENTION = Operation(
     reply=AttentionReply,
     plan=plan,
     form="outputs",
-    reply_id="attention",
     summary="Attention weights of chosen layers and heads",
-    description="Causal attention weights (layers, heads, positions, tokens); each row sums to 1, "
-    "and what a position does not see is 0.\n\n"
-    "`Accept: application/x-npy` gives one prompt's array, `application/vnd.safetensors` those of "
-    "all prompts; otherwise JSON.",
+    description="Causal attention weights (layers, heads, positions, tokens). Each row sums to 1; "
+    "tokens after the position have 0.\n\n"
+    "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` those "
+    "of all prompts; otherwise JSON.",
 )

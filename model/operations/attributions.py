@@ -1,7 +1,7 @@
 """Attributions: which tokens and which parts of the model a logit depends on."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,31 +12,28 @@ from logitd.model.inference.attribution.task import (
     Method,
 )
 from logitd.model.inference.engine.requests import AttributionRequest
-from logitd.model.inference.selection import resolve_indices
 from logitd.model.operations.body import (
     Examples,
-    ModelName,
     Place,
     PromptBody,
+    PromptReply,
     Reply,
     ReplyBody,
-    Text,
-    Timeout,
     TokenId,
 )
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
-from logitd.model.operations.prompts import encode_all, named_token
-from logitd.model.operations.tokens import token_json
+from logitd.model.operations.prompts import encode_all, resolve_in_prompt
+from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 from logitd.model.text.tokenizer import Tokenizer
 
 
-class AttributionsRequest(PromptBody):
-    """What the logit of a token hangs on, or the difference of two tokens' logits: by token of the
-    prompt, and by head and MLP. Computed in float32 from the weights that are served."""
+class AttributionsRequest(ComparedTokens, PromptBody):
+    """A token's logit, or the difference of two, attributed to the tokens of the prompt, the heads
+    and the MLPs. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
-        "Which tokens does the likeliest next one hang on?": {"prompt": "for i in range(10"},
+        "The likeliest next token, attributed to the prompt's": {"prompt": "for i in range(10"},
         "One token rather than another, along a path from zero": {
             "prompt": "for i in range(10",
             "token": ")",
@@ -44,47 +41,38 @@ class AttributionsRequest(PromptBody):
             "methods": ["integrated_gradients"],
             "steps": 8,
         },
-        "What each head and MLP adds": {
+        "The share of each head and MLP": {
             "prompt": "import os",
             "methods": ["gradient_times_input", "direct"],
         },
     }
 
-    token: Text | None = Field(None, description="Whose logit is attributed, by text.")
-    token_id: TokenId | None = Field(
-        None, description="The same by id. Without either: the likeliest next token."
-    )
-    minus: Text | None = Field(None, description="Whose logit is subtracted, by text.")
-    minus_id: TokenId | None = Field(None, description="The same by id.")
     position: Place = Field(
-        -1, description="Of the prompt, whose logits these are; negative ones count from the end."
+        -1,
+        description="Position of the prompt whose logits are attributed; negative ones count from "
+        "the end.",
     )
     methods: Annotated[list[Method], Field(min_length=1, max_length=3)] = Field(
         ["gradient_times_input"],
         description="gradient_times_input: the gradient with respect to each token's vector, times "
-        "that vector; integrated_gradients: the same along a path from a baseline; direct: what "
-        "the embedding, each head, each bias and each MLP adds by itself.",
+        "that vector; integrated_gradients: the same along a path from a baseline; direct: the "
+        "direct share of the embedding, each head, each bias and each MLP.",
     )
     steps: int | None = Field(
         None,
         ge=1,
         lt=2**31,
-        description="Of integrated gradients (absent: 32); each is a forward and a backward pass.",
+        description="Steps of integrated gradients (absent: 32), a forward and a backward pass "
+        "each.",
     )
     baseline: Literal["zero"] | TokenId | None = Field(
         None,
-        description="Of integrated gradients: 'zero' vectors (absent: these), or the embedding of "
-        "this token id at every position.",
+        description="Baseline of integrated gradients: 'zero' vectors (absent: these), or the "
+        "embedding of this token id at every position.",
     )
-    timeout: Timeout = None
-    model: ModelName = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> "AttributionsRequest":
-        if self.token is not None and self.token_id is not None:
-            raise ValueError("token and token_id both name the token; give one of them")
-        if self.minus is not None and self.minus_id is not None:
-            raise ValueError("minus and minus_id both name the other token; give one of them")
+    def _consistent(self) -> Self:
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods names a method twice: {self.methods}")
         for name in ("steps", "baseline"):
@@ -96,37 +84,31 @@ class AttributionsRequest(PromptBody):
         return self
 
 
-class TargetToken(ReplyBody):
-    id: int
-    text: str
-    bytes: list[int]
+class TargetToken(NamedToken):
     logit: float
 
 
-class AttributedToken(ReplyBody):
-    """A token of the prompt, with what each method that was asked for attributes to it. Those
-    behind the position have 0."""
+class AttributedToken(NamedToken):
+    """A token of the prompt, with its attribution by each requested method: 0 after the
+    position."""
 
-    id: int
-    text: str
-    bytes: list[int]
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
 
 
 class PathSummary(ReplyBody):
-    """How well the steps of integrated gradients add up."""
+    """Error of the steps of integrated gradients."""
 
     steps: int
     baseline: Literal["zero"] | int
     baseline_value: float = Field(description="The target at the baseline.")
-    sum: float = Field(description="Of the tokens' attributions.")
-    gap: float = Field(description="sum - (value - baseline_value): 0 with ever more steps.")
+    sum: float = Field(description="Sum of the tokens' attributions.")
+    gap: float = Field(description="sum - (value - baseline_value): tends to 0 with more steps.")
 
 
 class DirectPart(ReplyBody):
     """`stage` is embedding, blocks.N.attention.heads (with `head`), blocks.N.attention.bias,
-    blocks.N.mlp.out, final_norm.bias or head.bias; where norms stand behind the sums also
+    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the sums, also
     blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
 
     stage: str
@@ -136,16 +118,14 @@ class DirectPart(ReplyBody):
 
 class DirectContributions(ReplyBody):
     parts: list[DirectPart] = Field(description="In the order of the forward.")
-    sum: float = Field(description="Of the parts: the value, but for rounding.")
+    sum: float = Field(description="Sum of the parts: the value, up to rounding.")
 
 
-class PromptAttributions(ReplyBody):
-    index: int
-    token_ids: list[int]
+class PromptAttributions(PromptReply):
     position: int
     token: TargetToken
     minus: TargetToken | None
-    value: float = Field(description="The target: the logit, less the other's where there is one.")
+    value: float = Field(description="The logit minus the other token's, if there is one.")
     tokens: list[AttributedToken]
     integrated_gradients: PathSummary | None = None
     direct: DirectContributions | None = None
@@ -156,11 +136,9 @@ class AttributionsReply(Reply):
 
 
 def plan(body: AttributionsRequest, subject: Subject) -> Planning:
-    """One engine request per prompt."""
     yield from ()
     prompts = encode_all(body.prompts, "prompt", subject)
-    token = named_token(body.token, body.token_id, subject.tokenizer, "token")
-    minus = named_token(body.minus, body.minus_id, subject.tokenizer, "minus")
+    token, minus = body.compared(subject.tokenizer)
     requests = [
         AttributionRequest(
             request_id=new_id("attribution"),
@@ -176,54 +154,43 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         )
         for prompt in prompts
     ]
-    # Heads, MLP and bias of each block with the biases of two norms; embedding, two biases.
+    # For each block its heads, MLP, bias and the biases of two norms; embedding, two biases.
     config = subject.config
     parts = config.n_layer * (config.n_head + 4) + 3 if "direct" in body.methods else 0
     listed = sum(map(len, prompts)) + parts * len(prompts)
     subject.check_listed(listed, "tokens and parts", "prompt")
 
     def reply(computed: Computed) -> dict[str, Any]:
-        found = [computed.attributions[request.request_id] for request in requests]
-        return {"prompts": _prompts_json(requests, found, subject.tokenizer)}
+        prompts = [
+            {
+                "index": index,
+                "token_ids": request.token_ids,
+                "position": request.task.position,
+                **_attribution_json(
+                    computed.attributions[request.request_id], request, subject.tokenizer
+                ),
+            }
+            for index, request in enumerate(requests)
+        ]
+        return {"prompts": prompts}
 
     return Record(requests, reply)
 
 
 def _position(position: int, length: int) -> int:
     """The position from the start; any for an empty prompt, which validation rejects."""
-    if not length:
-        return 0
-    (resolved,) = resolve_indices("position", [position], length, f"the prompt has {length} tokens")
-    return resolved
-
-
-def _prompts_json(
-    requests: Sequence[AttributionRequest], found: Sequence[Attribution], tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
-    """The PromptAttributions of each prompt."""
-    return [
-        {
-            "index": index,
-            "token_ids": request.token_ids,
-            "position": request.task.position,
-            **_attribution_json(attribution, request.token_ids, request.task, tokenizer),
-        }
-        for index, (request, attribution) in enumerate(zip(requests, found, strict=True))
-    ]
+    return resolve_in_prompt("position", [position], length)[0] if length else 0
 
 
 def _attribution_json(
-    attribution: Attribution,
-    token_ids: Sequence[int],
-    task: AttributionTask,
-    tokenizer: Tokenizer,
+    attribution: Attribution, request: AttributionRequest, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    path = attribution.integrated_gradients
+    task, path = request.task, attribution.integrated_gradients
     by_method = {
         "gradient_times_input": attribution.gradient_times_input,
         "integrated_gradients": None if path is None else path.values,
     }
-    tokens = [token_json(tokenizer, token_id) for token_id in token_ids]
+    tokens = [token_json(tokenizer, token_id) for token_id in request.token_ids]
     for method, values in by_method.items():
         if values is not None:
             for token, value in zip(tokens, values, strict=True):
@@ -247,10 +214,7 @@ def _attribution_json(
         }
     if attribution.direct is not None:
         result["direct"] = {
-            "parts": [
-                {"stage": part.stage, "head": part.head, "value": part.value}
-                for part in attribution.direct
-            ],
+            "parts": [asdict(part) for part in attribution.direct],
             "sum": attribution.direct_sum,
         }
     return result
@@ -262,11 +226,10 @@ ATTRIBUTIONS = Operation(
     reply=AttributionsReply,
     plan=plan,
     form="record",
-    reply_id="attributions",
     summary="Tokens, heads and MLPs that a logit depends on",
     description="""\
 The gradient of a token's logit, or of the difference of two, with respect to the vector of
 each token of the prompt, times that vector, at the prompt or along a path from a baseline; and
-what each head, bias and MLP adds to it by itself. Other requests go on meanwhile: a step
-computes one block of one prompt.""",
+the direct share of each head, bias and MLP. Other requests go on meanwhile: a step computes one
+block of one prompt.""",
 )

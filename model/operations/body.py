@@ -1,12 +1,12 @@
-"""Bodies: fields and base classes that requests and replies of several operations share.
+"""Bodies: the fields and base classes that requests and replies of several operations share.
 
 Requests are validated strictly: no unknown field, no NaN, no number in quotes. Reply models
-document the replies, and tests validate every reply against them; the replies themselves are
-plain dicts, which is several times faster.
+document the replies, and tests validate every reply against them. The replies themselves are plain
+dicts, which are several times faster.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,7 +14,7 @@ MAX_IDS = 2**17
 """Ids in one list. Parsing a body of this size blocks the event loop for about 20 ms."""
 MAX_PROMPTS = 4096
 
-# Lists stop at their first wrong item: a description of each would take the event loop seconds.
+# Lists stop at their first wrong item: describing every one would block the event loop for seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=2**22)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
@@ -25,7 +25,7 @@ Prompt = Annotated[
     Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
 ]
 Examples = Mapping[str, Mapping[str, Any]]
-"""Valid bodies by what each one shows; /docs offers them."""
+"""Valid bodies by the feature that each one shows; /docs offers them."""
 
 Timeout = Annotated[
     float | None,
@@ -33,7 +33,7 @@ Timeout = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    Field(max_length=256, description="If given, a name that is served here; else the first."),
+    Field(max_length=256, description="Name of a served model. Absent: the first one."),
 ]
 
 Place = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -41,44 +41,47 @@ Places = Annotated[list[Place], Field(min_length=1, max_length=MAX_IDS, fail_fas
 
 
 class RequestBody(BaseModel):
-    examples: ClassVar[Examples]
+    """A request.
+
+    examples      valid bodies, at least one for each operation
+    alternatives  groups of fields of which a body may give one
+    """
+
+    examples: ClassVar[Examples] = {}
+    alternatives: ClassVar[Sequence[Sequence[str]]] = ()
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, hide_input_in_errors=True
     )
 
-    @property
-    def queued(self) -> tuple[int, str]:
-        """Sequences that the body will queue, and the field that decides how many."""
-        return 1, "prompt"
+    @model_validator(mode="after")
+    def _one_of_each_group(self) -> Self:
+        for names in self.alternatives:
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} are alternatives; give one of them")
+        return self
 
     @property
-    def characters(self) -> int:
-        """Characters to encode: long texts are encoded off the event loop."""
-        return 0
+    def queued(self) -> tuple[int, str]:
+        """The number of sequences that the body queues, and the field that decides it."""
+        return 1, "prompt"
 
 
 class PromptBody(RequestBody):
-    """A request for one or many prompts."""
-
     prompt: Prompt
+    timeout: Timeout = None
+    model: ModelName = None
 
     @property
     def queued(self) -> tuple[int, str]:
         return len(self.prompts), "prompt"
 
     @property
-    def characters(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
-
-    @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """The prompts, as a list even if the body gives a single one."""
         prompt: Any = self.prompt
-        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-            prompt = [prompt]
-        prompts: Sequence[str | Sequence[int]] = prompt
-        return prompts
+        single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        return [prompt] if single else prompt
 
 
 class ReplyBody(BaseModel):
@@ -86,19 +89,26 @@ class ReplyBody(BaseModel):
 
 
 class CheckpointName(ReplyBody):
-    name: str = Field(description="Name of its folder or run, whatever the model is served as.")
+    name: str = Field(description="Name of its folder or run; the served name may differ.")
     step: int
     val_loss: float | None = Field(description="Nats per token on the validation text.")
     weights_sha256: str
 
 
 class Reply(ReplyBody):
-    """Members that every reply begins with: which model answered, with which weights."""
+    """Members that every reply begins with: the model and the weights that answered."""
 
     id: str
     created: int
     model: str
     checkpoint: CheckpointName
+
+
+class PromptReply(ReplyBody):
+    """Members that the reply of each prompt begins with."""
+
+    index: int
+    token_ids: list[int]
 
 
 # Logits before and after processing
@@ -108,8 +118,8 @@ HalfOrFull = Literal["float32", "float16"]
 DType = Annotated[
     Literal["float32", "float16", "bfloat16"],
     Field(
-        description="The dtype of the reply (bfloat16: safetensors only); the server computes in "
-        "its own."
+        description="Dtype of the reply (bfloat16: safetensors only). The server computes in its "
+        "own dtype."
     ),
 ]
 LogitBias = Annotated[
@@ -126,8 +136,10 @@ class PositionRange(RequestBody):
 
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 
-    start: Place | None = Field(None, alias="from", description="The first; absent: 0.")
-    to: Place | None = Field(None, description="The first that is left out; absent: to the end.")
+    start: Place | None = Field(None, alias="from", description="First position. Absent: 0.")
+    to: Place | None = Field(
+        None, description="First position that is left out. Absent: up to the end."
+    )
 
     @model_validator(mode="after")
     def _some_end(self) -> "PositionRange":
@@ -139,7 +151,7 @@ class PositionRange(RequestBody):
 PositionChoice = Annotated[
     Literal["last", "all"] | Places | PositionRange,
     Field(
-        description="Rows: the last position, all, a list, or {'from': first, 'to': first left "
-        "out}; negative ones count from the end."
+        description="The last position, all, a list, or {'from': first, 'to': first left out}; "
+        "negative ones count from the end."
     ),
 ]

@@ -1,8 +1,8 @@
 """Completions: from the engine's tokens to growing texts, whole or piece by piece.
 
 One `Completion` is a choice of a reply. `GrowingReply` has all choices of a request, ends those
-that reach a stop string, and gives what is new since it was last asked. Written once: the LLM and
-the HTTP service read the same pieces. Does not know how pieces travel.
+that reach a stop string, and returns the new pieces since the last call. `LLM` and the HTTP service
+read the same pieces.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ from logitd.model.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of a choice.
+    """A part of a choice: its text and tokens since the last piece.
 
     seed           of its prompt
-    tokens         with logprobs, if those were asked for
+    tokens         with logprobs, if the request asks for them
     finish_reason  "stop" or "length" in the last piece
     stop_reason    the stop string, or the id of the stop token, that ended the text
     """
@@ -44,27 +44,25 @@ class Piece:
     stop_reason: str | int | None = None
 
     def to_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The Choice, or what is new of it."""
-        choice: dict[str, Any] = {
+        tokens = [scored_json(tokenizer, token) for token in self.tokens]
+        return {
             "index": self.index,
             "prompt_index": self.prompt_index,
             "text": self.text,
             "token_ids": self.token_ids,
             "seed": self.seed,
+            **({"tokens": tokens} if tokens else {}),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
         }
-        if self.tokens:
-            choice["tokens"] = [scored_json(tokenizer, token) for token in self.tokens]
-        choice["finish_reason"] = self.finish_reason
-        choice["stop_reason"] = self.stop_reason
-        return choice
 
 
 class Completion:
     """One choice on its way from tokens to text.
 
-    A stop token is among `token_ids` and not in the text. A stop text is not in the text; the token
-    that completes it is the last of `token_ids`. Bytes of a character that `max_tokens` cuts are in
-    no text. With `echo` all three begin with the prompt.
+    A stop token is one of `token_ids` and not in the text. A stop string is not in the text; the
+    token that completes it is the last of `token_ids`. If `max_tokens` cuts a character, the text
+    ends before it. With `echo`, text, ids and tokens begin with the prompt.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Completion:
         self._new = Piece(index, prompt_index, params.seed, tokenizer.decode(echo), list(echo))
 
     def push(self, event: TokenEvent) -> bool:
-        """Take in a token. True if it completed a stop text: the sequence need not go on."""
+        """Add a token. True if it completed a stop string: the sequence can end."""
         if self.finished:
             return False
         new = self._new
@@ -100,11 +98,10 @@ class Completion:
         return self._stopped()
 
     def push_prompt(self, tokens: Iterable[PromptToken]) -> None:
-        """Take in logprobs of the prompt that is echoed."""
         self._new.tokens += tokens
 
     def finish(self, event: FinishEvent) -> None:
-        """The engine ended the sequence, with an answer."""
+        """Add the engine's final event, which must be no error."""
         if self.finished:
             return
         cut = event.reason is not FinishReason.STOP
@@ -113,7 +110,7 @@ class Completion:
             self._end("length" if cut else "stop", event.stop_token_id)
 
     def take(self) -> Piece | None:
-        """What is new since the last call; None if nothing is."""
+        """The piece since the last call; None if it is empty."""
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):
             return None
@@ -121,7 +118,7 @@ class Completion:
         return new
 
     def _stopped(self) -> bool:
-        """Whether a stop text has just ended the completion."""
+        """End the completion if its text has reached a stop string."""
         if self._growing.stopped_by is None:
             return False
         self._end("stop", self._growing.stopped_by)
@@ -157,18 +154,17 @@ class GrowingReply:
 
     @property
     def seed(self) -> int | None:
-        """The seed of all prompts, if they have the same."""
+        """The seed of all prompts; None if they differ."""
         seeds = {request.params.seed for request in self._plan.requests}
         return seeds.pop() if len(seeds) == 1 else None
 
     @property
     def generated(self) -> int:
-        """Tokens so far."""
         return sum(completion.generated for completion in self._completions.values())
 
     def push(self, event: Event) -> bool:
-        """Take in an event. True if its sequence has reached a stop text and should be ended. The
-        caller checks a FinishEvent without an answer, unless its choice `is_finished`."""
+        """Add an event. True if its sequence has reached a stop string: the caller aborts it. The
+        caller checks a FinishEvent for errors, unless its choice `is_finished`."""
         if isinstance(event, TokenEvent):
             return self._completions[event.request_id, event.index].push(event)
         if isinstance(event, PromptEvent):
@@ -179,16 +175,15 @@ class GrowingReply:
         return False
 
     def is_finished(self, event: FinishEvent) -> bool:
-        """Whether the choice of an event had all of its text before."""
+        """True if the choice of an event has ended already."""
         return self._completions[event.request_id, event.index].finished
 
     def take(self) -> list[Piece]:
-        """What is new of the choices that have grown."""
         pieces = (completion.take() for completion in self._completions.values())
         return [piece for piece in pieces if piece is not None]
 
     def take_json(self) -> dict[str, Any]:
-        """The members `choices` and, with prompt logprobs, `prompts`, of what is new."""
+        """The members `choices` and, with prompt logprobs, `prompts`, since the last call."""
         choices = [piece.to_json(self._tokenizer) for piece in self.take()]
         scores, self._scores = self._scores, {}
         if not scores:
@@ -203,7 +198,7 @@ class GrowingReply:
         return {"choices": choices, "prompts": prompts}
 
     def usage(self) -> dict[str, int]:
-        """Token counts at the end: each prompt once, whatever its n."""
+        """Token counts at the end; each prompt counts once."""
         first = [event for event in self.finishes if event.counts_prompt]
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -213,7 +208,6 @@ class GrowingReply:
         }
 
     def _score(self, event: PromptEvent) -> None:
-        """Logprobs of a prompt's tokens: for the reply's `prompts`, for its echoes, or both."""
         plan, prompt_index = self._plan, self._prompts[event.request_id]
         if plan.prompt_logprobs is not None:
             tokens = [first_likeliest(token, plan.prompt_logprobs) for token in event.tokens]

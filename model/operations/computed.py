@@ -1,7 +1,4 @@
-"""Computed: everything that some engine requests gave, gathered from their events.
-
-For replies small enough to be held in memory.
-"""
+"""Computed: the results of engine requests, gathered from their events and held in memory."""
 
 import math
 from collections.abc import Sequence
@@ -19,13 +16,13 @@ from logitd.model.inference.engine.events import (
 )
 
 MOST_NATS = 700.0
-"""exp of more leaves float64."""
+"""Largest power whose exp is a finite float64."""
 
 
 @dataclass(slots=True)
 class Computed:
-    """Rows and attributions by request; scored tokens by request and sequence; the end of each
-    sequence."""
+    """Rows and attributions by request; scored tokens by request and sequence; the final event of
+    each sequence."""
 
     rows: dict[str, list[Any]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[PromptToken]] = field(default_factory=dict)
@@ -33,7 +30,7 @@ class Computed:
     finishes: list[FinishEvent] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Take in an event. Its end may be an error: the caller checks that."""
+        """Add an event. The caller checks a FinishEvent for errors."""
         match event:
             case OutputsChunk(request_id=request_id, rows=rows):
                 self.rows.setdefault(request_id, []).extend(rows)
@@ -46,12 +43,12 @@ class Computed:
 
 
 def logprobs_of(tokens: Sequence[PromptToken]) -> list[float]:
-    """The logprobs of scored tokens; the first of a prompt has none."""
+    """The logprobs of tokens, except a prompt's first, which has none."""
     return [token.chosen.logprob for token in tokens if token.chosen is not None]
 
 
 def perplexity(tokens: Sequence[PromptToken]) -> float | None:
-    """exp of the mean negative logprob; None if nothing is scored, or no float is so large."""
+    """exp of the mean negative logprob; None if nothing is scored or the result overflows."""
     logprobs = logprobs_of(tokens)
     if not logprobs:
         return None

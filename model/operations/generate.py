@@ -2,7 +2,8 @@
 
 import json
 import secrets
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,12 +15,10 @@ from logitd.model.operations.body import (
     ChosenIds,
     Examples,
     LogitBias,
-    ModelName,
     PromptBody,
     Reply,
     ReplyBody,
-    Text,
-    Timeout,
+    Stage,
     TokenId,
 )
 from logitd.model.operations.interventions import Interventions, resolve_interventions
@@ -34,14 +33,21 @@ from logitd.model.operations.operation import (
 from logitd.model.operations.processing import bias_by_id
 from logitd.model.operations.prompts import TokenIds, encode_all, no_vocabulary
 from logitd.model.operations.tokens import Token
-from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer
+from logitd.model.text.tokenizer import NO_VOCABULARY
 
-MAX_STOP_TEXTS = 64
+MAX_STOP_LENGTH = 1024
+MAX_STOP_STRINGS = 64
 MAX_CHOICES = 1024
 MAX_CONSTRAINT = 2**15
 """Characters of a regex, of a grammar, of a schema as JSON, and of all choices together."""
 
 Pattern = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+]
 
 
 class GenerateRequest(SamplingFields, PromptBody):
@@ -54,7 +60,7 @@ class GenerateRequest(SamplingFields, PromptBody):
             "temperature": 0.8,
             "seed": 1,
         },
-        "Greedy, with what else was likely": {
+        "Greedy, with the likeliest alternatives": {
             "prompt": "import os",
             "max_tokens": 20,
             "temperature": 0,
@@ -97,12 +103,16 @@ class GenerateRequest(SamplingFields, PromptBody):
         },
     }
 
+    alternatives: ClassVar[Sequence[Sequence[str]]] = (
+        ("regex", "json_schema", "choice", "grammar"),
+    )
+
     max_tokens: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="Tokens to generate at most. Absent: what fits. 0: the prompt alone is "
-        "computed.",
+        description="Largest number of generated tokens. Absent: all that fit. 0: only the prompt "
+        "is computed.",
     )
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be sampled.")
@@ -112,7 +122,7 @@ class GenerateRequest(SamplingFields, PromptBody):
     json_schema: dict[str, Any] | None = Field(
         None, description="The text is one JSON value by this schema, on one line."
     )
-    choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
+    choice: Choices | None = Field(
         None,
         description="The text is one of these. Sampled token by token: to compare whole texts, "
         "use /score.",
@@ -120,8 +130,8 @@ class GenerateRequest(SamplingFields, PromptBody):
     grammar: Pattern | None = Field(
         None, description="The text is a sentence of this grammar, in llguidance's dialect of Lark."
     )
-    stop: Text | Annotated[list[Text], Field(fail_fast=True)] = Field(
-        default_factory=list, description="Texts that end the completion; not part of it."
+    stop: StopString | StopStrings = Field(
+        default_factory=list, description="Strings that end the completion; not part of it."
     )
     stop_token_ids: list[TokenId] = Field(
         default_factory=list,
@@ -129,9 +139,9 @@ class GenerateRequest(SamplingFields, PromptBody):
         fail_fast=True,
         description="Tokens that end the completion.",
     )
-    ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
+    ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
     min_tokens: int = Field(
-        0, ge=0, lt=2**31, description="Before as many tokens, nothing ends the text."
+        0, ge=0, lt=2**31, description="Nothing ends the text before this number of tokens."
     )
     seed: int | None = Field(
         None,
@@ -143,7 +153,7 @@ class GenerateRequest(SamplingFields, PromptBody):
     logprobs: int | None = Field(
         None, ge=0, lt=2**31, description="Logprob of each token, and of the k likeliest."
     )
-    logprobs_stage: Literal["raw", "processed"] = Field(
+    logprobs_stage: Stage = Field(
         "raw", description="Logprobs before or after bias, penalties, temperature and filters."
     )
     prompt_logprobs: int | None = Field(
@@ -157,72 +167,40 @@ class GenerateRequest(SamplingFields, PromptBody):
         0, ge=-100, le=100, description="Lower is admitted earlier; equals as they arrive."
     )
     prefix_reuse: bool = Field(
-        True, description="Whether the prompt may copy a prefix that was computed before."
+        True, description="The prompt may copy a prefix that was computed before."
     )
     interventions: Interventions = Field(default_factory=list)
-    timeout: Timeout = None
-    model: ModelName = None
     stream: bool = Field(False, description="Answer with server-sent events.")
 
     @model_validator(mode="after")
-    def _prompt_is_not_processed(self) -> "GenerateRequest":
+    def _consistent(self) -> Self:
         if self.echo and self.logprobs is not None and self.logprobs_stage == "processed":
             raise ValueError(
-                "echo gives the prompt's logprobs too, and those are raw: set logprobs_stage to "
+                "echo lists the prompt's logprobs too, and they are raw: set logprobs_stage to "
                 "'raw', or leave one of the two out"
             )
+        if self.ignore_eos:
+            for name in self.alternatives[0]:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} ends the text and ignore_eos continues after it; give one of them"
+                    )
         return self
-
-    @model_validator(mode="after")
-    def _one_constraint(self) -> "GenerateRequest":
-        fields = ("regex", "json_schema", "choice", "grammar")
-        given = [name for name in fields if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} each say what the text is; give one of them")
-        if given and self.ignore_eos:
-            raise ValueError(
-                f"{given[0]} says where the text ends, ignore_eos that it does not end: give one"
-            )
-        return self
-
-    @field_validator("json_schema")
-    @classmethod
-    def _schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-        if schema is not None and (length := len(json.dumps(schema))) > MAX_CONSTRAINT:
-            raise ValueError(f"json_schema has {length} characters; {MAX_CONSTRAINT} are allowed")
-        return schema
 
     @field_validator("choice")
     @classmethod
-    def _choices(cls, choice: list[str] | None) -> list[str] | None:
-        if choice is None:
-            return None
-        if not all(choice) or not choice:
-            raise ValueError("choice must have at least one text, and none that is empty")
-        if len(set(choice)) < len(choice):
-            raise ValueError("choice has a text twice")
-        length = sum(map(len, choice))
-        if len(choice) > MAX_CHOICES or length > MAX_CONSTRAINT:
+    def _distinct_choices(cls, choice: list[str] | None) -> list[str] | None:
+        texts = choice or []
+        if len(set(texts)) < len(texts):
+            raise ValueError("choice has a text twice; give each once")
+        if (length := sum(map(len, texts))) > MAX_CONSTRAINT:
             raise ValueError(
-                f"choice has {len(choice)} texts of {length} characters together; {MAX_CHOICES} "
-                f"and {MAX_CONSTRAINT} are allowed"
+                f"choice has {length} characters together; {MAX_CONSTRAINT} are allowed"
             )
         return choice
 
-    @field_validator("stop")
-    @classmethod
-    def _stop_texts(cls, stop: str | list[str]) -> str | list[str]:
-        texts = [stop] if isinstance(stop, str) else stop
-        if len(texts) > MAX_STOP_TEXTS:
-            raise ValueError(f"stop has {len(texts)} texts; {MAX_STOP_TEXTS} are allowed")
-        if any(not text for text in texts):
-            raise ValueError("stop has an empty text, which would end every completion at once")
-        if any(len(text) > 1024 for text in texts):
-            raise ValueError("stop has a text of more than 1024 characters")
-        return stop
-
     @property
-    def stop_texts(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
@@ -240,10 +218,10 @@ class Choice(ReplyBody):
     prompt_index: int
     text: str
     token_ids: list[int]
-    seed: int = Field(description="Of the prompt, for all of its n choices.")
-    tokens: list[Token] | None = Field(None, description="When logprobs were asked for.")
+    seed: int = Field(description="Seed of the prompt, for all of its n choices.")
+    tokens: list[Token] | None = Field(None, description="With logprobs.")
     finish_reason: Literal["stop", "length"] | None
-    stop_reason: str | int | None = Field(description="The stop text or token id that ended it.")
+    stop_reason: str | int | None = Field(description="The stop string or token id that ended it.")
 
 
 class Usage(ReplyBody):
@@ -265,21 +243,24 @@ class GenerateReply(Reply):
     choices: list[Choice]
     prompts: list[ScoredPrompt] | None = Field(None, description="With prompt_logprobs.")
     usage: Usage
-    seed: int | None = Field(description="Of all prompts; null if each has drawn its own.")
+    seed: int | None = Field(description="Seed of all prompts; null if each has drawn its own.")
     timings: Timings
 
 
 def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = False) -> Planning:
-    """One engine request per prompt. With `clamp_max_tokens` the text ends where the context does
-    instead of being refused."""
-    source = constraint_source(body)
-    if not subject.tokenizer.has_text:
+    """One engine request per prompt. `clamp_max_tokens`: a text that does not fit ends with the
+    context, and is not refused."""
+    source, tokenizer = constraint_source(body), subject.tokenizer
+    if not tokenizer.has_text:
         _refuse_texts(body, source)
     prompts = encode_all(body.prompts, "prompt", subject)
     constraint: Constraint | None = None
     if source is not None:
         constraint = yield Compile(source, len(prompts) * body.n)
     changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
+    allowed = body.allowed_token_ids
+    echoed = body.logprobs if body.echo else None
+    listed = [k for k in (body.prompt_logprobs, echoed) if k is not None]
     requests = [
         GenerationRequest(
             request_id=new_id("gen"),
@@ -288,16 +269,18 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
                 max_tokens=_max_tokens(body, prompt, subject, clamp=clamp_max_tokens),
                 seed=new_seed() if body.seed in (None, -1) else body.seed,
                 constraint=constraint,
-                stop_token_ids=_stop_token_ids(body, subject.tokenizer),
+                stop_token_ids=frozenset(
+                    (*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.ends))
+                ),
                 logit_bias=bias_by_id(body.logit_bias),
-                allowed_token_ids=_tuple(body.allowed_token_ids),
+                allowed_token_ids=None if allowed is None else tuple(allowed),
                 min_tokens=body.min_tokens,
                 logprobs=body.logprobs,
                 logprobs_stage=body.logprobs_stage,
                 **body.sampling,
             ),
             n=body.n,
-            prompt_logprobs=_prompt_logprobs(body),
+            prompt_logprobs=max(listed, default=None),
             priority=body.priority,
             prefix_reuse=body.prefix_reuse,
             interventions=interventions,
@@ -306,7 +289,7 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     ]
     _check_listed(body, requests, subject)
     return Completions(
-        requests, body.n, body.stop_texts, body.echo, body.logprobs, body.prompt_logprobs
+        requests, body.n, body.stop_strings, body.echo, body.logprobs, body.prompt_logprobs
     )
 
 
@@ -316,7 +299,7 @@ def new_seed() -> int:
 
 
 def constraint_source(body: GenerateRequest) -> Source | None:
-    """The constraint of a body, which has one at most."""
+    """The constraint of a body, which has at most one."""
     if body.regex is not None:
         return Source("regex", body.regex)
     if body.grammar is not None:
@@ -326,27 +309,32 @@ def constraint_source(body: GenerateRequest) -> Source | None:
     if body.json_schema is None:
         return None
     try:
-        return Source("json_schema", json.dumps(body.json_schema, allow_nan=False))
+        schema = json.dumps(body.json_schema, allow_nan=False)
     except ValueError as error:
         message = "json_schema has a number that is too large"
         raise InvalidRequest(message, "json_schema") from error
+    if len(schema) > MAX_CONSTRAINT:
+        raise InvalidRequest(
+            f"json_schema has {len(schema)} characters; {MAX_CONSTRAINT} are allowed. Shorten it",
+            "json_schema",
+        )
+    return Source("json_schema", schema)
 
 
 def _refuse_texts(body: GenerateRequest, source: Source | None) -> None:
     """Raise InvalidRequest for texts other than the prompt: there is no vocabulary."""
-    if body.stop_texts:
+    if body.stop_strings:
         raise no_vocabulary("stop")
     if source is not None:
         raise InvalidRequest(
-            f"{source.kind} is about text, and {NO_VOCABULARY}; allowed_token_ids limits the ids "
-            "that may come",
+            f"{source.kind} is about text, and {NO_VOCABULARY}; use allowed_token_ids to limit the "
+            "ids",
             source.kind,
             "no_vocabulary",
         )
 
 
 def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, clamp: bool) -> int:
-    """The tokens after a prompt: those that fit, if the body does not say."""
     # Validation rejects a prompt that leaves no room for one.
     room = max(1, subject.context_length - len(prompt))
     if body.max_tokens is None:
@@ -354,26 +342,9 @@ def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, cl
     return min(body.max_tokens, room) if clamp else body.max_tokens
 
 
-def _stop_token_ids(body: GenerateRequest, tokenizer: Tokenizer) -> frozenset[int]:
-    """The stop tokens of a body, and the ends of a text unless they are ignored."""
-    return frozenset((*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.ends)))
-
-
-def _tuple(ids: list[int] | None) -> TokenIds | None:
-    return None if ids is None else tuple(ids)
-
-
-def _prompt_logprobs(body: GenerateRequest) -> int | None:
-    """The likeliest tokens in the place of each prompt token: for `prompt_logprobs`, or an echo
-    with logprobs."""
-    echoed = body.logprobs if body.echo else None
-    return max((k for k in (body.prompt_logprobs, echoed) if k is not None), default=None)
-
-
 def _check_listed(
     body: GenerateRequest, requests: list[GenerationRequest], subject: Subject
 ) -> None:
-    """Refuse a request whose reply could list more logprobs than one reply may hold."""
     generated = sum(request.params.max_tokens for request in requests) * body.n
     prompted = sum(len(request.token_ids) for request in requests)
     count, param = 0, "logprobs"
@@ -392,11 +363,11 @@ GENERATE = Operation(
     plan=plan,
     form="completions",
     tag="generation",
-    reply_id="gen",
+    id_prefix="gen",
     summary="Sampled text, as one reply or a stream of events",
     description="""\
-Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
-hold what is new, then one with `usage` and `timings`, then `[DONE]`.
+Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices have
+the new text and tokens, then one with `usage` and `timings`, then `[DONE]`.
 
-The same request with the same seed gives the same tokens, whatever else is in the batch.""",
+The same request with the same seed generates the same tokens in any batch.""",
 )

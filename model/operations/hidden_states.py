@@ -5,25 +5,17 @@ from typing import ClassVar
 from pydantic import Field
 
 from logitd.model.inference.engine.requests import HiddenStates
-from logitd.model.inference.selection import resolve_indices
-from logitd.model.operations.body import (
-    DType,
-    Examples,
-    HalfOrFull,
-    ModelName,
-    Places,
-    PositionChoice,
-    PromptBody,
-    Reply,
-    ReplyBody,
-    Timeout,
-)
-from logitd.model.operations.interventions import Interventions
+from logitd.model.operations.body import Examples, HalfOrFull, PromptReply, Reply
 from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
-from logitd.model.operations.outputs import outputs_requests
+from logitd.model.operations.outputs import (
+    ArraysBody,
+    HiddenLayers,
+    outputs_requests,
+    resolve_layers,
+)
 
 
-class HiddenStatesRequest(PromptBody):
+class HiddenStatesRequest(ArraysBody):
     """The residual stream at chosen layers and positions."""
 
     examples: ClassVar[Examples] = {
@@ -35,21 +27,10 @@ class HiddenStatesRequest(PromptBody):
         },
     }
 
-    layers: Places | None = Field(
-        None,
-        description="0 is after the embeddings, i after block i, before the final norm; negative "
-        "ones count from the end. Absent: all.",
-    )
-    positions: PositionChoice = "last"
-    dtype: DType = "float32"
-    interventions: Interventions = Field(default_factory=list)
-    timeout: Timeout = None
-    model: ModelName = None
+    layers: HiddenLayers = None
 
 
-class PromptHiddenStates(ReplyBody):
-    index: int
-    token_ids: list[int]
+class PromptHiddenStates(PromptReply):
     positions: list[int]
     layers: list[int]
     hidden_states: list[list[list[float]]] = Field(description="(layers, positions, d_model)")
@@ -61,9 +42,7 @@ class HiddenStatesReply(Reply):
 
 
 def plan(body: HiddenStatesRequest, subject: Subject) -> Planning:
-    """(layers, positions, d_model) of each prompt."""
-    states, d_model = subject.config.n_layer + 1, subject.config.d_model
-    layers = resolve_indices("layers", body.layers, states, f"there are {states} hidden states")
+    layers, d_model = resolve_layers(body.layers, subject), subject.config.d_model
     requests = yield from outputs_requests(body, HiddenStates(layers=layers), subject)
     shapes = [(len(layers), len(request.positions), d_model) for request in requests]
     array = NamedArray("hidden_states", shapes, 1)
@@ -76,10 +55,9 @@ HIDDEN_STATES = Operation(
     reply=HiddenStatesReply,
     plan=plan,
     form="outputs",
-    reply_id="hidden_states",
     summary="The residual stream at chosen layers and positions",
     description="The residual stream (layers, positions, d_model): 0 is after the embeddings, i "
     "after block i, before the final norm.\n\n"
-    "`Accept: application/x-npy` gives one prompt's array, `application/vnd.safetensors` those of "
-    "all prompts; otherwise JSON.",
+    "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` those "
+    "of all prompts; otherwise JSON.",
 )

@@ -1,15 +1,14 @@
-"""Interventions: changes inside the forward, from the fields of a body to engine interventions.
+"""Interventions: from the fields of a body to interventions of the engine.
 
-Names with `*` become one intervention per layer, negative indices count from the end, and `from`
-and `minus` become values: what another prompt has at the stage (a reading). Readings are computed
-first, by the same weights; equal ones once. Each intervention keeps the name of its field, which
-later errors name. Whether it fits the model is checked with the request that it belongs to
-(`model/inference/interventions.py`).
+A name with `*` becomes one intervention per layer, negative indices count from the end, and `from`
+and `minus` become values that are read from another prompt. These readings are computed first, by
+the same weights; equal ones once. Each intervention keeps the name of its field for later errors.
+The engine checks whether an intervention fits the model (`model/inference/interventions.py`).
 """
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,6 @@ from logitd.model.inference.interventions import (
 )
 from logitd.model.inference.interventions import Intervention as EngineIntervention
 from logitd.model.operations.body import (
-    Examples,
     Places,
     PositionChoice,
     PositionRange,
@@ -37,95 +35,86 @@ from logitd.model.operations.body import (
 )
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Compute, Subject, new_id
-from logitd.model.operations.prompts import encode_all, resolve_positions
+from logitd.model.operations.prompts import count_tokens, encode_all, resolve_positions
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage
 
 MAX_RESOLVED = 2**13
-"""Interventions of a request, counted per prompt and layer. Every step carries them out, and each
-is checked several times before."""
+"""Interventions of a request, counted per prompt and layer. Every step carries all of them out."""
 MAX_INTERVENTIONS = 256
 
 StageName = Annotated[
     str, Field(min_length=1, max_length=100, description="A name of GET /stages; * is any layer.")
 ]
+TAKES: Mapping[str, Sequence[str]] = {
+    "zero": (),
+    "scale": ("factor",),
+    "add": ("factor", "values", "from", "minus"),
+    "set": ("values", "from"),
+}
+"""Fields that each operation takes."""
 Row = Annotated[list[float], Field(min_length=1, fail_fast=True)]
 Rows = Annotated[list[Row], Field(min_length=1, fail_fast=True)]
 RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
 
 
 class Source(RequestBody):
-    """What another prompt has at the same stage, computed in the same request."""
-
-    examples: ClassVar[Examples] = {}
+    """Another prompt whose values at the same stage are read; computed in the same request."""
 
     prompt: Text | TokenIds
     positions: PositionChoice | None = Field(
-        None,
-        description="Absent: those of the intervention, where it names any, and all otherwise.",
+        None, description="Absent: those of the intervention if it names any, else all."
     )
 
 
 class Intervention(RequestBody):
     """One change of a stage, at some positions and heads."""
 
-    examples: ClassVar[Examples] = {}
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 
     stage: StageName
     operation: Literal["zero", "scale", "add", "set"]
     positions: Literal["all", "prompt", "generated", "last"] | Places | PositionRange = Field(
         "all",
-        description="All that is computed, the prompt, what is generated after it, or positions of "
-        "the prompt.",
+        description="All that is computed, the prompt, the generated tokens, or positions of the "
+        "prompt.",
     )
     heads: Places | None = Field(None, description="From 0. Absent: all.")
     factor: float | None = Field(
-        None, ge=-1e30, le=1e30, description="Of scale; of what add adds (absent: 1)."
+        None, ge=-1e30, le=1e30, description="Factor of scale, or of the values of add (absent: 1)."
     )
     values: Row | Rows | RowsOfHeads | None = Field(
         None,
-        description="For add and set: the stage's values at one position, for all, or a list of "
-        "them, for each position.",
+        description="For add and set: the stage's values at one position, which serve for all, or "
+        "a list of them, one for each position.",
     )
     source: Source | None = Field(
         None,
         alias="from",
-        description="Instead of values: for set, position by position, what another prompt has; "
-        "for add, the mean over its positions.",
+        description="Instead of values: another prompt. set takes its values position by position, "
+        "add their mean over its positions.",
     )
     minus: Source | None = Field(
         None, description="With add and from: a prompt whose mean is subtracted (steering)."
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Intervention":
-        operation = self.operation
-        given = [
-            name
-            for name, value in (
-                ("factor", self.factor),
-                ("values", self.values),
-                ("from", self.source),
-                ("minus", self.minus),
-            )
-            if value is not None
-        ]
-        takes = {
-            "zero": (),
-            "scale": ("factor",),
-            "add": ("factor", "values", "from", "minus"),
-            "set": ("values", "from"),
-        }[operation]
+    def _consistent(self) -> Self:
+        given = {
+            "factor": self.factor is not None,
+            "values": self.values is not None,
+            "from": self.source is not None,
+            "minus": self.minus is not None,
+        }
         for name in given:
-            if name not in takes:
-                raise ValueError(f"{operation!r} takes no {name}; leave it out")
-        if operation == "scale" and self.factor is None:
+            if given[name] and name not in TAKES[self.operation]:
+                raise ValueError(f"{self.operation!r} takes no {name}; leave it out")
+        if self.operation == "scale" and not given["factor"]:
             raise ValueError("'scale' needs a factor")
-        if operation in ("add", "set") and (self.values is None) == (self.source is None):
-            raise ValueError(f"{operation!r} needs values or from, one of the two")
-        if self.minus is not None and self.source is None:
-            raise ValueError("minus is subtracted from what 'from' has; give from as well")
+        if self.operation in ("add", "set") and given["values"] == given["from"]:
+            raise ValueError(f"{self.operation!r} needs values or from, one of the two")
+        if given["minus"] and not given["from"]:
+            raise ValueError("minus is subtracted from the mean of 'from'; give from as well")
         return self
 
 
@@ -134,12 +123,12 @@ Interventions = Annotated[
     Field(
         max_length=MAX_INTERVENTIONS,
         fail_fast=True,
-        description="Changes inside the forward, carried out in this order. Such a prompt is "
-        "computed by plain code beside the others, and shares no prefix with them.",
+        description="Changes inside the forward, carried out in this order. A prompt with any is "
+        "computed by plain code next to the others, and shares no prefix with them.",
     ),
 ]
 
-# From fields to engine interventions
+# From fields to interventions of the engine
 
 Values = npt.NDArray[np.float32]
 """Values of a stage: (positions, ...)."""
@@ -162,26 +151,18 @@ Readings = Mapping[Reading, Mapping[str, Values]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Resolved:
-    """An intervention of a body: what is the same for each prompt.
+class _Change:
+    """An intervention of a body on all prompts.
 
-    field   its place in the body
-    source  the token ids of `from`; minus: those of `minus`
+    field          its place in the body
+    positions      on each prompt
+    source, minus  readings of `from` and `minus`
     """
 
     field: str
     body: Intervention
     target: Target
-    source: Ids | None
-    minus: Ids | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """An intervention of a body on one of its prompts, with its readings."""
-
-    resolved: _Resolved
-    positions: Positions
+    positions: Sequence[Positions]
     source: Reading | None
     minus: Reading | None
 
@@ -195,35 +176,18 @@ def resolve_interventions(
     subject: Subject,
     *,
     generates: bool = False,
+    field: str = f"{PARAM}[{{}}]",
 ) -> Resolving:
-    """The interventions on each prompt. `generates` says whether tokens follow the prompts. Raises
-    InvalidRequest for stages, heads and positions that do not exist."""
-    if not bodies:
-        return [()] * len(prompts)
-    named = [_resolve(f"{PARAM}[{i}]", body, subject) for i, body in enumerate(bodies)]
-    return (yield from _resolve_on(named, prompts, subject, generates=generates))
-
-
-def resolve_varied(body: Intervention, prompt: Ids, subject: Subject) -> Resolving:
-    """What a sweep varies, one intervention per layer, as the only item of a list."""
-    named = [_resolve("vary", body, subject)]
-    return (yield from _resolve_on(named, [prompt], subject, generates=False))
-
-
-def _resolve(field: str, body: Intervention, subject: Subject) -> _Resolved:
-    source, minus = [
-        None if of is None else encode_all([of.prompt], PARAM, subject)[0]
-        for of in (body.source, body.minus)
-    ]
-    with about(field):
-        target = resolve_target(body.stage, body.heads, subject.config)
-    return _Resolved(field, body, target, source, minus)
-
-
-def _resolve_on(
-    named: Sequence[_Resolved], prompts: Sequence[Ids], subject: Subject, *, generates: bool
-) -> Resolving:
-    count = len(prompts) * sum(len(each.target.stages) for each in named)
+    """The interventions on each prompt. `generates`: tokens follow the prompts. `field`: place of a
+    body in the request, from its index. Raises InvalidRequest for stages, heads and positions that
+    do not exist."""
+    lengths = [len(prompt) for prompt in prompts]
+    named = {field.format(index): body for index, body in enumerate(bodies)}
+    targets = {}
+    for place, body in named.items():
+        with about(place):
+            targets[place] = resolve_target(body.stage, body.heads, subject.config)
+    count = len(prompts) * sum(len(target.stages) for target in targets.values())
     if count > MAX_RESOLVED:
         raise InvalidRequest(
             f"there would be {count} interventions, one for each layer that is named and each "
@@ -231,31 +195,51 @@ def _resolve_on(
             PARAM,
         )
     changes = [
-        [_change(each, len(prompt), generates=generates) for each in named] for prompt in prompts
+        _change(place, body, targets[place], lengths, subject, generates=generates)
+        for place, body in named.items()
     ]
-    readings = yield from _read(_wanted(changes), subject)
+    readings = yield from _read(changes, subject)
     return [
         tuple(
-            _intervention(change, stage, readings, subject.config, len(prompt))
-            for change in of_prompt
-            for stage in change.resolved.target.stages
+            _intervention(change, stage, index, length, readings, subject.config)
+            for change in changes
+            for stage in change.target.stages
         )
-        for prompt, of_prompt in zip(prompts, changes, strict=True)
+        for index, length in enumerate(lengths)
     ]
 
 
-def _change(resolved: _Resolved, length: int, *, generates: bool) -> _Change:
-    """The change on a prompt of `length` tokens."""
-    body = resolved.body
-    with about(resolved.field):
+def _change(
+    field: str,
+    body: Intervention,
+    target: Target,
+    lengths: Sequence[int],
+    subject: Subject,
+    *,
+    generates: bool,
+) -> _Change:
+    sources = [
+        None if source is None else encode_all([source.prompt], PARAM, subject)[0]
+        for source in (body.source, body.minus)
+    ]
+    with about(field):
         if body.positions == "generated" and not generates:
             raise InvalidRequest("positions are 'generated', and nothing is generated here")
-        return _Change(
-            resolved,
-            _positions(body.positions, length),
-            _reading(resolved, body.source, resolved.source),
-            _reading(resolved, body.minus, resolved.minus),
-        )
+        positions = [_positions(body.positions, length) for length in lengths]
+        source, minus = [
+            None if ids is None else _reading(body, source, ids, target)
+            for source, ids in zip((body.source, body.minus), sources, strict=True)
+        ]
+    return _Change(field, body, target, positions, source, minus)
+
+
+def _reading(body: Intervention, source: Source | None, token_ids: Ids, target: Target) -> Reading:
+    chosen = body.positions if source is None or source.positions is None else source.positions
+    positions = _positions(chosen, len(token_ids))
+    if isinstance(positions, str):
+        positions = tuple(range(len(token_ids)))
+    names = tuple(stage.name for stage in target.stages)
+    return Reading(token_ids, positions, names, target.heads)
 
 
 def _positions(positions: Any, length: int) -> Positions:
@@ -265,35 +249,15 @@ def _positions(positions: Any, length: int) -> Positions:
     return resolve_positions(positions, length)
 
 
-def _reading(resolved: _Resolved, source: Source | None, token_ids: Ids | None) -> Reading | None:
-    """What `from` or `minus` reads: at its own positions, else at the intervention's."""
-    if source is None or token_ids is None:
-        return None
-    chosen = resolved.body.positions if source.positions is None else source.positions
-    positions = _positions(chosen, len(token_ids))
-    if isinstance(positions, str):
-        positions = tuple(range(len(token_ids)))
-    names = tuple(stage.name for stage in resolved.target.stages)
-    return Reading(token_ids, positions, names, resolved.target.heads)
-
-
-def _wanted(changes: Sequence[Sequence[_Change]]) -> Mapping[Reading, str]:
-    """All readings, each with the first field that asks for it."""
-    wanted: dict[Reading, str] = {}
-    for of_prompt in changes:
-        for change in of_prompt:
-            for reading in (change.source, change.minus):
-                if reading is not None:
-                    wanted.setdefault(reading, change.resolved.field)
-    return wanted
-
-
-def _read(
-    wanted: Mapping[Reading, str], subject: Subject
-) -> Generator[Compute, Computed, Readings]:
-    """Compute readings. Raises InvalidRequest for those that the model cannot compute, with the
-    field that asks for them."""
-    if not wanted:
+def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Computed, Readings]:
+    """Compute all readings of changes. Raises InvalidRequest, with the field that asks for it, for
+    a reading that the model cannot compute."""
+    fields: dict[Reading, str] = {}
+    for change in changes:
+        for reading in (change.source, change.minus):
+            if reading is not None:
+                fields.setdefault(reading, change.field)
+    if not fields:
         return {}
     requests = {
         reading: OutputsRequest(
@@ -302,24 +266,24 @@ def _read(
             positions=reading.positions,
             output=Activations(stages=reading.stages, heads=reading.heads),
         )
-        for reading in wanted
+        for reading in fields
     }
     elements = sum(output_elements(each, subject.config) for each in requests.values())
     if subject.max_elements is not None and elements > subject.max_elements:
         raise InvalidRequest(
-            f"what is read from other prompts has {elements} elements; {subject.max_elements} are "
-            "allowed. Read fewer prompts, stages, heads or positions, or raise "
+            f"the values read from other prompts have {elements} elements; {subject.max_elements} "
+            "are allowed. Read fewer prompts, stages, heads or positions, or raise "
             "--max-reply-elements",
             PARAM,
         )
     try:
         computed = yield Compute(list(requests.values()))
     except InvalidRequest as error:
-        if error.request_id is None:  # it is about all of them: more than the queue ever holds
+        asking = {requests[reading].request_id: field for reading, field in fields.items()}
+        if error.request_id is None:  # all of them together exceed the queue
             raise
-        fields = {requests[reading].request_id: field for reading, field in wanted.items()}
-        with about(fields[error.request_id]):
-            raise InvalidRequest(f"what is read from another prompt: {error}") from error
+        with about(asking[error.request_id]):
+            raise InvalidRequest(f"the prompt of from or minus: {error}") from error
     return {
         reading: split_activations(
             np.stack(computed.rows[request.request_id]),  # (positions, elements)
@@ -332,30 +296,35 @@ def _read(
 
 
 def _intervention(
-    change: _Change, stage: Stage, readings: Readings, config: GPTConfig, length: int
+    change: _Change, stage: Stage, index: int, length: int, readings: Readings, config: GPTConfig
 ) -> EngineIntervention:
-    """The change of one stage, on a prompt of `length` tokens."""
-    resolved = change.resolved
-    with about(resolved.field):
-        values = _values(change, stage, readings, len(stage.shape(config, length)))
-        positions = _covered(change.positions, values, length)
+    body, positions = change.body, change.positions[index]
+    with about(change.field):
+        values = _values(change, stage, readings, axes=len(stage.shape(config, length)))
+        if values is not None and len(values) > 1 and positions in ("all", "prompt"):
+            if len(values) != length:
+                raise InvalidRequest(
+                    f"there are values for {len(values)} positions, and the prompt has "
+                    f"{count_tokens(length)}; name as many positions"
+                )
+            positions = tuple(range(length))
     return EngineIntervention(
         stage=stage.name,
-        operation=resolved.body.operation,
+        operation=body.operation,
         positions=positions,
-        heads=resolved.target.heads,
-        factor=1.0 if resolved.body.factor is None else resolved.body.factor,
+        heads=change.target.heads,
+        factor=1.0 if body.factor is None else body.factor,
         values=values,
-        field=resolved.field,
+        field=change.field,
     )
 
 
-def _values(change: _Change, stage: Stage, readings: Readings, axes: int) -> Values | None:
-    """(1, ...) or (positions, ...), of the chosen heads; None if the operation needs none. `axes`
-    are those of a position."""
-    body = change.resolved.body
+def _values(change: _Change, stage: Stage, readings: Readings, *, axes: int) -> Values | None:
+    """(1, ...) or (positions, ...), of the chosen heads; None if the operation needs none. A
+    position has `axes`."""
+    body = change.body
     if body.values is not None:
-        return _given(body.values, axes)
+        return _given_values(body.values, axes)
     if change.source is None:
         return None
     rows = readings[change.source][stage.name]
@@ -373,8 +342,8 @@ def _values(change: _Change, stage: Stage, readings: Readings, axes: int) -> Val
     return mean[None].astype(np.float32)
 
 
-def _given(values: object, axes: int) -> Values:
-    """Values of a body: (positions, ...), or (1, ...) if it gives those of one position."""
+def _given_values(values: object, axes: int) -> Values:
+    """Values of a body: (positions, ...), or (1, ...) if it has those of one position."""
     try:
         with np.errstate(over="ignore"):
             array = np.array(values, dtype=np.float32)
@@ -383,15 +352,3 @@ def _given(values: object, axes: int) -> Values:
     if not np.isfinite(array).all():
         raise InvalidRequest("values must be within float32, up to 3.4e38")
     return array[None] if array.ndim <= axes else array
-
-
-def _covered(positions: Positions, values: Values | None, length: int) -> Positions:
-    """The positions that are changed. Values for several positions are for those of the prompt."""
-    if values is None or len(values) == 1 or positions not in ("all", "prompt"):
-        return positions
-    if len(values) != length:
-        raise InvalidRequest(
-            f"there are values for {len(values)} positions, and the prompt has {length} tokens; "
-            "name as many positions"
-        )
-    return tuple(range(length))

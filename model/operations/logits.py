@@ -6,41 +6,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.inference.engine.validation import check_count
 from logitd.model.inference.sampling.distribution import largest
-from logitd.model.operations.body import (
-    ChosenIds,
-    DType,
-    Examples,
-    HalfOrFull,
-    ModelName,
-    PositionChoice,
-    PromptBody,
-    Reply,
-    ReplyBody,
-    Stage,
-    Timeout,
-)
-from logitd.model.operations.interventions import Interventions
+from logitd.model.operations.body import ChosenIds, Examples, HalfOrFull, PromptReply, Reply, Stage
 from logitd.model.operations.operation import (
     Listing,
     NamedArray,
     Operation,
     Outputs,
     Planning,
-    RowObject,
     Subject,
 )
-from logitd.model.operations.outputs import outputs_requests
-from logitd.model.operations.processing import PROCESSED_NEEDS_STAGE, Processing, logits_output
-from logitd.model.operations.tokens import token_json
+from logitd.model.operations.outputs import ArraysBody, outputs_requests
+from logitd.model.operations.processing import StageBody, logits_output
+from logitd.model.operations.tokens import NamedToken, token_json
 from logitd.model.text.tokenizer import Tokenizer
 
 
-class LogitsRequest(PromptBody):
+class LogitsRequest(StageBody, ArraysBody):
     """Logits of one or many prompts."""
 
     examples: ClassVar[Examples] = {
@@ -51,7 +37,7 @@ class LogitsRequest(PromptBody):
             "positions": [0, -1],
             "token_ids": [10, 11, 12],
         },
-        "What is left to sample from": {
+        "The logits that the sampler keeps": {
             "prompt": "import",
             "top_k": 8,
             "stage": "processed",
@@ -59,39 +45,19 @@ class LogitsRequest(PromptBody):
         },
     }
 
-    positions: PositionChoice = "last"
+    alternatives: ClassVar[Sequence[Sequence[str]]] = (("token_ids", "top_k"),)
+
     token_ids: ChosenIds | None = Field(None, description="Columns. Absent: the whole vocabulary.")
     top_k: int | None = Field(
         None, ge=1, lt=2**31, description="Only the k largest of each row; not with npy."
     )
-    stage: Stage = Field("raw", description="Before or after `processing`.")
-    processing: Processing | None = Field(
-        None, description="With stage 'processed'; what it drops is -inf, null in JSON."
-    )
-    dtype: DType = "float32"
-    interventions: Interventions = Field(default_factory=list)
-    timeout: Timeout = None
-    model: ModelName = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "LogitsRequest":
-        if self.token_ids is not None and self.top_k is not None:
-            raise ValueError("token_ids and top_k both choose columns; give one of them")
-        if self.processing is not None and self.stage == "raw":
-            raise ValueError(PROCESSED_NEEDS_STAGE)
-        return self
 
 
-class TopLogit(ReplyBody):
-    id: int
-    text: str
-    bytes: list[int]
+class TopLogit(NamedToken):
     logit: float
 
 
-class PromptLogits(ReplyBody):
-    index: int
-    token_ids: list[int]
+class PromptLogits(PromptReply):
     positions: list[int] = Field(description="Row i predicts the token after this position.")
     columns: list[int] | None = Field(description="Ids of the columns. null: 0, 1, 2, ...")
     logits: list[list[float | None]] | None = Field(description="null: dropped by processing.")
@@ -105,9 +71,8 @@ class LogitsReply(Reply):
 
 
 def plan(body: LogitsRequest, subject: Subject) -> Planning:
-    """Rows of logits, or the `top_k` largest of each."""
     columns = None if body.token_ids is None else tuple(body.token_ids)
-    output = logits_output(body.stage, body.processing, columns)
+    output = logits_output(body, columns)
     requests = yield from outputs_requests(body, output, subject)
     check_count("top_k", body.top_k, subject.config.vocab_size)
     members = {"stage": body.stage}
@@ -128,7 +93,7 @@ def plan(body: LogitsRequest, subject: Subject) -> Planning:
         members=members,
         facts={"columns": body.token_ids, "logits": None},
         not_npy=(
-            "npy cannot hold top_k; take JSON or application/vnd.safetensors, or choose token_ids",
+            "npy cannot hold top_k; accept JSON or application/vnd.safetensors, or set token_ids",
             "top_k",
         ),
     )
@@ -139,19 +104,17 @@ def _shapes(requests: Sequence[OutputsRequest], width: int) -> list[tuple[int, .
 
 
 def _top_row(
-    position: int, row: npt.NDArray[Any], *, count: int, tokenizer: Tokenizer
-) -> RowObject:
-    """The largest logits of a row, with their tokens: a list of TopLogit."""
-    top: Iterator[dict[str, Any]] = (
-        {**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in _kept(row, count)
-    )
-    return RowObject(top)
+    row: npt.NDArray[Any], *, count: int, tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
+    """The TopLogit of each of the largest logits."""
+    for i in _kept(row, count):
+        yield {**token_json(tokenizer, int(i)), "logit": float(row[i])}
 
 
 def _top_arrays(
     rows: npt.NDArray[Any], *, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The ids and values of the largest logits of rows; -1 and -inf if fewer are left."""
+    """The ids and values of the largest logits of rows, padded with -1 and -inf."""
     ids = np.full((len(rows), count), -1, dtype=np.int64)
     values = np.full((len(rows), count), -np.inf, dtype=np.float32)
     for index, row in enumerate(rows):
@@ -162,7 +125,7 @@ def _top_arrays(
 
 
 def _kept(row: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """The `count` largest of a row, without those that processing dropped."""
+    """Indices of the `count` largest of a row, except those that processing dropped."""
     best = largest(row, count)
     return best[row[best] > -np.inf]
 
@@ -173,11 +136,10 @@ LOGITS = Operation(
     reply=LogitsReply,
     plan=plan,
     form="outputs",
-    reply_id="logits",
     summary="Logits at chosen positions",
     description="""\
 Logits of the chosen positions: row i predicts the token after position i.
 
-`Accept: application/x-npy` gives one prompt's rows as an array (positions, columns) for
+`Accept: application/x-npy` returns one prompt's rows as an array (positions, columns) for
 `numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON.""",
 )

@@ -1,10 +1,11 @@
-"""Operation: one thing that can be asked of a model, and the ways in which replies come about.
+"""Operation: one thing that can be asked of a model, and the four kinds of plan that answer it.
 
-A plan is a generator: it yields what must be computed before the engine requests are known
-(`Compute`, `Compile`), is sent the answers, and returns one of the four kinds of plan below. So one
-description runs on an event loop and in a plain thread. It performs no input or output.
+A plan is a generator. It yields the work that must be done before the engine requests are known
+(`Compute`, `Compile`), receives the results, and returns one of the four kinds of plan below. It
+performs no input or output, so the same plan runs on an event loop and in a plain thread.
 """
 
+import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,28 @@ text and bytes."""
 
 
 def new_id(kind: str) -> str:
-    """An unguessable id: it names a request to the engine."""
+    """An unguessable id of a reply or an engine request."""
     return f"{kind}-{uuid.uuid4().hex}"
+
+
+def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """The CheckpointName."""
+    return {
+        "name": checkpoint.name,
+        "step": checkpoint.training.step,
+        "val_loss": checkpoint.training.val_loss,
+        "weights_sha256": checkpoint.weights_sha256,
+    }
+
+
+def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """The first members of every reply: its id, the name of the model and its weights."""
+    return {
+        "id": new_id(kind),
+        "created": int(time.time()),
+        "model": model,
+        "checkpoint": checkpoint_name(checkpoint),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +58,7 @@ class Subject:
     """The model that an operation is planned for, and limits of a reply (None: no limit).
 
     max_elements    elements of outputs, as float32
-    max_text_bytes  bytes of a text that is made of ids
+    max_text_bytes  bytes of a text that is decoded from ids
     """
 
     checkpoint: CheckpointInfo
@@ -77,7 +98,7 @@ class Subject:
             )
 
 
-# What a plan yields
+# Steps that a plan yields
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +110,20 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Compile a constraint for so many sequences; the answer is a `Constraint`."""
+    """Compile a constraint for a number of sequences; the answer is a `Constraint`."""
 
     source: Source
     sequences: int
 
 
-# What a plan returns
+# The four kinds of plan
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A JSON object, made of everything that the requests computed.
+    """A JSON object, made of the results of all requests.
 
-    reply  members of the reply, after those that all replies begin with; may take seconds
+    reply  from the results to the members of the reply after the envelope; may take seconds
     """
 
     requests: Sequence[Request]
@@ -116,7 +137,7 @@ class NamedArray:
     name           in JSON and in safetensors
     shapes         its shape for each prompt
     position_axis  the axis of positions; the other axes are in the engine's order
-    dtype          if it is not the reply's
+    dtype          None: the reply's
     """
 
     name: str
@@ -130,42 +151,35 @@ class NamedArray:
         return shape[: self.position_axis] + shape[self.position_axis + 1 :]
 
     def row_elements(self, index: int) -> int:
-        """Elements at one position of a prompt."""
         return prod(self.row_shape(index))
 
 
 @dataclass(frozen=True, slots=True)
-class RowObject:
-    """One row as JSON: the list `items`, or an object that ends with it as its `member`."""
-
-    items: Iterator[dict[str, Any]]
-    head: Mapping[str, Any] | None = None
-    member: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
-    """Rows as JSON objects instead of arrays.
+    """Rows as lists of JSON objects instead of arrays.
 
-    member   of each prompt, which lists the rows
-    row      from a position and its row to JSON
+    member      of each prompt, which lists the rows
+    items       from a row to the objects of its list, which are made one by one
+    wrapped_in  the member of a row that holds its list, after its position; None: the list itself
     """
 
     member: str
-    row: Callable[[int, Any], RowObject]
+    items: Callable[[Any], Iterator[dict[str, Any]]]
+    wrapped_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Rows at positions of prompts, written while they are computed.
 
-    arrays      one after the other in the engine's rows, or as `split` makes them; none: JSON alone
-    split       from the engine's rows to those of the arrays; None: the arrays are their columns
+    arrays      the arrays of each prompt; empty: the reply is JSON alone
+    split       from the engine's rows to those of the arrays; None: the arrays are columns of the
+                engine's rows, one after the other
     listing     the JSON form, if it is not the arrays
     members     of the reply, and of a file's metadata
     facts       members of each prompt's JSON
     wrapped_in  the member of a prompt that holds the arrays; None: the prompt itself
-    not_npy     why an .npy file cannot hold the reply, and the field to change
+    not_npy     the reason why an .npy file cannot hold the reply, and the field to change
     """
 
     requests: Sequence[OutputsRequest]
@@ -212,13 +226,13 @@ class Completions:
 class Series:
     """Many requests, a few of them at a time, and a part of the reply for each.
 
-    head      members of the reply that are known before
-    jobs      requests, made when they are asked for
-    part      from what a request computed to its part; called in the order of `jobs`
+    head      members of the reply that are known before the jobs run
+    jobs      requests, made lazily
+    part      from a job's results to its part of the reply; called in the order of `jobs`
     event     name of a part in a stream
     members   from all parts to the rest of the reply
-    held      elements of values that the jobs share
-    tokens    that all jobs cost together (`model/inference/engine/cost.py`)
+    held      elements of the values that the jobs share
+    tokens    cost of all jobs together (`model/inference/engine/cost.py`)
     """
 
     head: Mapping[str, Any]
@@ -234,8 +248,8 @@ Plan = Record | Outputs | Completions | Series
 Planning = Generator[Compute | Compile, Any, Plan]
 
 Form = Literal["record", "outputs", "listing", "completions", "series", "vocabulary"]
-"""How an endpoint answers. `listing` has JSON alone; `vocabulary` is a record that needs no
-engine."""
+"""Form of an endpoint's replies: `listing` is outputs as JSON alone; `vocabulary` is a record that
+needs no engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +258,13 @@ class Operation:
 
     name          of its endpoint, and of its method in Python
     body, reply   pydantic models; `reply` may be a union
-    plan          from a valid body to a plan. Raises InvalidRequest for what cannot be computed
-    form          how it answers
+    plan          from a valid body to a plan. Raises InvalidRequest for a body that the model
+                  cannot answer
+    form          of its replies
     summary       a title
     description   Markdown for /docs
-    tag           its section there
-    reply_id      prefix of the ids of its replies
+    tag           its section in /docs
+    id_prefix     None: the name
     """
 
     name: str
@@ -260,18 +275,12 @@ class Operation:
     summary: str
     description: str
     tag: str = "outputs"
-    reply_id: str = ""
+    id_prefix: str | None = None
 
     @property
     def path(self) -> str:
         return f"/{self.name}"
 
-
-def finish(planning: Generator[Any, Any, Plan]) -> Plan:
-    """The plan of a generator that yields nothing."""
-    try:
-        next(planning)
-    except StopIteration as stop:
-        plan: Plan = stop.value
-        return plan
-    raise AssertionError("the plan needs something computed first")
+    @property
+    def reply_id(self) -> str:
+        return self.id_prefix or self.name

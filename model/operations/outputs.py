@@ -1,31 +1,41 @@
-"""Outputs: engine requests for what the model computes at positions of prompts."""
+"""Outputs: requests for values that the model computes at positions of prompts."""
 
 from collections.abc import Generator, Sequence
-from typing import Protocol
+from typing import Annotated
+
+from pydantic import Field
 
 from logitd.model.inference.engine.requests import Output, OutputsRequest
-from logitd.model.operations.body import PositionChoice
+from logitd.model.inference.selection import resolve_indices
+from logitd.model.operations.body import DType, Places, PositionChoice, PromptBody
 from logitd.model.operations.computed import Computed
-from logitd.model.operations.interventions import Intervention, resolve_interventions
+from logitd.model.operations.interventions import Interventions, resolve_interventions
 from logitd.model.operations.operation import Compute, Subject, new_id
 from logitd.model.operations.prompts import encode_all, resolve_positions
 
+HiddenLayers = Annotated[
+    Places | None,
+    Field(
+        description="0 is after the embeddings, i after block i, before the final norm; negative "
+        "ones count from the end. Absent: all."
+    ),
+]
 
-class PositionsBody(Protocol):
-    """A body that chooses positions of its prompts."""
 
-    @property
-    def prompts(self) -> Sequence[str | Sequence[int]]: ...
-    @property
-    def positions(self) -> PositionChoice: ...
-    @property
-    def interventions(self) -> Sequence[Intervention]: ...
+class OutputsBody(PromptBody):
+    """A request for values at chosen positions."""
+
+    positions: PositionChoice = "last"
+    interventions: Interventions = Field(default_factory=list)
+
+
+class ArraysBody(OutputsBody):
+    dtype: DType = "float32"
 
 
 def outputs_requests(
-    body: PositionsBody, output: Output, subject: Subject
+    body: OutputsBody, output: Output, subject: Subject
 ) -> Generator[Compute, Computed, Sequence[OutputsRequest]]:
-    """One engine request per prompt."""
     prompts = encode_all(body.prompts, "prompt", subject)
     changes = yield from resolve_interventions(body.interventions, prompts, subject)
     return [
@@ -38,3 +48,9 @@ def outputs_requests(
         )
         for prompt, interventions in zip(prompts, changes, strict=True)
     ]
+
+
+def resolve_layers(layers: Sequence[int] | None, subject: Subject) -> tuple[int, ...]:
+    """Layers from 0, the embeddings; None: all."""
+    count = subject.config.n_layer + 1
+    return resolve_indices("layers", layers, count, f"there are {count} hidden states")

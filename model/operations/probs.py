@@ -1,38 +1,41 @@
 """Probabilities of the next token after each prompt. Nothing is sampled."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from logitd.model.inference.engine.requests import OutputsRequest, ScoreRequest
 from logitd.model.inference.engine.validation import check_count, check_token_ids
-from logitd.model.inference.sampling.distribution import Summary, summarise
+from logitd.model.inference.sampling.distribution import summarise
 from logitd.model.operations.body import (
     ChosenIds,
     Examples,
-    ModelName,
     PromptBody,
+    PromptReply,
     Reply,
-    ReplyBody,
     Stage,
     Text,
-    Timeout,
 )
 from logitd.model.operations.computed import Computed, perplexity
 from logitd.model.operations.interventions import Interventions, resolve_interventions
-from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
-from logitd.model.operations.processing import PROCESSED_NEEDS_STAGE, Processing, logits_output
+from logitd.model.operations.operation import (
+    Compute,
+    Operation,
+    Planning,
+    Record,
+    Subject,
+    new_id,
+)
+from logitd.model.operations.processing import StageBody, logits_output
 from logitd.model.operations.prompts import encode_all, resolve_positions, single_token
-from logitd.model.operations.tokens import TokenProb, token_json
-from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.operations.tokens import TokenProb, prob_json
 
 DEFAULT_LISTED = 10
-"""Tokens that are listed if the body does not say how many."""
+"""Number of tokens that are listed by default."""
 
 
-class ProbsRequest(PromptBody):
+class ProbsRequest(StageBody, PromptBody):
     """The distribution of the token after each prompt. Nothing is sampled."""
 
     examples: ClassVar[Examples] = {
@@ -41,12 +44,14 @@ class ProbsRequest(PromptBody):
             "prompt": ["for i in", "if not"],
             "tokens": [" ", "("],
         },
-        "What /generate would sample from": {
+        "The distribution that /generate samples from": {
             "prompt": "import",
             "stage": "processed",
             "processing": {"temperature": 0.7, "top_p": 0.9},
         },
     }
+
+    alternatives: ClassVar[Sequence[Sequence[str]]] = (("top_k", "token_ids", "tokens"),)
 
     top_k: int | None = Field(
         None,
@@ -54,7 +59,7 @@ class ProbsRequest(PromptBody):
         lt=2**31,
         description="The k likeliest tokens. Absent, without token_ids or tokens: 10.",
     )
-    token_ids: ChosenIds | None = Field(None, description="These tokens, whatever their rank.")
+    token_ids: ChosenIds | None = Field(None, description="These tokens, at any rank.")
     tokens: list[Text] | None = Field(
         None,
         min_length=1,
@@ -62,33 +67,16 @@ class ProbsRequest(PromptBody):
         fail_fast=True,
         description="These tokens, by text; each must be one token of the vocabulary.",
     )
-    stage: Stage = Field("raw", description="Before or after `processing`.")
-    processing: Processing | None = Field(None, description="With stage 'processed'.")
     perplexity: bool = Field(False, description="Also the perplexity of each prompt itself.")
     interventions: Interventions = Field(default_factory=list)
-    timeout: Timeout = None
-    model: ModelName = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "ProbsRequest":
-        named = [
-            name for name in ("top_k", "token_ids", "tokens") if getattr(self, name) is not None
-        ]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} all choose tokens; give one of them")
-        if self.processing is not None and self.stage == "raw":
-            raise ValueError(PROCESSED_NEEDS_STAGE)
-        return self
 
 
-class PromptProbs(ReplyBody):
-    index: int
-    token_ids: list[int]
+class PromptProbs(PromptReply):
     tokens: list[TokenProb]
     mass: float = Field(description="Probability of the listed tokens together.")
     entropy: float = Field(description="Of the whole distribution, in nats.")
     perplexity: float | None = Field(
-        None, description="Of the prompt, its first token left out; null for a single token."
+        None, description="Of the prompt, except its first token; null for a single token."
     )
 
 
@@ -98,11 +86,11 @@ class ProbsReply(Reply):
 
 
 def plan(body: ProbsRequest, subject: Subject) -> Planning:
-    """The logits of each prompt's last position, and its score for a perplexity."""
+    """The logits at each prompt's last position; before that, its score for a perplexity."""
     vocab_size, tokenizer = subject.config.vocab_size, subject.tokenizer
     check_count("top_k", body.top_k, vocab_size)
     check_token_ids("token_ids", body.token_ids or (), vocab_size)
-    output = logits_output(body.stage, body.processing)
+    output = logits_output(body)
     prompts = encode_all(body.prompts, "prompt", subject)
     changes = yield from resolve_interventions(body.interventions, prompts, subject)
     token_ids, top_k = body.token_ids, body.top_k or DEFAULT_LISTED
@@ -111,7 +99,18 @@ def plan(body: ProbsRequest, subject: Subject) -> Planning:
     listed = top_k if token_ids is None else len(token_ids)
     param = "top_k" if token_ids is None else "token_ids"
     subject.check_listed(listed * len(prompts), "logprobs", param)
-    outputs = [
+    perplexities: list[dict[str, Any]] = [{}] * len(prompts)
+    if body.perplexity:
+        scores = [
+            ScoreRequest(request_id=new_id("score"), token_ids=prompt, interventions=interventions)
+            for prompt, interventions in zip(prompts, changes, strict=True)
+        ]
+        # First, so that the last positions copy the blocks that the scores have computed.
+        scored: Computed = yield Compute(scores)
+        perplexities = [
+            {"perplexity": perplexity(scored.tokens[score.request_id, 0])} for score in scores
+        ]
+    requests = [
         OutputsRequest(
             request_id=new_id("outputs"),
             token_ids=prompt,
@@ -121,47 +120,25 @@ def plan(body: ProbsRequest, subject: Subject) -> Planning:
         )
         for prompt, interventions in zip(prompts, changes, strict=True)
     ]
-    scores = [
-        ScoreRequest(request_id=new_id("score"), token_ids=prompt, interventions=interventions)
-        for prompt, interventions in zip(prompts, changes, strict=True)
-        if body.perplexity
-    ]
-    listing = partial(summarise, top_k=top_k, token_ids=token_ids)
 
     def reply(computed: Computed) -> dict[str, Any]:
-        summaries = [listing(computed.rows[request.request_id][0]) for request in outputs]
-        listed = _prompts_json(outputs, summaries, tokenizer)
-        for prompt, score in zip(listed, scores, strict=False):
-            prompt["perplexity"] = perplexity(computed.tokens[score.request_id, 0])
-        return {"stage": body.stage, "prompts": listed}
+        prompts = []
+        for index, request in enumerate(requests):
+            (row,) = computed.rows[request.request_id]
+            summary = summarise(row, top_k=top_k, token_ids=token_ids)
+            prompts.append(
+                {
+                    "index": index,
+                    "token_ids": request.token_ids,
+                    "tokens": [prob_json(tokenizer, token) for token in summary.tokens],
+                    "mass": summary.mass,
+                    "entropy": summary.entropy,
+                    **perplexities[index],
+                }
+            )
+        return {"stage": body.stage, "prompts": prompts}
 
-    return Record([*outputs, *scores], reply)
-
-
-def _prompts_json(
-    requests: Sequence[OutputsRequest], summaries: Sequence[Summary], tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
-    """The PromptProbs of each prompt, without a perplexity."""
-    return [
-        {"index": index, "token_ids": request.token_ids, **_summary_json(summary, tokenizer)}
-        for index, (request, summary) in enumerate(zip(requests, summaries, strict=True))
-    ]
-
-
-def _summary_json(summary: Summary, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "tokens": [
-            {
-                **token_json(tokenizer, token.token_id),
-                "prob": token.prob,
-                "logprob": token.logprob,  # -inf is written as null
-                "rank": token.rank,
-            }
-            for token in summary.tokens
-        ],
-        "mass": summary.mass,
-        "entropy": summary.entropy,
-    }
+    return Record(requests, reply)
 
 
 PROBS = Operation(
@@ -170,7 +147,6 @@ PROBS = Operation(
     reply=ProbsReply,
     plan=plan,
     form="record",
-    reply_id="probs",
     summary="Probabilities of the next token",
     description="""\
 The likeliest next tokens after each prompt, or named ones, with probability, logprob and

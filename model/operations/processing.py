@@ -1,42 +1,29 @@
-"""Processing: what the sampler's steps make of logits, as fields of a body and as engine output.
+"""Processing: the sampler's steps, from a body's fields to the engine's output.
 
-The fields are separate from those of /generate, because `top_k` of other operations says how much
-of a reply is listed.
+The fields are separate from those of /generate, because `top_k` of other operations is the number
+of tokens that a reply lists.
 """
 
 import re
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from logitd.model.inference.engine.requests import Logits
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.sampling.params import SamplingFields, SamplingParams
-from logitd.model.operations.body import ChosenIds, LogitBias, RequestBody
+from logitd.model.operations.body import ChosenIds, LogitBias, RequestBody, Stage
 from logitd.model.operations.prompts import clip
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """An id as the key of a JSON object: one spelling each, so that no key overwrites another."""
-PROCESSED_NEEDS_STAGE = (
-    "processing is given and stage is 'raw'; set stage to 'processed', or leave processing out"
-)
 
 
 class Processing(SamplingFields, RequestBody):
-    """What happens to the logits before a token is sampled; the definitions are those of
-    /generate."""
+    """The steps between the logits and a sampled token, as /generate defines them."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(
         1.0, description="0 leaves the logits as they are."
-    )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        0, description="Keep the k likeliest. 0: all."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Keep the likeliest that make up p."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Keep those at least p times as likely as the likeliest."
     )
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token is kept.")
@@ -44,31 +31,47 @@ class Processing(SamplingFields, RequestBody):
         None,
         ge=0,
         lt=2**31,
-        description="The position from which the prompt's tokens count as generated, for the "
-        "presence and frequency penalties.",
+        description="Position from which the prompt's tokens count as generated, for the presence "
+        "and frequency penalties.",
     )
 
     @model_validator(mode="after")
-    def _something_generated(self) -> "Processing":
+    def _something_generated(self) -> Self:
         if (self.presence_penalty or self.frequency_penalty) and self.completion_start is None:
             raise ValueError(
-                "presence_penalty and frequency_penalty look at generated tokens: say with "
-                "completion_start from which position the prompt's tokens count as such"
+                "presence_penalty and frequency_penalty count generated tokens: set "
+                "completion_start to the position from which the prompt's tokens count as such"
             )
         return self
 
 
-def logits_output(
-    stage: str, processing: Processing | None, columns: tuple[int, ...] | None = None
-) -> Logits:
-    """Raw logits, or what the sampler's steps make of them."""
-    if stage == "raw":
+class StageBody(RequestBody):
+    """A request for logits before or after processing."""
+
+    stage: Stage = Field("raw", description="Before or after `processing`.")
+    processing: Processing | None = Field(
+        None, description="With stage 'processed'. A token that it drops is -inf, null in JSON."
+    )
+
+    @model_validator(mode="after")
+    def _stage_of_processing(self) -> Self:
+        if self.processing is not None and self.stage == "raw":
+            raise ValueError(
+                "processing is given and stage is 'raw'; set stage to 'processed', or leave "
+                "processing out"
+            )
+        return self
+
+
+def logits_output(body: StageBody, columns: tuple[int, ...] | None = None) -> Logits:
+    """Logits of the columns (None: all), raw or processed."""
+    if body.stage == "raw":
         return Logits(columns=columns)
-    fields = processing or Processing()
+    fields = body.processing or Processing()
     allowed = fields.allowed_token_ids
     params = SamplingParams(
         max_tokens=1,
-        seed=0,  # nothing is sampled
+        seed=0,  # unused: no token is sampled
         logit_bias=bias_by_id(fields.logit_bias),
         allowed_token_ids=None if allowed is None else tuple(allowed),
         **fields.sampling,
@@ -77,7 +80,7 @@ def logits_output(
 
 
 def bias_by_id(biases: dict[str, float]) -> dict[int, float]:
-    """The same with ids as keys, which are strings in JSON."""
+    """The biases with integer keys; JSON has strings."""
     for key in biases:
         if not TOKEN_ID.fullmatch(key):
             raise InvalidRequest(

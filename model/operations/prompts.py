@@ -1,4 +1,4 @@
-"""Prompts: token ids, positions and single tokens, from what a body says of them.
+"""Prompts: token ids, positions and single tokens, from the fields of a body.
 
 A text that certainly has more tokens than the context holds is refused before it is encoded. All
 other checks of ids belong to `model/inference/engine/validation.py`.
@@ -18,7 +18,7 @@ TokenIds = tuple[int, ...]
 def encode_all(
     texts: Sequence[str | Sequence[int]], param: str, subject: Subject
 ) -> list[TokenIds]:
-    """The token ids of texts, or the ids that stand for them; `param` is their field."""
+    """The token ids of texts; lists of ids stay as they are. `param` is the field of the texts."""
     return [
         encode_within(text, param, subject) if isinstance(text, str) else tuple(text)
         for text in texts
@@ -30,7 +30,7 @@ def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
     least = subject.tokenizer.least_tokens(text)
     if least > subject.context_length:
         raise ContextLengthExceeded(
-            f"{_subject(param)} has {len(text)} characters, at least {least} tokens; the model's "
+            f"{_named(param)} has {len(text)} characters, at least {least} tokens; the model's "
             f"context is {subject.context_length}. Shorten it",
             param,
         )
@@ -46,16 +46,16 @@ def encode_text(
     except NoVocabularyError as error:
         raise no_vocabulary(param) from error
     except ValueError as error:  # the pattern gave up on a pathological text
-        raise InvalidRequest(f"{_subject(param)} cannot be tokenized: {error}", param) from error
+        raise InvalidRequest(f"{_named(param)} cannot be tokenized: {error}", param) from error
 
 
 def no_vocabulary(param: str) -> InvalidRequest:
-    """For a text that is sent to a model of token ids alone; `param` is its field."""
+    """The refusal of a text that is sent to a model of token ids alone; `param` is its field."""
     return InvalidRequest(f"{param} is a text, and {NO_VOCABULARY}", param, "no_vocabulary")
 
 
 def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
-    """The id of a text that is one token, or the name of a special one; `param` is its field."""
+    """The id of a text that is one token, or of a special token's name; `param` is its field."""
     if text in tokenizer.special_tokens:
         return tokenizer.special_tokens[text]
     ids = encode_text(text, tokenizer, param)
@@ -67,16 +67,9 @@ def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
     return ids[0]
 
 
-def named_token(
-    text: str | None, token_id: int | None, tokenizer: Tokenizer, param: str
-) -> int | None:
-    """The id of a token that a body names by text or by id; None: it names none."""
-    return token_id if text is None else single_token(text, tokenizer, param)
-
-
-def resolve_positions(positions: PositionChoice, length: int) -> tuple[int, ...]:
-    """The positions that a body chooses of a prompt of `length` tokens, ascending. Raises
-    InvalidRequest if there are none."""
+def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
+    """Positions of a prompt of `length` tokens, ascending. Raises InvalidRequest if there are
+    none."""
     if not length:
         return ()  # validation rejects an empty prompt
     match positions:
@@ -89,21 +82,28 @@ def resolve_positions(positions: PositionChoice, length: int) -> tuple[int, ...]
             if not within:
                 raise InvalidRequest(
                     f"there are no positions from {positions.start} to {positions.to} in a prompt "
-                    f"of {length} tokens; `to` is the first position left out",
+                    f"of {count_tokens(length)}; `to` is the first position left out",
                     "positions",
                 )
             return within
         case _:
-            return resolve_indices(
-                "positions", positions, length, f"the prompt has {length} tokens"
-            )
+            return resolve_in_prompt("positions", positions, length)
+
+
+def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tuple[int, ...]:
+    """Positions from the start of a prompt of `length` tokens; negative ones count from its end."""
+    return resolve_indices(param, positions, length, f"the prompt has {count_tokens(length)}")
+
+
+def count_tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def clip(text: str, limit: int = 80) -> str:
-    """The beginning of something a client sent, to repeat it in a message."""
+    """The beginning of a client's text, short enough for a message."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def _subject(param: str) -> str:
+def _named(param: str) -> str:
     """A text of a body, as a sentence names it."""
     return "the prompt" if param == "prompt" else f"one of {param}"

@@ -1,4 +1,4 @@
-"""Scores: how likely given texts are. Nothing is sampled."""
+"""Scores: the logprobs of given texts. Nothing is sampled."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,11 @@ from logitd.model.inference.engine.events import PromptToken
 from logitd.model.inference.engine.requests import ScoreRequest as EngineScoreRequest
 from logitd.model.operations.body import (
     Examples,
-    ModelName,
     PromptBody,
+    PromptReply,
     Reply,
     ReplyBody,
     Text,
-    Timeout,
     TokenIds,
 )
 from logitd.model.operations.computed import Computed, logprobs_of, perplexity
@@ -29,10 +28,10 @@ MAX_CONTINUATIONS = 4096
 
 
 class ScoreRequest(PromptBody):
-    """How likely given texts are: each prompt as a whole, or continuations of it."""
+    """Logprobs of given texts: of each prompt as a whole, or of continuations of it."""
 
     examples: ClassVar[Examples] = {
-        "Which of three endings?": {
+        "Three endings compared": {
             "prompt": "import os\n\ndef main(",
             "continuations": ["):", "self):", "os):"],
         },
@@ -48,8 +47,8 @@ class ScoreRequest(PromptBody):
         | None
     ) = Field(
         None,
-        description="Scored after each prompt, which is computed once. Each is tokenized by "
-        "itself. Absent: the prompt itself is scored.",
+        description="Texts or ids to score after each prompt, which is computed once. Each is "
+        "tokenized by itself. Absent: the prompt is scored.",
     )
     logprobs: int | None = Field(
         None,
@@ -58,8 +57,6 @@ class ScoreRequest(PromptBody):
         description="List each token's logprob, and the k likeliest in its place.",
     )
     interventions: Interventions = Field(default_factory=list)
-    timeout: Timeout = None
-    model: ModelName = None
 
     @property
     def queued(self) -> tuple[int, str]:
@@ -67,27 +64,18 @@ class ScoreRequest(PromptBody):
         param = "prompt" if per_prompt == 1 else "continuations"
         return len(self.prompts) * per_prompt, param
 
-    @property
-    def characters(self) -> int:
-        texts = [*self.prompts, *(self.continuations or ())]
-        return sum(len(text) for text in texts if isinstance(text, str))
 
-
-class TextScore(ReplyBody):
-    index: int
-    token_ids: list[int]
+class TextScore(PromptReply):
     tokens: list[Token] | None = Field(None, description="With `logprobs`.")
-    scored_tokens: int = Field(description="A prompt's first token is predicted by nothing.")
+    scored_tokens: int = Field(description="All, except a prompt's first: nothing predicts it.")
     logprob: float = Field(description="Sum over the scored tokens, in nats.")
-    is_greedy: bool = Field(description="Whether temperature 0 would have given these tokens.")
-    perplexity: float | None = Field(description="null where no token is scored.")
+    is_greedy: bool = Field(description="True if temperature 0 generates these tokens.")
+    perplexity: float | None = Field(description="null if no token is scored.")
     bits_per_byte: float | None = Field(description="Over the bytes of the scored tokens.")
 
 
-class PromptScores(ReplyBody):
-    index: int
-    token_ids: list[int]
-    score: TextScore | None = Field(None, description="Without continuations: the prompt's.")
+class PromptScores(PromptReply):
+    score: TextScore | None = Field(None, description="The prompt's, without continuations.")
     continuations: list[TextScore] | None = None
 
 
@@ -103,14 +91,13 @@ class ScoreReply(Reply):
 
 
 def plan(body: ScoreRequest, subject: Subject) -> Planning:
-    """One engine request per prompt, each with all continuations."""
     texts = body.continuations or []
     prompts = encode_all(body.prompts, "prompt", subject)
     continuations = tuple(encode_all(texts, "continuations", subject))
     changes = yield from resolve_interventions(
         body.interventions, prompts, subject, generates=bool(texts)
     )
-    # At least one, so that it is known whether a token was the likeliest.
+    # At least 1: `is_greedy` compares each token with the likeliest.
     top = max(1, body.logprobs or 0)
     scored = [sum(map(len, continuations)) or len(prompt) for prompt in prompts]
     subject.check_listed(sum(scored) * (1 + top), "logprobs", "logprobs")
@@ -126,31 +113,24 @@ def plan(body: ScoreRequest, subject: Subject) -> Planning:
     ]
 
     def reply(computed: Computed) -> dict[str, Any]:
-        return _reply(requests, computed, body.logprobs, subject.tokenizer)
+        prompts = []
+        for index, request in enumerate(requests):
+            scores = [
+                _text_score(
+                    i, computed.tokens[request.request_id, i], body.logprobs, subject.tokenizer
+                )
+                for i in range(max(1, len(continuations)))
+            ]
+            scored = {"continuations": scores} if continuations else {"score": scores[0]}
+            prompts.append({"index": index, "token_ids": request.token_ids, **scored})
+        usage = {
+            "prompt_tokens": sum(len(request.token_ids) for request in requests),
+            "scored_tokens": sum(len(logprobs_of(tokens)) for tokens in computed.tokens.values()),
+            "cached_tokens": sum(e.cached_tokens for e in computed.finishes if e.counts_prompt),
+        }
+        return {"prompts": prompts, "usage": usage}
 
     return Record(requests, reply)
-
-
-def _reply(
-    requests: Sequence[EngineScoreRequest],
-    computed: Computed,
-    listed: int | None,
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    prompts = []
-    for index, request in enumerate(requests):
-        scores = [
-            _text_score(i, computed.tokens[request.request_id, i], listed, tokenizer)
-            for i in range(max(1, len(request.continuations)))
-        ]
-        scored = {"continuations": scores} if request.continuations else {"score": scores[0]}
-        prompts.append({"index": index, "token_ids": request.token_ids, **scored})
-    usage = {
-        "prompt_tokens": sum(len(request.token_ids) for request in requests),
-        "scored_tokens": sum(len(logprobs_of(tokens)) for tokens in computed.tokens.values()),
-        "cached_tokens": sum(e.cached_tokens for e in computed.finishes if e.counts_prompt),
-    }
-    return {"prompts": prompts, "usage": usage}
 
 
 def _text_score(
@@ -165,7 +145,11 @@ def _text_score(
         "token_ids": [token.token_id for token in tokens],
         "scored_tokens": len(scored),
         "logprob": total,
-        "is_greedy": all(_is_likeliest(token) for token in scored),
+        # Temperature 0 generates the lowest id among equally likely tokens.
+        "is_greedy": all(
+            token.token_id in [likeliest.token_id for likeliest in token.top[:1]]
+            for token in scored
+        ),
         "perplexity": perplexity(scored),
         "bits_per_byte": -total / math.log(2) / size if size else None,
     }
@@ -174,20 +158,14 @@ def _text_score(
     return score
 
 
-def _is_likeliest(token: PromptToken) -> bool:
-    """Whether temperature 0 would have given it: of equals, only the one of the lowest id."""
-    return [likeliest.token_id for likeliest in token.top[:1]] == [token.token_id]
-
-
 SCORE = Operation(
     name="score",
     body=ScoreRequest,
     reply=ScoreReply,
     plan=plan,
     form="record",
-    reply_id="score",
-    summary="How likely given texts are",
+    summary="Logprobs of given texts",
     description="""\
-The logprob of each prompt, or of continuations of it: as a sum, by token if asked for, as
+The logprob of each prompt, or of continuations of it: as a sum, by token on request, as
 perplexity and as bits per byte. A prompt with several continuations is computed once.""",
 )

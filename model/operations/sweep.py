@@ -1,12 +1,12 @@
 """Sweeps: one intervention carried out in one place after another.
 
 Values that `from` reads are computed once, for all layers and positions; each cell takes its part.
-The places of the grid are those of `model/inference/sweep.py`.
+`model/inference/sweep.py` lists the places of the grid.
 """
 
 from collections.abc import Generator, Iterator
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -23,10 +23,8 @@ from logitd.model.operations.body import (
     Place,
     Reply,
     ReplyBody,
-    RequestBody,
     Text,
     Timeout,
-    TokenId,
     TokenIds,
 )
 from logitd.model.operations.computed import Computed
@@ -34,7 +32,6 @@ from logitd.model.operations.interventions import (
     Intervention,
     Interventions,
     resolve_interventions,
-    resolve_varied,
 )
 from logitd.model.operations.operation import (
     Compute,
@@ -44,13 +41,13 @@ from logitd.model.operations.operation import (
     Subject,
     new_id,
 )
-from logitd.model.operations.prompts import encode_all, named_token, resolve_positions
-from logitd.model.operations.tokens import token_json
+from logitd.model.operations.prompts import encode_all, resolve_positions
+from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 
 
-class SweepRequest(RequestBody):
-    """A grid of a token's logit, or of the difference of two, under an intervention that is carried
-    out in one layer, head or position after another."""
+class SweepRequest(ComparedTokens):
+    """A grid of a token's logit, or of the difference of two, under an intervention in one layer,
+    head or position after another."""
 
     examples: ClassVar[Examples] = {
         "Without each head in turn": {
@@ -59,7 +56,7 @@ class SweepRequest(RequestBody):
             "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"},
             "over": ["layers", "heads"],
         },
-        "What another prompt has, layer by layer and position by position": {
+        "Another prompt's stream, layer by layer and position by position": {
             "prompt": "import sys",
             "vary": {
                 "stage": "blocks.*.output",
@@ -73,43 +70,31 @@ class SweepRequest(RequestBody):
     }
 
     prompt: Text | TokenIds = Field(description="One text, or the ids of one.")
-    token: Text | None = Field(None, description="Whose logit is looked at, by text.")
-    token_id: TokenId | None = Field(
-        None, description="The same by id. Without either: the likeliest after the prompt."
-    )
-    minus: Text | None = Field(None, description="Whose logit is subtracted, by text.")
-    minus_id: TokenId | None = Field(None, description="The same by id.")
-    position: Place = Field(-1, description="Of the prompt, whose logits these are.")
+    position: Place = Field(-1, description="Position of the prompt whose logits are compared.")
     vary: Intervention = Field(
-        description="What is carried out in each place; its heads and positions limit the places."
+        description="The intervention in each place; its heads and positions limit the places."
     )
     over: Annotated[list[Axis], Field(min_length=1, max_length=3)] = Field(
         description="The axes of the grid: layers (of the stage's *), heads, positions."
     )
     interventions: Interventions = Field(
-        default_factory=list, description="Changes that stand everywhere, carried out before."
+        default_factory=list, description="Changes in every cell, carried out before `vary`."
     )
     stream: bool = Field(False, description="Send each cell as it is computed.")
     timeout: Timeout = None
     model: ModelName = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> "SweepRequest":
+    def _consistent(self) -> Self:
         if len(set(self.over)) < len(self.over):
             raise ValueError(f"over names an axis twice: {self.over}")
-        if self.token is not None and self.token_id is not None:
-            raise ValueError("token and token_id both name the token; give one of them")
-        if self.minus is not None and self.minus_id is not None:
-            raise ValueError("minus and minus_id both name the other token; give one of them")
         if self.vary.positions == "generated":
             raise ValueError("vary.positions are 'generated', and nothing is generated here")
         return self
 
 
-class SweptToken(ReplyBody):
-    id: int
-    text: str
-    bytes: list[int]
+class SweptToken(NamedToken):
+    """A token whose logit is compared."""
 
 
 class SweepAxis(ReplyBody):
@@ -118,7 +103,7 @@ class SweepAxis(ReplyBody):
 
 
 class SweepCell(ReplyBody):
-    """`value` is the token's logit, less that of the other where there is one."""
+    """`value` is the token's logit minus the other token's, if there is one."""
 
     layer: int | None = Field(description="null: the axis is not swept.")
     head: int | None
@@ -133,16 +118,16 @@ class SweepReply(Reply):
     token: SweptToken
     minus: SweptToken | None
     axes: list[SweepAxis]
-    unchanged: SweepCell = Field(description="Without what varies.")
+    unchanged: SweepCell = Field(description="Without `vary`.")
     cells: list[SweepCell] = Field(description="In the order of the axes, the last one fastest.")
-    grid: list[Any] = Field(description="Their values, nested by the axes.")
+    grid: list[Any] = Field(description="Values of the cells, nested by the axes.")
 
 
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """The grid, and the row without what varies, which is computed before any cell."""
+    """The grid, and the row without `vary`, which is computed before any cell."""
     (prompt,) = encode_all([body.prompt], "prompt", subject)
     (constant,) = yield from resolve_interventions(body.interventions, [prompt], subject)
-    (varied,) = yield from resolve_varied(body.vary, prompt, subject)
+    (varied,) = yield from resolve_interventions([body.vary], [prompt], subject, field="vary")
     row = OutputsRequest(
         request_id=new_id("outputs"),
         token_ids=prompt,
@@ -183,9 +168,8 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
 def _columns(
     body: SweepRequest, row: OutputsRequest, subject: Subject
 ) -> Generator[Compute, Computed, tuple[int, ...]]:
-    """The ids whose logits are compared: the token, and what is subtracted if anything is."""
-    token = named_token(body.token, body.token_id, subject.tokenizer, "token")
-    minus = named_token(body.minus, body.minus_id, subject.tokenizer, "minus")
+    """The ids whose logits are compared: the token, and the subtracted one if there is any."""
+    token, minus = body.compared(subject.tokenizer)
     if token is None:
         token = int(largest(_row((yield Compute([row]))), 1)[0])
     check_token_ids("token_id", [token], subject.config.vocab_size)
@@ -198,7 +182,6 @@ def _columns(
 
 
 def _jobs(grid: Grid, unchanged: OutputsRequest) -> Iterator[OutputsRequest]:
-    """A request for each cell."""
     for _, changes in grid.cells():
         yield replace(
             unchanged,
@@ -208,7 +191,7 @@ def _jobs(grid: Grid, unchanged: OutputsRequest) -> Iterator[OutputsRequest]:
 
 
 def _row(computed: Computed) -> Any:
-    """The logits of the only request that was computed."""
+    """The logits of the only request."""
     ((row,),) = computed.rows.values()
     return row
 
@@ -217,9 +200,7 @@ def _cell_json(cell: Cell, logits: Any) -> dict[str, Any]:
     """The SweepCell of a row of one or two logits."""
     logit, minus = float(logits[0]), float(logits[1]) if len(logits) > 1 else None
     return {
-        "layer": cell.layer,
-        "head": cell.head,
-        "position": cell.position,
+        **asdict(cell),
         "logit": logit,
         "minus_logit": minus,
         "value": logit if minus is None else logit - minus,
@@ -227,7 +208,6 @@ def _cell_json(cell: Cell, logits: Any) -> dict[str, Any]:
 
 
 def _nested(cells: list[dict[str, Any]], grid: Grid) -> list[Any]:
-    """The values of all cells, nested by the axes."""
     shape = [len(places) for places in grid.axes.values()]
     values = np.array([cell["value"] for cell in cells], dtype=np.float64)
     nested: list[Any] = values.reshape(shape).tolist()
@@ -240,11 +220,10 @@ SWEEP = Operation(
     reply=SweepReply,
     plan=plan,
     form="series",
-    reply_id="sweep",
     summary="An intervention at each layer, head or position in turn",
     description="""\
-Carry an intervention out in one layer, head or position after another, and give a token's
+Carry an intervention out in one layer, head or position after another, and return a token's
 logit each time, or the difference of two: ablate each head in turn, patch each layer and
-position in turn. With `stream`, an event with what is known before, `{"cell": ...}` for each
-cell as it is computed, then `[DONE]`.""",
+position in turn. With `stream`, an event with the members that are known before the cells,
+`{"cell": ...}` for each cell as it is computed, then `[DONE]`.""",
 )

@@ -1,7 +1,7 @@
 """Tokenizing: texts to ids and ids to text, with the vocabulary alone.
 
 Nothing is computed or queued. Evaluation programs with a "remote tokenizer" read these replies.
-Texts may be longer than the model's context; the limits are those of a body and of a reply.
+Texts may be longer than the model's context; only a body and a reply have limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,9 @@ from logitd.model.operations.body import (
     RequestBody,
     TokenIds,
 )
-from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Operation, Planning, Record, Subject
 from logitd.model.operations.prompts import encode_text
-from logitd.model.operations.tokens import token_json
+from logitd.model.operations.tokens import NamedToken, token_json
 from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 
 MAX_PIECES = 2**14
@@ -34,11 +33,11 @@ class TokenizeRequest(RequestBody):
 
     examples: ClassVar[Examples] = {
         "Each token with the characters that it touches": {"prompt": "naïve 😀"},
-        "The ids of two texts and nothing more": {
+        "The ids of two texts alone": {
             "prompt": ["def main():", "<|endoftext|>"],
             "pieces": False,
         },
-        "As it stands in a prompt of /generate": {
+        "Special tokens as text, as in a prompt of /generate": {
             "prompt": "<|endoftext|>",
             "special_tokens": "text",
         },
@@ -49,13 +48,13 @@ class TokenizeRequest(RequestBody):
     )
     special_tokens: Literal["ids", "text"] = Field(
         "ids",
-        description="What the name of a special token becomes: its id, or, as in the prompts of "
-        "every other endpoint, plain text.",
+        description="Turn the name of a special token into its id, or treat it as plain text, as "
+        "the prompts of every other endpoint do.",
     )
     pieces: bool | None = Field(
         None,
-        description="Whether each token is described. Absent: when there are at most "
-        f"{MAX_PIECES} together, and `pieces` of the reply is null when there are more.",
+        description=f"Describe each token. Absent: true up to {MAX_PIECES} tokens together; with "
+        "more, `pieces` of the reply is null.",
     )
     add_special_tokens: bool = Field(False, description="Only false: no token is added to a text.")
     model: ModelName = None
@@ -66,8 +65,8 @@ class TokenizeRequest(RequestBody):
         texts = prompt if isinstance(prompt, list) else [prompt]
         if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
             raise ValueError(
-                f"this endpoint takes a text or a list of 1 to {MAX_PROMPTS} texts; token ids are "
-                "what /detokenize takes"
+                f"prompt must be a text or a list of 1 to {MAX_PROMPTS} texts; /detokenize takes "
+                "token ids"
             )
         return prompt
 
@@ -76,8 +75,8 @@ class TokenizeRequest(RequestBody):
     def _nothing_added(cls, add_special_tokens: bool) -> bool:
         if add_special_tokens:
             raise ValueError(
-                "add_special_tokens is true, but this vocabulary adds no token to a text; write "
-                "the name of a special token into the text where it belongs"
+                "add_special_tokens is true, but this vocabulary adds no token to a text; set it "
+                "to false, and write the names of special tokens into the text"
             )
         return add_special_tokens
 
@@ -85,31 +84,27 @@ class TokenizeRequest(RequestBody):
     def texts(self) -> Sequence[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
-    @property
-    def characters(self) -> int:
-        return sum(map(len, self.texts))
 
+class Piece(NamedToken):
+    """A token; it may hold half a character."""
 
-class Piece(ReplyBody):
-    id: int
-    text: str = Field(description="For people; bytes that are not UTF-8 show as U+FFFD.")
-    bytes: list[int]
     start: int = Field(description="The first character that the token touches.")
-    end: int = Field(description="The one after the last: a token may hold half a character.")
+    end: int = Field(description="The character after the last that it touches.")
     special: bool
 
 
-class TokenizeReply(Reply):
+class EncodedText(ReplyBody):
     tokens: list[int]
     count: int
     pieces: list[Piece] | None
 
 
-class PromptTokens(ReplyBody):
+class TokenizeReply(EncodedText, Reply):
+    """The ids of one text."""
+
+
+class PromptTokens(EncodedText):
     index: int
-    tokens: list[int]
-    count: int
-    pieces: list[Piece] | None
 
 
 class TokenizeListReply(Reply):
@@ -131,7 +126,7 @@ class DetokenizeRequest(RequestBody):
 
     @property
     def many(self) -> bool:
-        """Whether this is a list of lists. An empty list is one of no ids."""
+        """True for a list of lists; an empty list is a list of no ids."""
         return bool(self.tokens) and isinstance(self.tokens[0], list)
 
     @property
@@ -139,20 +134,18 @@ class DetokenizeRequest(RequestBody):
         lists: Any = self.tokens if self.many else [self.tokens]
         return lists
 
-    @property
-    def characters(self) -> int:
-        return sum(map(len, self.lists))
 
-
-class DetokenizeReply(Reply):
+class DecodedText(ReplyBody):
     prompt: str = Field(description="The text; bytes that are not UTF-8 show as U+FFFD.")
     bytes: list[int]
 
 
-class PromptText(ReplyBody):
+class DetokenizeReply(DecodedText, Reply):
+    """The text of one list of ids."""
+
+
+class PromptText(DecodedText):
     index: int
-    prompt: str
-    bytes: list[int]
 
 
 class DetokenizeListReply(Reply):
@@ -160,29 +153,17 @@ class DetokenizeListReply(Reply):
 
 
 def plan_tokenize(body: TokenizeRequest, subject: Subject) -> Planning:
-    """The ids of each text, and its pieces if they are to be described."""
     yield from ()
-
-    def reply(_: Computed) -> dict[str, Any]:
-        return _one_or_many(
-            _tokenized(body, subject.tokenizer), many=not isinstance(body.prompt, str)
-        )
-
-    return Record((), reply)
+    many = not isinstance(body.prompt, str)
+    return Record((), lambda _: _one_or_many(_tokenized(body, subject.tokenizer), many=many))
 
 
 def plan_detokenize(body: DetokenizeRequest, subject: Subject) -> Planning:
-    """The text of each list of ids."""
     yield from ()
-
-    def reply(_: Computed) -> dict[str, Any]:
-        return _one_or_many(_detokenized(body.lists, subject), many=body.many)
-
-    return Record((), reply)
+    return Record((), lambda _: _one_or_many(_detokenized(body.lists, subject), many=body.many))
 
 
 def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The members of a TokenizeReply for each text."""
     special_ids = body.special_tokens == "ids"
     encoded = [encode_text(text, tokenizer, special_ids=special_ids) for text in body.texts]
     count = sum(map(len, encoded))
@@ -216,7 +197,6 @@ def _pieces(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[dict[st
 
 
 def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[str, Any]]:
-    """The members of a DetokenizeReply for each list."""
     tokenizer, limit = subject.tokenizer, subject.max_text_bytes
     if not tokenizer.has_text:
         raise InvalidRequest(f"the ids have no text: {NO_VOCABULARY}", "tokens", "no_vocabulary")
@@ -248,11 +228,11 @@ TOKENIZE = Operation(
     plan=plan_tokenize,
     form="vocabulary",
     tag="vocabulary",
-    reply_id="tokens",
+    id_prefix="tokens",
     summary="Texts to token ids",
     description="""\
 The ids of a text; and `pieces`, each token with its bytes and the characters [start, end) of
-the text that it touches. Of a list of texts the same, one by one, in `prompts`.""",
+the text that it touches. For a list of texts, `prompts` has the same members for each.""",
 )
 DETOKENIZE = Operation(
     name="detokenize",
@@ -261,9 +241,9 @@ DETOKENIZE = Operation(
     plan=plan_detokenize,
     form="vocabulary",
     tag="vocabulary",
-    reply_id="tokens",
+    id_prefix="tokens",
     summary="Token ids to text",
     description="""\
-The text of ids and its bytes, which are the truth where they are not UTF-8. Of a list of
-lists the same, one by one, in `prompts`.""",
+The text of ids and its bytes, which are exact even if they are not UTF-8. For a list of lists,
+`prompts` has the same members for each.""",
 )

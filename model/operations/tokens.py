@@ -1,43 +1,64 @@
-"""Tokens as members of replies: the id, a text for people, the bytes, and what the model says."""
+"""Tokens as members of requests and replies: id, text for people, bytes and logprobs."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from logitd.model.inference.engine.events import PromptToken, TokenEvent
-from logitd.model.inference.sampling.params import TokenLogprob
-from logitd.model.operations.body import ReplyBody
+from logitd.model.inference.sampling import distribution
+from logitd.model.operations.body import ReplyBody, RequestBody, Text, TokenId
+from logitd.model.operations.prompts import single_token
 from logitd.model.text.tokenizer import Tokenizer
 
 
-class TopToken(ReplyBody):
+class ComparedTokens(RequestBody):
+    """The token whose logit is computed, and the one whose logit is subtracted from it."""
+
+    alternatives: ClassVar[Sequence[Sequence[str]]] = (("token", "token_id"), ("minus", "minus_id"))
+
+    token: Text | None = Field(None, description="Text of the token whose logit is computed.")
+    token_id: TokenId | None = Field(
+        None, description="Its id. Without either: the likeliest next token."
+    )
+    minus: Text | None = Field(None, description="Text of the token whose logit is subtracted.")
+    minus_id: TokenId | None = Field(None, description="Its id.")
+
+    def compared(self, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+        """The ids of both tokens; None for one that the body does not name."""
+        token, minus = self.token_id, self.minus_id
+        if self.token is not None:
+            token = single_token(self.token, tokenizer, "token")
+        if self.minus is not None:
+            minus = single_token(self.minus, tokenizer, "minus")
+        return token, minus
+
+
+class NamedToken(ReplyBody):
     id: int
     text: str = Field(description="For people; bytes that are not UTF-8 show as U+FFFD.")
     bytes: list[int]
+
+
+class TopToken(NamedToken):
     logprob: float
     rank: int = Field(description="1 is the likeliest.")
 
 
-class Token(ReplyBody):
-    id: int
-    text: str
-    bytes: list[int]
+class Token(NamedToken):
     logprob: float | None = Field(description="null for the first of a prompt: nothing predicts it")
     rank: int | None
     top: list[TopToken]
 
 
-class TokenProb(ReplyBody):
-    id: int
-    text: str
-    bytes: list[int]
+class TokenProb(NamedToken):
     prob: float
     logprob: float | None = Field(description="null: dropped by processing, with prob 0.")
     rank: int
 
 
 def token_json(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
-    """An id with its text for people and its bytes for programs."""
+    """The NamedToken of an id."""
     return {
         "id": token_id,
         "text": tokenizer.token_text(token_id),
@@ -45,10 +66,11 @@ def token_json(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
     }
 
 
-def logprob_json(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
-    """The TopToken."""
+def prob_json(tokenizer: Tokenizer, token: distribution.TokenProb) -> dict[str, Any]:
+    """The TokenProb; a logprob of -inf is written as null."""
     return {
         **token_json(tokenizer, token.token_id),
+        "prob": token.prob,
         "logprob": token.logprob,
         "rank": token.rank,
     }
@@ -61,7 +83,14 @@ def scored_json(tokenizer: Tokenizer, token: PromptToken | TokenEvent) -> dict[s
         **token_json(tokenizer, token.token_id),
         "logprob": None if chosen is None else chosen.logprob,
         "rank": None if chosen is None else chosen.rank,
-        "top": [logprob_json(tokenizer, likely) for likely in token.top],
+        "top": [
+            {
+                **token_json(tokenizer, likely.token_id),
+                "logprob": likely.logprob,
+                "rank": likely.rank,
+            }
+            for likely in token.top
+        ],
     }
 
 

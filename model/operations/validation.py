@@ -1,21 +1,20 @@
-"""Validation: what is wrong with the fields of a body, a sentence for each.
+"""Validation: one sentence for each wrong field of a body, the same in process and over HTTP.
 
-The same in process and over HTTP.
+A sentence names the field, its value and what it must be. It repeats at most the beginning of a
+value, and nothing of an unknown field but its name.
 """
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import ValidationError
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.operations.body import MAX_IDS, MAX_PROMPTS, RequestBody
-from logitd.model.operations.generate import MAX_STOP_TEXTS
+from logitd.model.operations.generate import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from logitd.model.operations.prompts import clip
 
 MAX_REPORTED = 5
@@ -23,8 +22,10 @@ MAX_REPORTED = 5
 MAX_PROBLEMS = 1000
 """With more, a body's errors are only counted: describing each would block the event loop."""
 
+MAX_REPEATED = 40
+"""Characters of a wrong value, and digits of a wrong number, that a message repeats."""
 MAX_GUESSED = 40
-"""Characters of an unknown field up to which a known one like it is looked for."""
+"""Characters of an unknown field up to which a similar known field is looked for."""
 COMMON_NAMES = {
     "inputs": "prompt",
     "text": "prompt",
@@ -32,61 +33,56 @@ COMMON_NAMES = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-"""Names that other servers use, to suggest ours."""
+"""Names of other servers' fields, with the names here to suggest."""
 
+IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
+PLACES = "a list of integers or {'from': first, 'to': first left out}"
+SCHEMA = "a JSON schema, as an object or as a string of JSON"
 SEVERAL_FORMS = {
-    "prompt": f"a string, a list of token ids (integers from 0, {MAX_IDS} at most), "
-    f"or a list of either ({MAX_PROMPTS} at most)",
-    "continuations": f"a list of strings and of lists of token ids (integers from 0, {MAX_IDS} at "
-    "most)",
-    "stop": f"a string or a list of strings ({MAX_STOP_TEXTS} at most)",
+    "prompt": f"a string, a list of {IDS}, or a list of either ({MAX_PROMPTS} at most)",
+    "continuations": f"a list of strings and of lists of {IDS}",
+    "stop": f"a string of 1 to {MAX_STOP_LENGTH} characters or a list of such strings "
+    f"({MAX_STOP_STRINGS} at most)",
     "positions": f"'last', 'all', a list of integers ({MAX_IDS} at most) or "
     "{'from': first, 'to': first left out}",
-    "tokens": f"a list of token ids (integers from 0, {MAX_IDS} at most), or a list of such lists "
-    f"({MAX_PROMPTS} at most)",
-    "interventions.positions": "'all', 'prompt', 'generated', 'last', a list of integers or "
-    "{'from': first, 'to': first left out}",
+    "tokens": f"a list of {IDS}, or a list of such lists ({MAX_PROMPTS} at most)",
+    "baseline": "'zero' or a token id",
+    "tool_choice": "'none', 'auto', 'required' or a function's name in an object",
+    "guided_json": SCHEMA,
+    "structured_outputs.json": SCHEMA,
+    "interventions.positions": f"'all', 'prompt', 'generated', 'last', {PLACES}",
     "interventions.values": "a list of numbers, or a list of such lists, up to three deep",
-    **dict.fromkeys(
-        ("interventions.from.prompt", "interventions.minus.prompt"), "a string or a list of ids"
-    ),
-    **dict.fromkeys(
-        ("interventions.from.positions", "interventions.minus.positions"),
-        "'last', 'all', a list of integers or {'from': first, 'to': first left out}",
-    ),
+    "interventions.from.prompt": "a string or a list of ids",
+    "interventions.minus.prompt": "a string or a list of ids",
+    "interventions.from.positions": f"'last', 'all', {PLACES}",
+    "interventions.minus.positions": f"'last', 'all', {PLACES}",
 }
 """Fields that take values of several forms, in words."""
 
-
 Body = TypeVar("Body", bound=RequestBody)
-PYTHON_VALUES = (
-    orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
-)
 
 
 def parse(body: type[Body], fields: Mapping[str, Any]) -> Body:
     """A body from Python values, which may be NumPy arrays, sequences and `Intervention`s. Raises
     InvalidRequest for fields that do not fit."""
-    members = (orjson.dumps(name) + b":" + _json(name, value) for name, value in fields.items())
+    members = (f"{json.dumps(name)}:{_json(name, value)}" for name, value in fields.items())
     try:
-        return body.model_validate_json(b"{" + b",".join(members) + b"}")
+        return body.model_validate_json(f"{{{','.join(members)}}}".encode())
     except ValidationError as error:
         raise describe_errors(error, body.model_fields) from error
 
 
-def _json(name: str, value: Any) -> bytes:
+def _json(name: str, value: Any) -> str:
     """The value of a field as JSON."""
-    with suppress(TypeError):
-        text = orjson.dumps(value, default=_plain, option=PYTHON_VALUES)
-        if b"null" not in text:  # which it also writes for NaN and infinities
-            return text
     subject = "the prompt" if name == "prompt" else name
     try:
-        return json.dumps(value, default=_plain, ensure_ascii=False).encode()
+        text = json.dumps(value, default=_plain, ensure_ascii=False)
+        text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{subject} is not UTF-8 text", name) from error
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{subject} cannot be sent as JSON: {error}", name) from error
+    return text
 
 
 def _plain(value: Any) -> Any:
@@ -95,32 +91,27 @@ def _plain(value: Any) -> Any:
         case frozenset() | set():
             return sorted(value)
         case Intervention():
-            given = {
-                "stage": value.stage,
-                "operation": value.operation,
-                "positions": value.positions,
-                "heads": value.heads,
-                "values": value.values,
-            }
-            takes_factor = value.operation in ("scale", "add")
-            return {**given, "factor": value.factor} if takes_factor else given
-        case _ if hasattr(value, "tolist"):  # an array that orjson does not take
+            names = ["stage", "operation", "positions", "heads", "values"]
+            if value.operation in ("scale", "add"):
+                names.append("factor")
+            return {name: getattr(value, name) for name in names}
+        case _ if hasattr(value, "tolist"):
             return value.tolist()
         case Mapping():
             return dict(value)
         case Sequence() if not isinstance(value, (bytes, bytearray, memoryview)):
             return list(value)
-    raise TypeError(f"{type(value).__name__} has no place in a request")
+    raise TypeError(f"a request cannot hold a {type(value).__name__}")
 
 
 def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> InvalidRequest:
-    """The refusal of a body that does not fit its model, whose fields are `fields`."""
+    """The refusal of a body that does not fit its model; `fields` are the model's fields."""
     if (count := error.error_count()) > MAX_PROBLEMS:
         return InvalidRequest(f"the body is wrong in {count} places; /docs describes its fields")
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    # A field that may be several things fails once for each of them: one sentence says it.
+    problems = error.errors(include_url=False)
+    # A field of several forms fails once for each form; one sentence covers them.
     distinct: dict[str, None] = {}
-    for problem in problems:  # to look for a suggestion takes time, so only where it is shown
+    for problem in problems:  # looking for a suggestion is slow: only for sentences that are shown
         known = fields if len(distinct) < MAX_REPORTED else ()
         distinct[_sentence(problem, known)] = None
     sentences = list(distinct)
@@ -131,34 +122,48 @@ def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> Inv
 
 
 def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
-    location = problem["loc"]
-    field = clip(".".join(str(part) for part in location))
-    for length in range(1, len(location)):  # what follows names a form that it does not have
-        if (form := SEVERAL_FORMS.get(_field_name(location[:length]))) is not None:
-            return f"{_place(location[:length])} must be {form}"
-    match problem["type"]:
+    location, kind, message = problem["loc"], problem["type"], str(problem["msg"])
+    for length in range(1, len(location)):  # the rest names a form that the value does not have
+        name = ".".join(part for part in location[:length] if isinstance(part, str))
+        if name in SEVERAL_FORMS:
+            return f"{_place(location[:length])} must be {SEVERAL_FORMS[name]}"
+    place = _place(location)
+    match kind:
         case "extra_forbidden":
-            return f"unknown field {field!r}{_suggestion(location, fields)}"
+            return f"unknown field {place!r}{_suggestion(location, fields)}"
         case "missing":
-            return f"{field} is required"
+            return f"{place} is required"
         case "json_invalid":
-            return f"the body is not valid JSON: {problem['msg'].removeprefix('Invalid JSON: ')}"
-        case "model_type":
+            return f"the body is not valid JSON: {message.removeprefix('Invalid JSON: ')}"
+        case "model_type" if not location:
             return "the body must be a JSON object"
         case "value_error":  # a sentence of our own
-            item = f"{_place(location)}: " if len(location) > 1 else ""
-            return item + str(problem["msg"]).removeprefix("Value error, ")
+            item = f"{place}: " if len(location) > 1 else ""
+            return item + message.removeprefix("Value error, ")
+    _, _, limit = message[:300].partition(" should ")
+    limit = limit.partition(" after validation")[0]
+    return f"{place} must {limit or 'have another value'}, not {_repeated(problem['input'], kind)}"
+
+
+def _repeated(value: Any, kind: str) -> str:
+    """The beginning of a wrong value, or its size if that is wrong."""
+    if kind.endswith(("too_long", "too_short")):
+        return str(len(value))
+    match value:
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+        case int() if abs(value) >= 10**MAX_REPEATED:
+            return f"a number of more than {MAX_REPEATED} digits"
+        case str():
+            return repr(clip(value, MAX_REPEATED))
         case _:
-            return f"{field}: {problem['msg'][:300]}" if field else str(problem["msg"])[:300]
-
-
-def _field_name(location: tuple[int | str, ...]) -> str:
-    """A field's name with those that it is within: interventions.from.prompt."""
-    return ".".join(part for part in location if isinstance(part, str))
+            return json.dumps(value, default=str)
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """A field as one would write it: interventions[1].values."""
+    """A field as one writes it: interventions[1].values."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
     return clip("".join(parts).removeprefix("."))
 

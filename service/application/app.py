@@ -29,7 +29,7 @@ from logitd.service.application.middleware import EXPOSED_HEADERS, BugAnswer, He
 from logitd.service.http import endpoint
 from logitd.service.http.routes import admin, facts, status
 from logitd.service.models.state import ServiceState
-from logitd.service.openai import chat_route, completions_route, models_route
+from logitd.service.openai import routes as openai_routes
 from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing.attributes import Ended
 from logitd.service.tracing.traces import traces_of
@@ -76,7 +76,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.state.service = state
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
-    others = (facts, completions_route, chat_route, models_route, status, admin)
+    others = (facts, openai_routes, status, admin)
     routers = [endpoint.router(), *(routes.router for routes in others)]
     for router in routers:
         # Not by include_router: what that makes of them is made by the first request, which then

@@ -14,8 +14,9 @@ from pydantic.json_schema import models_json_schema
 
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import RequestBody
-from logitd.service.http.admin_schemas import ReloadRequest
-from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from logitd.service.http.routes.admin import ReloadRequest
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.schemas import CompletionRequest
 
 REQUEST_BODIES: tuple[type[RequestBody], ...] = (
     *(operation.body for operation in OPERATIONS),

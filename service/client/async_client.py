@@ -211,9 +211,8 @@ class AsyncClient:
         )
 
     async def score(self, prompt: Prompt, **fields: Unpack[ScoreFields]) -> Scores:
-        """The logprob of each prompt, or of continuations of it: as a sum, by token if asked
-        for, as perplexity and as bits per byte. A prompt with several continuations is computed
-        once."""
+        """The logprob of each prompt, or of continuations of it: as a sum, by token on request,
+        as perplexity and as bits per byte. A prompt with several continuations is computed once."""
         return await self._run(
             calls.record("/score", Scores, {"prompt": prompt, **self._named(fields)})
         )
@@ -246,8 +245,8 @@ class AsyncClient:
     async def attention(
         self, prompt: Prompt, **fields: Unpack[AttentionFields]
     ) -> Attention | list[Attention]:
-        """Causal attention weights (layers, heads, positions, tokens); each row sums to 1, and
-        what a position does not see is 0."""
+        """Causal attention weights (layers, heads, positions, tokens). Each row sums to 1;
+        tokens after the position have 0."""
         return await self._run(
             calls.arrays("/attention", Attention, {"prompt": prompt, **self._named(fields)})
         )
@@ -259,10 +258,10 @@ class AsyncClient:
         over: Sequence[Literal["layers", "heads", "positions"]],
         **fields: Unpack[SweepFields],
     ) -> Sweep:
-        """Carry an intervention out in one layer, head or position after another, and give a
+        """Carry an intervention out in one layer, head or position after another, and return a
         token's logit each time, or the difference of two: ablate each head in turn, patch each
-        layer and position in turn. With `stream`, an event with what is known before, `{"cell":
-        ...}` for each cell as it is computed, then `[DONE]`."""
+        layer and position in turn. With `stream`, an event with the members that are known
+        before the cells, `{"cell": ...}` for each cell as it is computed, then `[DONE]`."""
         return await self._run(
             calls.record(
                 "/sweep",
@@ -272,9 +271,9 @@ class AsyncClient:
         )
 
     async def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
-        """The final norm and the head on the residual stream after each layer: the likeliest
-        next tokens, probability and rank of named ones, the entropy, and the divergence of the
-        model's own answer, which is the last layer's."""
+        """The final norm and the head, applied to the residual stream after each layer: the
+        likeliest next tokens, probability and rank of named ones, the entropy, and the
+        divergence of the model's own prediction, which is the last layer's."""
         return await self._run(
             calls.record("/lens", LensReadings, {"prompt": prompt, **self._named(fields)})
         )
@@ -284,7 +283,7 @@ class AsyncClient:
     ) -> Attributions:
         """The gradient of a token's logit, or of the difference of two, with respect to the
         vector of each token of the prompt, times that vector, at the prompt or along a path from
-        a baseline; and what each head, bias and MLP adds to it by itself. Other requests go on
+        a baseline; and the direct share of each head, bias and MLP. Other requests go on
         meanwhile: a step computes one block of one prompt."""
         return await self._run(
             calls.record("/attributions", Attributions, {"prompt": prompt, **self._named(fields)})

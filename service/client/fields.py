@@ -93,6 +93,8 @@ class Processing(TypedDict, total=False):
 
 
 class GenerateFields(TypedDict, total=False):
+    timeout: float | None
+    model: str | None
     temperature: float
     top_k: int
     top_p: float
@@ -120,67 +122,65 @@ class GenerateFields(TypedDict, total=False):
     priority: int
     prefix_reuse: bool
     interventions: Sequence[Intervention]
-    timeout: float | None
-    model: str | None
 
 
 class LogitsFields(TypedDict, total=False):
-    positions: Literal["last", "all"] | TokenIds | PositionRange
-    token_ids: TokenIds | None
-    stage: Literal["raw", "processed"]
-    processing: Processing | None
-    dtype: Literal["float32", "float16", "bfloat16"]
-    interventions: Sequence[Intervention]
     timeout: float | None
     model: str | None
+    positions: Literal["last", "all"] | TokenIds | PositionRange
+    interventions: Sequence[Intervention]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    stage: Literal["raw", "processed"]
+    processing: Processing | None
+    token_ids: TokenIds | None
 
 
 class ProbsFields(TypedDict, total=False):
+    timeout: float | None
+    model: str | None
+    stage: Literal["raw", "processed"]
+    processing: Processing | None
     top_k: int | None
     token_ids: TokenIds | None
     tokens: Sequence[str] | None
-    stage: Literal["raw", "processed"]
-    processing: Processing | None
     perplexity: bool
     interventions: Sequence[Intervention]
-    timeout: float | None
-    model: str | None
 
 
 class ScoreFields(TypedDict, total=False):
+    timeout: float | None
+    model: str | None
     continuations: Sequence[str | TokenIds] | None
     logprobs: int | None
     interventions: Sequence[Intervention]
-    timeout: float | None
-    model: str | None
 
 
 class HiddenStatesFields(TypedDict, total=False):
-    layers: TokenIds | None
-    positions: Literal["last", "all"] | TokenIds | PositionRange
-    dtype: Literal["float32", "float16", "bfloat16"]
-    interventions: Sequence[Intervention]
     timeout: float | None
     model: str | None
+    positions: Literal["last", "all"] | TokenIds | PositionRange
+    interventions: Sequence[Intervention]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    layers: TokenIds | None
 
 
 class AttentionFields(TypedDict, total=False):
-    layers: TokenIds | None
-    heads: TokenIds | None
-    positions: Literal["last", "all"] | TokenIds | PositionRange
-    dtype: Literal["float32", "float16", "bfloat16"]
-    interventions: Sequence[Intervention]
     timeout: float | None
     model: str | None
+    positions: Literal["last", "all"] | TokenIds | PositionRange
+    interventions: Sequence[Intervention]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    layers: TokenIds | None
+    heads: TokenIds | None
 
 
 class ActivationsFields(TypedDict, total=False):
-    positions: Literal["last", "all"] | TokenIds | PositionRange
-    heads: TokenIds | None
-    interventions: Sequence[Intervention]
-    dtype: Literal["float32", "float16", "bfloat16"]
     timeout: float | None
     model: str | None
+    positions: Literal["last", "all"] | TokenIds | PositionRange
+    interventions: Sequence[Intervention]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    heads: TokenIds | None
 
 
 class SweepFields(TypedDict, total=False):
@@ -195,17 +195,19 @@ class SweepFields(TypedDict, total=False):
 
 
 class LensFields(TypedDict, total=False):
-    layers: TokenIds | None
+    timeout: float | None
+    model: str | None
     positions: Literal["last", "all"] | TokenIds | PositionRange
+    interventions: Sequence[Intervention]
+    layers: TokenIds | None
     top_k: int
     token_ids: TokenIds | None
     tokens: Sequence[str] | None
-    interventions: Sequence[Intervention]
-    timeout: float | None
-    model: str | None
 
 
 class AttributionsFields(TypedDict, total=False):
+    timeout: float | None
+    model: str | None
     token: str | None
     token_id: int | None
     minus: str | None
@@ -214,8 +216,6 @@ class AttributionsFields(TypedDict, total=False):
     methods: Sequence[Literal["gradient_times_input", "integrated_gradients", "direct"]]
     steps: int | None
     baseline: Literal["zero"] | int | None
-    timeout: float | None
-    model: str | None
 
 
 class TokenizeFields(TypedDict, total=False):

@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    name: str  # Name of its folder or run, whatever the model is served as.
+    name: str  # Name of its folder or run; the served name may differ.
     step: int
     val_loss: float | None  # Nats per token on the validation text.
     weights_sha256: str
@@ -79,7 +79,7 @@ class TopToken:
 @dataclass(frozen=True, slots=True)
 class Token:
     id: int
-    text: str
+    text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
     bytes: Bytes
     logprob: float | None  # null for the first of a prompt: nothing predicts it
     rank: int | None
@@ -92,10 +92,10 @@ class Choice:
     prompt_index: int
     text: str
     token_ids: tuple[int, ...]
-    seed: int  # Of the prompt, for all of its n choices.
+    seed: int  # Seed of the prompt, for all of its n choices.
     finish_reason: str | None
-    stop_reason: str | int | None  # The stop text or token id that ended it.
-    tokens: tuple[Token, ...] | None = None  # When logprobs were asked for.
+    stop_reason: str | int | None  # The stop string or token id that ended it.
+    tokens: tuple[Token, ...] | None = None  # With logprobs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Generation:
     checkpoint: Checkpoint
     choices: tuple[Choice, ...]
     usage: Usage
-    seed: int | None  # Of all prompts; null if each has drawn its own.
+    seed: int | None  # Seed of all prompts; null if each has drawn its own.
     timings: Timings
     request_id: str
     prompts: tuple[ScoredPrompt, ...] | None = None  # With prompt_logprobs.
@@ -143,7 +143,7 @@ class Generation:
 @dataclass(frozen=True, slots=True)
 class TokenProb:
     id: int
-    text: str
+    text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
     bytes: Bytes
     prob: float
     logprob: float | None  # null: dropped by processing, with prob 0.
@@ -157,7 +157,7 @@ class PromptProbs:
     tokens: tuple[TokenProb, ...]
     mass: float  # Probability of the listed tokens together.
     entropy: float  # Of the whole distribution, in nats.
-    # Of the prompt, its first token left out; null for a single token.
+    # Of the prompt, except its first token; null for a single token.
     perplexity: float | None = None
 
 
@@ -176,10 +176,10 @@ class Probs:
 class TextScore:
     index: int
     token_ids: tuple[int, ...]
-    scored_tokens: int  # A prompt's first token is predicted by nothing.
+    scored_tokens: int  # All, except a prompt's first: nothing predicts it.
     logprob: float  # Sum over the scored tokens, in nats.
-    is_greedy: bool  # Whether temperature 0 would have given these tokens.
-    perplexity: float | None  # null where no token is scored.
+    is_greedy: bool  # True if temperature 0 generates these tokens.
+    perplexity: float | None  # null if no token is scored.
     bits_per_byte: float | None  # Over the bytes of the scored tokens.
     tokens: tuple[Token, ...] | None = None  # With `logprobs`.
 
@@ -188,7 +188,7 @@ class TextScore:
 class PromptScores:
     index: int
     token_ids: tuple[int, ...]
-    score: TextScore | None = None  # Without continuations: the prompt's.
+    score: TextScore | None = None  # The prompt's, without continuations.
     continuations: tuple[TextScore, ...] | None = None
 
 
@@ -212,8 +212,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class SweptToken:
+    """A token whose logit is compared."""
+
     id: int
-    text: str
+    text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
     bytes: Bytes
 
 
@@ -225,7 +227,7 @@ class SweepAxis:
 
 @dataclass(frozen=True, slots=True)
 class SweepCell:
-    """`value` is the token's logit, less that of the other where there is one."""
+    """`value` is the token's logit minus the other token's, if there is one."""
 
     layer: int | None  # null: the axis is not swept.
     head: int | None
@@ -245,7 +247,7 @@ class Sweep:
     token: SweptToken
     minus: SweptToken | None
     axes: tuple[SweepAxis, ...]
-    unchanged: SweepCell  # Without what varies.
+    unchanged: SweepCell  # Without `vary`.
     cells: tuple[SweepCell, ...]  # In the order of the axes, the last one fastest.
     request_id: str
 
@@ -263,14 +265,14 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class LensLayer:
-    """What the model would say after a layer."""
+    """The prediction after a layer."""
 
     layer: int
     top: tuple[TokenProb, ...]
-    tokens: tuple[TokenProb, ...]  # Those that the request names.
+    tokens: tuple[TokenProb, ...]  # The tokens that the request names.
     entropy: float  # In nats.
-    # Kullback-Leibler divergence of the model's own answer from this one, in nats; 0 at the last
-    # layer.
+    # Kullback-Leibler divergence of the model's own prediction from this one, in nats; 0 at the
+    # last layer.
     divergence: float
 
 
@@ -300,18 +302,18 @@ class LensReadings:
 @dataclass(frozen=True, slots=True)
 class TargetToken:
     id: int
-    text: str
+    text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
     bytes: Bytes
     logit: float
 
 
 @dataclass(frozen=True, slots=True)
 class AttributedToken:
-    """A token of the prompt, with what each method that was asked for attributes to it. Those
-    behind the position have 0."""
+    """A token of the prompt, with its attribution by each requested method: 0 after the
+    position."""
 
     id: int
-    text: str
+    text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
     bytes: Bytes
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
@@ -319,19 +321,19 @@ class AttributedToken:
 
 @dataclass(frozen=True, slots=True)
 class PathSummary:
-    """How well the steps of integrated gradients add up."""
+    """Error of the steps of integrated gradients."""
 
     steps: int
     baseline: str | int
     baseline_value: float  # The target at the baseline.
-    sum: float  # Of the tokens' attributions.
-    gap: float  # sum - (value - baseline_value): 0 with ever more steps.
+    sum: float  # Sum of the tokens' attributions.
+    gap: float  # sum - (value - baseline_value): tends to 0 with more steps.
 
 
 @dataclass(frozen=True, slots=True)
 class DirectPart:
     """`stage` is embedding, blocks.N.attention.heads (with `head`), blocks.N.attention.bias,
-    blocks.N.mlp.out, final_norm.bias or head.bias; where norms stand behind the sums also
+    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the sums, also
     blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
 
     stage: str
@@ -342,7 +344,7 @@ class DirectPart:
 @dataclass(frozen=True, slots=True)
 class DirectContributions:
     parts: tuple[DirectPart, ...]  # In the order of the forward.
-    sum: float  # Of the parts: the value, but for rounding.
+    sum: float  # Sum of the parts: the value, up to rounding.
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +354,7 @@ class PromptAttributions:
     position: int
     token: TargetToken
     minus: TargetToken | None
-    value: float  # The target: the logit, less the other's where there is one.
+    value: float  # The logit minus the other token's, if there is one.
     tokens: tuple[AttributedToken, ...]
     integrated_gradients: PathSummary | None = None
     direct: DirectContributions | None = None
@@ -370,11 +372,13 @@ class Attributions:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
+    """A token; it may hold half a character."""
+
     id: int
     text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
     bytes: Bytes
     start: int  # The first character that the token touches.
-    end: int  # The one after the last: a token may hold half a character.
+    end: int  # The character after the last that it touches.
     special: bool
 
 
@@ -415,8 +419,8 @@ class StageInfo:
     axes: tuple[str, ...]
     shape: tuple[int | None, ...]  # null: positions, and T, the prompt's tokens.
     meaning: str
-    changeable: bool  # Whether an intervention may change it.
-    transformer_lens: str | None  # What TransformerLens calls it.
+    changeable: bool  # True if an intervention may change it.
+    transformer_lens: str | None  # Its name in TransformerLens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,81 +435,79 @@ class TokenizerInfo:
     model: str
     checkpoint: Checkpoint
     vocab_size: int
-    # How a text becomes ids: cut and merged (bpe), cut into tokens (pieces), cut into words that
-    # white space separates (words), or not at all (none): then there are token ids alone, and
-    # texts are rejected.
+    # The way from text to ids: cut and merged (bpe), cut into tokens (pieces), or cut into words
+    # that white space separates (words). none: only ids, texts are refused.
     kind: str
-    eos_token: str | None  # The token that ends a text, by name.
+    eos_token: str | None  # Name of the token that ends a text.
     eos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # Every id that ends a generated text.
     bos_token: str | None  # null: a text does not begin with a special token.
     pad_token: str | None
     chat_template: str | None
-    pattern: str  # The regular expression that cuts a text; empty of kind none.
+    pattern: str  # Regular expression that cuts a text; empty for kind none.
     special_tokens: dict[str, int]
-    # Other texts that are one token wherever they occur, and their ids.
-    added_tokens: dict[str, int]
+    added_tokens: dict[str, int]  # Other texts that are always one token, and their ids.
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """Whether one of several models answers."""
+    """The state of one of several models."""
 
     model: str
     status: str
-    reason: str | None  # Why it does not, where that is known.
+    reason: str | None  # Why it does not answer, if known.
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """What quantizing weights, or keys and values, costs, measured when they were loaded; the
-    figures are null where no text was found to measure on."""
+    """Cost of quantizing weights, or keys and values, measured when they were loaded. The figures
+    are null if there was no text to measure on."""
 
     kind: str  # Of the weights: `int8`, `int4` or `none`.
     kv_cache_dtype: str  # Of keys and values: `int8`, or `auto` for `dtype`.
     # Bits per byte that quantization adds, as a share of those without it.
     relative_loss: float | None
     bits_per_byte: float | None
-    exact_bits_per_byte: float | None  # The same without quantization.
+    exact_bits_per_byte: float | None  # Bits per byte without quantization.
     tokens: int | None
-    text: str  # What it was measured on, or why it was not.
+    text: str  # The text it was measured on, or the reason why there is none.
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
     version: str
     model: str
-    # All that were to be served, also what could not be loaded; the first answers requests that
-    # name none.
+    # All models of the server, including those that could not be loaded. The first answers
+    # requests that name none.
     models: tuple[ModelStatus, ...]
     checkpoint: Checkpoint
     config: dict[str, Any]  # The model's shape: config.json's `model`.
-    vocabulary: str  # Its tokenizer's kind, as in /tokenizer_info; of `none` prompts are token ids.
-    training: dict[str, Any]  # Where the weights come from.
+    vocabulary: str  # Kind of the tokenizer, as in /tokenizer_info; for `none`, prompts are ids.
+    training: dict[str, Any]  # Origin of the weights.
     parameters: int
     device: str
-    decoding: str  # How decode steps are computed.
-    # Why decode steps are computed in plain torch, if that was not asked for: what the native
-    # kernels do not cover, or how CUDA graphs failed their self-check.
+    decoding: str  # Code that computes decode steps.
+    # Why decode steps are computed in plain torch by default: the part that the native kernels do
+    # not cover, or the failed self-check of CUDA graphs.
     decoding_note: str | None
-    # Which native kernels were loaded: their target, and whether they were compiled now or
-    # before, or prebuilt; null without any.
+    # The loaded native kernels: their target, and whether they were compiled now or before, or
+    # prebuilt; null without any.
     kernels: str | None
-    # Where drafts come from, tokens that a decode step verifies: `ngram`, from the text itself,
-    # or `none`. Answers do not depend on it.
+    # Source of drafts, tokens that a decode step verifies: `ngram`, from the text itself, or
+    # `none`. Replies do not depend on it.
     speculate: str
-    dtype: str  # The dtype of the computation, to which stored weights of another are rounded.
+    dtype: str  # Dtype of the computation; stored weights of another dtype are rounded to it.
     dtype_why: str  # `as asked` by --dtype, or the reason of the default.
-    quantization: QuantizationInfo | None  # null where nothing is quantized.
+    quantization: QuantizationInfo | None  # null if nothing is quantized.
     threads: int
     slots: int
     kv_cache_bytes: int
-    prefill_chunk: int  # Prompt positions that a step computes at most.
-    # How long a step should take at most that computes prompts while others decode: `4x` is four
-    # times a step that only decodes, `0.15s` a time; `none`: `prefill_chunk` alone bounds it.
+    prefill_chunk: int  # Largest number of prompt positions in a step.
+    # Longest time of a step that computes prompts while others decode: `4x` is four times a step
+    # that only decodes, `0.15s` a time; `none`: only `prefill_chunk` limits the step.
     target_gap: str
-    api_keys: bool  # Whether requests need an API key.
+    api_keys: bool  # True if requests need an API key.
     limits: dict[str, int]
     request_id: str
 
@@ -515,7 +517,7 @@ class Health:
     status: str
     request_id: str
     reason: str | None = None
-    # Each of several. One that could not be loaded takes no other along.
+    # Each of several models. The others answer if one could not be loaded.
     models: tuple[ModelStatus, ...] | None = None
 
     @property

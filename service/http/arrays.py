@@ -21,7 +21,7 @@ SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "in
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 PART_BYTES = 2**18
-"""Bytes given to the socket at once; the event loop and the engine run in between."""
+"""Bytes written to the socket at once; the event loop and the engine run in between."""
 JSON_ELEMENTS = 2**14
 """Elements turned into JSON at once."""
 
@@ -69,7 +69,7 @@ def encoded(values: Array, dtype: DType) -> Array:
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
-    # To the nearest, ties to even; a NaN must not be rounded into an infinity.
+    # Round to the nearest, ties to even; a NaN must not be rounded into an infinity.
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2")
 

@@ -1,6 +1,6 @@
 """Body: the JSON of a request, read within its limit and parsed strictly.
 
-What its fields mean is decided by the operation (`model/operations/`).
+The operations (`model/operations/`) define the fields.
 """
 
 import asyncio
@@ -18,14 +18,16 @@ from logitd.service.errors import ApiError, bad_request, body_too_large, client_
 from logitd.service.http.structure import count_structure
 
 MAX_VALUES = MAX_IDS + 2**14
-"""JSON values in a body: the ids of the longest list, and all else."""
+"""JSON values in a body: the ids of the longest list, and the rest."""
 MAX_PARTS = 2**14
-"""Lists, objects and keys in a body. Each takes a parser as long as ten numbers."""
+"""Lists, objects and keys in a body. Parsing one takes as long as parsing ten numbers."""
 UNCOUNTED_BYTES = 2**14
-"""Size up to which a body is parsed unseen: that takes a few ms, whatever it holds."""
+"""Bytes up to which a body is parsed without counting its values: that takes a few ms at most."""
 
 BODY = "body"
-"""`request.state` key of the body, once it is read; read by tracing."""
+"""`request.state` key of the parsed body; read by tracing."""
+BODY_BYTES = "body_bytes"
+"""`request.state` key of the body's size."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -33,7 +35,7 @@ Body = TypeVar("Body", bound=BaseModel)
 def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     """A dependency that reads a request's JSON into `model`.
 
-    pydantic reads the raw bytes: unlike the usual way through Python objects, that rejects NaN,
+    pydantic reads the raw bytes: unlike parsing by way of Python objects, that rejects NaN,
     Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
     """
 
@@ -55,6 +57,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         except ValidationError as error:
             raise describe_errors(error, model.model_fields) from error
         setattr(request.state, BODY, body)
+        setattr(request.state, BODY_BYTES, len(raw))
         return body
 
     return read
@@ -72,7 +75,7 @@ def described_by(model: type[RequestBody]) -> dict[str, Any]:
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """The body, read up to the limit; not at all where its declared length is above it."""
+    """The body, up to the limit. A body whose declared length exceeds it is not read."""
     limit: int = request.app.state.service.settings.max_body_bytes
     # The HTTP parser has accepted the header as a number.
     if int(request.headers.get("content-length", "0")) > limit:
@@ -90,20 +93,20 @@ async def _bounded_body(request: Request) -> bytes:
 
 
 def _require_plain(request: Request) -> None:
-    """Raise ApiError for a body that is encoded: nothing here would decode it."""
+    """Raise ApiError for an encoded body: nothing here decodes it."""
     for header, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
-        # The parser of HTTP has seen to it that there is one way to tell where the body ends.
+        # The HTTP parser guarantees that the end of the body is unambiguous.
         encoding = ", ".join(request.headers.getlist(header)).strip().lower()
         if encoding not in ("", plain):
             raise ApiError(
                 415,
                 "invalid_request_error",
-                f"the body is encoded as {clip(encoding)!r}; send it as it is",
+                f"the body is encoded as {clip(encoding)!r}; send it without an encoding",
             )
 
 
 async def _check_structure(raw: bytes) -> None:
-    """Raise ApiError for a body whose parsing would hold up everybody else."""
+    """Raise ApiError for a body whose parsing would block the event loop for long."""
     structure = await asyncio.to_thread(count_structure, raw)
     parts = structure.containers + structure.keys
     if structure.values > MAX_VALUES or parts > MAX_PARTS:

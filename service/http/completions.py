@@ -1,7 +1,7 @@
 """Completions: sampled text as one reply or as a stream of chunks.
 
-Ends sequences whose text has reached a stop string. An endpoint that writes replies in another
-shape has a `ResponseFormat`. Not here: how tokens become text (`model/operations/completion.py`).
+Aborts sequences whose text has reached a stop string. An endpoint that writes replies in another
+shape has a `ResponseFormat`. `model/operations/completion.py` turns tokens into text.
 """
 
 import asyncio
@@ -13,45 +13,31 @@ from starlette.responses import Response
 
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.model.operations.completion import GrowingReply
-from logitd.model.operations.operation import Completions
+from logitd.model.operations.operation import Completions, envelope
 from logitd.service.errors import EXPECTED, as_api_error, raise_failure
 from logitd.service.http import sse
-from logitd.service.http.envelope import envelope, server_timing, timings
+from logitd.service.http.envelope import server_timing, timings
 from logitd.service.models.context import RequestContext
 
 
 class ResponseFormat(Protocol):
-    """How an endpoint writes completions. Called in the order of the events; may keep state."""
+    """Writer of an endpoint's completions. Called in the order of the events; may keep state."""
 
     def reply(self, reply: dict[str, Any]) -> Any:
         """The reply, from that of /generate."""
         ...
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        """The chunks of a stream, from one of /generate. `counts` are the prompt, completion and
-        total tokens so far."""
+        """The chunks of a stream, from one of /generate. `counts`: prompt, completion and total
+        tokens so far."""
         ...
 
 
-class NativeFormat:
-    """The format of /generate itself."""
-
-    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
-        return reply
-
-    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        return (chunk,)
-
-
 async def respond(generation: "Generation", context: RequestContext, *, stream: bool) -> Response:
-    """The response of a generation; a client that leaves ends it."""
     if not stream:
         reply = await context.unless_gone(generation.reply())
-        return Response(
-            reply,
-            media_type="application/json",
-            headers=server_timing(generation.finishes),
-        )
+        headers = server_timing(generation.growing.finishes)
+        return Response(reply, media_type="application/json", headers=headers)
     return sse.StreamedResponse(
         generation.events(),
         on_end=generation.abort,
@@ -70,24 +56,21 @@ class Generation:
         context: RequestContext,
         response_format: ResponseFormat | None = None,
     ) -> None:
-        """Submits the plan. Raises as `RequestContext.submit` does."""
+        """Submit the plan. Raises as `RequestContext.submit` does. `response_format`: None is the
+        format of /generate."""
         self._submission = context.submit(plan.requests)
-        self._growing = GrowingReply(plan, context.checkpoint.tokenizer)
+        self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
-        self._format = response_format or NativeFormat()
-
-    @property
-    def finishes(self) -> list[FinishEvent]:
-        return self._growing.finishes
+        self._format = response_format
 
     def abort(self) -> None:
-        """Nobody reads any more."""
+        """End the sequences: the client has left."""
         self._submission.abort()
 
     async def reply(self) -> bytes:
-        """The whole answer as JSON; whatever ends this call ends the generation. Listed tokens may
-        be many: they are written in a thread, so that streams go on."""
+        """The whole reply as JSON. Cancelling this call ends the generation. A reply that lists
+        tokens may be long: it is written in a thread, so that streams go on."""
         try:
             while not self._submission.finished:
                 await self._advance(timeout=None)
@@ -96,17 +79,16 @@ class Generation:
         return await asyncio.to_thread(self._write) if self._lists_tokens else self._write()
 
     def _write(self) -> bytes:
-        reply = {**self._head, **self._growing.take_json(), **self._tail()}
-        return orjson.dumps(self._format.reply(reply))
+        reply = {**self._head, **self.growing.take_json(), **self._tail()}
+        return orjson.dumps(reply if self._format is None else self._format.reply(reply))
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as a stream."""
         try:
             while not self._submission.finished:
                 if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
                     yield sse.KEEP_ALIVE
                     continue
-                new = self._growing.take_json()
+                new = self.growing.take_json()
                 if (new["choices"] or "prompts" in new) and (part := self._part(new)):
                     yield part
             if part := self._part({"choices": [], **self._tail()}):
@@ -116,29 +98,31 @@ class Generation:
         yield sse.DONE
 
     def _part(self, chunk: dict[str, Any]) -> bytes:
-        """The events of a chunk; none if the format has nothing to say."""
-        prompt_tokens, generated = self._growing.prompt_tokens, self._growing.generated
+        whole = {**self._head, **chunk}
+        if self._format is None:
+            return sse.event(whole)
+        prompt_tokens, generated = self.growing.prompt_tokens, self.growing.generated
         counts = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": prompt_tokens + generated,
         }
-        return b"".join(map(sse.event, self._format.chunks({**self._head, **chunk}, counts)))
+        return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
-        """Take in the events since the last call. False if there were none in `timeout`."""
+        """Add the events since the last call. False if there are none within `timeout` seconds."""
         events = await self._submission.take(timeout)
         for event in events:
-            if isinstance(event, FinishEvent) and not self._growing.is_finished(event):
+            if isinstance(event, FinishEvent) and not self.growing.is_finished(event):
                 raise_failure(event)
-            if self._growing.push(event):
+            if self.growing.push(event):
                 self._submission.stop(event.request_id, event.index)  # type: ignore[union-attr]
         return bool(events)
 
     def _tail(self) -> dict[str, Any]:
-        """Members that are known at the end."""
+        growing = self.growing
         return {
-            "usage": self._growing.usage(),
-            "seed": self._growing.seed,
-            "timings": timings(self.finishes, self._growing.generated),
+            "usage": growing.usage(),
+            "seed": growing.seed,
+            "timings": timings(growing.finishes, growing.generated),
         }

@@ -1,13 +1,12 @@
-"""Endpoint: one route for every operation: parse, plan, admit, submit, answer.
+"""Endpoint: the route of every operation: parse, plan, admit, submit, answer.
 
-The order is the same for all of them. Room in the queue is held while texts are encoded, so a full
-queue answers 429 first. What an operation means is in `model/operations/`; how each form of reply
-is written, in the modules beside this one.
+Room in the queue is held while texts are encoded, so a full queue answers 429 first.
+`model/operations/` defines the operations; the modules next to this one write the forms of replies.
 """
 
 import asyncio
-from collections.abc import Generator, Iterable
-from functools import partial
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Annotated, Any, cast
 
 import orjson
@@ -28,21 +27,22 @@ from logitd.model.operations.operation import (
     Planning,
     Record,
     Series,
+    envelope,
 )
 from logitd.service.errors import ERRORS
 from logitd.service.http import completions, negotiation, outputs, series, sse
-from logitd.service.http.body import body_of, described_by
-from logitd.service.http.envelope import envelope, server_timing
+from logitd.service.http.body import BODY_BYTES, body_of, described_by
+from logitd.service.http.envelope import server_timing
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
-THREAD_CHARACTERS = 8_192
-"""Longer texts are encoded in a thread, off the event loop: up to 20 ms, with GPT-NeoX's runs of
-spaces as added tokens."""
+THREAD_BYTES = 8_192
+"""Size of a body up to which its texts are encoded on the event loop, which takes up to 20 ms (with
+GPT-NeoX's runs of spaces as added tokens). The texts of larger bodies are encoded in a thread."""
 THREAD_INTERVENTIONS = 256
-"""More interventions, counted per prompt, are resolved in a thread."""
+"""Interventions, counted per prompt, that are resolved on the event loop; more in a thread."""
 
-# Nothing waits for a vocabulary: neither for room in a queue nor for a deadline.
+# A request to the vocabulary waits for no queue and has no deadline.
 UNQUEUED = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
 RESPONSES = {
     "record": ERRORS,
@@ -55,7 +55,6 @@ RESPONSES = {
 
 
 def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
-    """The routes of operations."""
     routes = APIRouter()
     for operation in operations:
         routes.add_api_route(
@@ -74,18 +73,17 @@ def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
 
 
 def endpoint_of(operation: Operation) -> Any:
-    """The handler of an operation's route."""
     read = body_of(operation.body)
 
     async def endpoint(
         body: Annotated[Any, Depends(read)], models: Ready, request: Request
     ) -> Response:
         context = models.of(body.model, getattr(body, "timeout", None))
+        if operation.form == "vocabulary":
+            return await context.unless_gone(_look_up(operation, body, context))
         media_type = negotiation.JSON
         if operation.form == "outputs":
             media_type = negotiation.negotiate(request, body)
-        if operation.form == "vocabulary":
-            return await context.unless_gone(_look_up(operation, body, context))
         plan = await make_plan(operation.plan(body, context.subject), body, context)
         match plan:
             case Record():
@@ -102,10 +100,15 @@ def endpoint_of(operation: Operation) -> Any:
 
 
 async def make_plan(planning: Planning, body: RequestBody, context: RequestContext) -> Plan:
-    """Run a plan, with what it needs computed or compiled first. Raises InvalidRequest, and
+    """Run a plan to its end, and compute and compile what it yields. Raises InvalidRequest, and
     QueueFull before any text is encoded."""
     sequences, param = body.queued
-    in_thread = _is_slow(body) or not context.subject.tokenizer.cuts_in_time
+    changes = len(getattr(body, "interventions", ())) * sequences
+    in_thread = (
+        _is_long(context)
+        or changes > THREAD_INTERVENTIONS
+        or not context.subject.tokenizer.cuts_in_time
+    )
     try:
         with context.model.admission.hold(sequences, param, context.caller):
             step = await _advance(planning, None, in_thread=in_thread)
@@ -118,8 +121,8 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
             try:
                 computed = await context.compute(step.requests, more=True)
             except InvalidRequest as error:
-                step = planning.throw(error)  # it names the field that asked for them
-            else:  # which may be much
+                step = planning.throw(error)  # adds the name of the field
+            else:  # in a thread: results may be large
                 step = await _advance(planning, computed, in_thread=True)
     finally:
         planning.close()
@@ -127,48 +130,46 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
 
 
 async def _advance(planning: Planning, answer: Any, *, in_thread: bool) -> Any:
-    """What a plan yields next, or the finished plan."""
-    if in_thread:
-        return await asyncio.to_thread(_next, planning, answer)
-    return _next(planning, answer)
+    """The next step of a plan, or the finished plan."""
+
+    def advance() -> Any:
+        try:
+            return planning.send(answer)
+        except StopIteration as stop:
+            return stop.value
+
+    return await asyncio.to_thread(advance) if in_thread else advance()
 
 
-def _next(planning: Generator[Any, Any, Plan], answer: Any) -> Any:
-    try:
-        return planning.send(answer)
-    except StopIteration as stop:
-        return stop.value
-
-
-def _is_slow(body: RequestBody) -> bool:
-    changes = len(getattr(body, "interventions", ())) * body.queued[0]
-    return body.characters > THREAD_CHARACTERS or changes > THREAD_INTERVENTIONS
+def _is_long(context: RequestContext) -> bool:
+    return bool(getattr(context.request.state, BODY_BYTES) > THREAD_BYTES)
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
-    """A JSON object, once everything is computed. It may list thousands of tokens: it is written in
-    a thread, so that streams go on."""
     computed = await context.compute(plan.requests)
-    content = await asyncio.to_thread(_write_record, operation, plan, computed, context)
+    content = await _written(operation, plan, computed, context)
     headers = server_timing(computed.finishes)
     return Response(content, media_type="application/json", headers=headers)
 
 
-def _write_record(
+async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
+    """A reply made of the vocabulary alone. Long texts are processed one at a time: each takes many
+    times its size in memory for a moment, and other endpoints need threads too."""
+    one_at_a_time = context.request.app.state.service.long_texts
+    async with one_at_a_time if _is_long(context) else nullcontext():
+        plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
+        content = await _written(operation, plan, Computed(), context)
+    return Response(content, media_type="application/json")
+
+
+async def _written(
     operation: Operation, plan: Record, computed: Computed, context: RequestContext
 ) -> bytes:
-    head = envelope(operation.reply_id, context.model.name, context.checkpoint)
-    return orjson.dumps({**head, **plan.reply(computed)})
+    """The reply as JSON. It may list thousands of tokens: a thread writes it, so that streams go
+    on."""
 
+    def write() -> bytes:
+        head = envelope(operation.reply_id, context.model.name, context.checkpoint)
+        return orjson.dumps({**head, **plan.reply(computed)})
 
-async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
-    """A reply made of the vocabulary alone. Long texts are processed one at a time: for a moment
-    each takes memory many times its size, and other endpoints need threads too."""
-    plan = cast(Record, _next(operation.plan(body, context.subject), None))
-    write = partial(_write_record, operation, plan, Computed(), context)
-    if body.characters <= THREAD_CHARACTERS:
-        content = await asyncio.to_thread(write)
-    else:
-        async with context.request.app.state.service.long_texts:
-            content = await asyncio.to_thread(write)
-    return Response(content, media_type="application/json")
+    return await asyncio.to_thread(write)

@@ -1,13 +1,11 @@
-"""Envelope: what replies of every operation have in common: who answered, and when."""
+"""Envelope: headers and times of replies."""
 
-import time
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import quote
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.inference.engine.events import FinishEvent
-from logitd.model.operations.operation import new_id
+from logitd.model.operations.operation import checkpoint_name
 from logitd.service.engine.usage import Usage
 
 CHECKPOINT_HEADERS = tuple(
@@ -17,29 +15,9 @@ CHECKPOINT_HEADERS = tuple(
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
-def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The first members of every reply: its id, the name of the model and its weights."""
-    return {
-        "id": new_id(kind),
-        "created": int(time.time()),
-        "model": model,
-        "checkpoint": checkpoint_name(checkpoint),
-    }
-
-
-def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The CheckpointName."""
-    return {
-        "name": checkpoint.name,
-        "step": checkpoint.training.step,
-        "val_loss": checkpoint.training.val_loss,
-        "weights_sha256": checkpoint.weights_sha256,
-    }
-
-
 def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """The same for replies whose body is not JSON. A null has no header; characters that a header
-    cannot hold (a directory may have any name) are percent-encoded."""
+    """The CheckpointName as headers, without nulls. Characters that a header cannot hold (a
+    directory may have any name) are percent-encoded."""
     return {
         f"X-Logitd-{name.replace('_', '-').title()}": quote(str(value), safe=HEADER_SAFE)
         for name, value in checkpoint_name(checkpoint).items()
@@ -48,8 +26,8 @@ def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
 
 
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
-    """The Timings of a request, over all its sequences: from the first arrival to the first
-    admission, to the first computed prompt, to the last end."""
+    """The Timings of a request: from the first arrival of its sequences to the first admission, to
+    the first computed prompt, to the last end."""
     phases = _phases(finishes)
     decoding = phases["decode"] / 1e3
     return {
@@ -60,7 +38,7 @@ def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str
 
 
 def server_timing(finishes: Sequence[FinishEvent]) -> dict[str, str]:
-    """The same phases as a header, which the developer tools of browsers draw. Milliseconds."""
+    """The phases in milliseconds, as the header that the developer tools of browsers draw."""
     phases = (f"{phase};dur={took:.3f}" for phase, took in _phases(finishes).items())
     return {"Server-Timing": ", ".join(phases)}
 

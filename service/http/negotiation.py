@@ -17,21 +17,22 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {NPY: _BINARY, SAFETENSORS: _BINARY}},
     406: ERRORS[400] | {"description": "`Accept` does not name a format of this endpoint"},
 }
-"""Answers of such an endpoint, for its OpenAPI description."""
+"""Responses of an endpoint of arrays, for its OpenAPI description."""
 
 
 def negotiate(request: Request, body: Any) -> str:
-    """The media type to answer in. Raises ApiError if it cannot hold so many prompts, or the
+    """The media type of the reply. Raises ApiError if it cannot hold several prompts or the
     dtype."""
     media_type = _accepted(request.headers.get("accept", "*/*"))
     if media_type == NPY and (count := len(body.prompts)) > 1:
         raise bad_request(
-            f"npy holds one array; the request has {count} prompts. Take {SAFETENSORS} or JSON",
+            f"npy holds one array; prompt has {count} prompts. Accept {SAFETENSORS} or JSON",
             "prompt",
         )
     if body.dtype == "bfloat16" and media_type != SAFETENSORS:
         raise bad_request(
-            f"{media_type} cannot hold bfloat16; take {SAFETENSORS}, or another dtype", "dtype"
+            f"{media_type} cannot hold bfloat16; accept {SAFETENSORS}, or set another dtype",
+            "dtype",
         )
     return media_type
 
@@ -47,5 +48,5 @@ def _accepted(accept: str) -> str:
     raise ApiError(
         406,
         "invalid_request_error",
-        f"Accept is {clip(accept)!r}; this endpoint gives {JSON}, {NPY} and {SAFETENSORS}",
+        f"Accept is {clip(accept)!r}; this endpoint can send {JSON}, {NPY} and {SAFETENSORS}",
     )

@@ -1,8 +1,8 @@
 """OutputsReader: rows at positions of prompts, as the engine computes them.
 
 Prompts are computed one after another, a chunk of positions at a time. The engine computes at most
-one chunk ahead of what was taken, so a reply is written while it is computed and never held as a
-whole. Not here: how rows are written (`outputs.py`).
+one chunk ahead of the reader, so a reply is written while it is computed and never held as a whole.
+`outputs.py` writes the rows.
 """
 
 import asyncio
@@ -16,43 +16,42 @@ from logitd.service.errors import raise_failure
 from logitd.service.models.context import RequestContext
 
 PAUSE_FACTOR = 4
-"""Pause after a part, as a multiple of the time that it took to make."""
+"""Length of the pause after a part, as a multiple of the time that making the part took."""
 
 
 class OutputsReader:
     """The rows of several prompts, in order.
 
-    Once the status is sent, an error can only break the connection off. So room for all prompts is
-    reserved at once, and the first rows are awaited (`start`) before anything is written.
+    Once the status is sent, an error can only break the connection off. So the constructor reserves
+    room for all prompts, and `start` waits for the first rows before anything is written.
     """
 
     def __init__(self, requests: Sequence[OutputsRequest], context: RequestContext) -> None:
-        self.requests = tuple(requests)
-        self._reservation = context.reserve(self.requests)
+        self._requests = tuple(requests)
+        self._reservation = context.reserve(self._requests)
         self._submission = self._reservation.submit_next()
         self._rows = read_rows(self._submission)
         self._first: OutputsChunk | None = None
 
     async def start(self) -> None:
-        """Wait for the first rows; whatever ends this call before ends the request."""
-        try:
-            self._first = await anext(self._rows)
-        finally:
-            if self._first is None:
-                self.end()
+        """Wait for the first rows. If this call fails, the caller calls `end`."""
+        self._first = await anext(self._rows)
 
     def end(self) -> None:
-        """Nobody reads any more."""
+        """End the prompts that have not been read."""
         self._submission.abort()
         self._reservation.release()
 
-    async def prompts(self) -> AsyncIterator[tuple[OutputsRequest, AsyncIterator[OutputsChunk]]]:
-        """Each request with its chunks, which are to be taken before the next request."""
-        for index, request in enumerate(self.requests):
+    async def prompts(
+        self,
+    ) -> AsyncIterator[tuple[int, OutputsRequest, AsyncIterator[OutputsChunk]]]:
+        """The index and request of each prompt with its chunks, which the caller reads before the
+        next prompt."""
+        for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._reservation.submit_next()
                 self._rows = read_rows(self._submission)
-            yield request, self._pieces()
+            yield index, request, self._pieces()
 
     async def _pieces(self) -> AsyncIterator[OutputsChunk]:
         if self._first is not None:
@@ -80,7 +79,7 @@ async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterato
 async def read_rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
     """The chunks of a submission's requests, each in the order of its positions.
 
-    Raises ApiError when a request ended before its last row, EngineStopped when the engine failed.
+    Raises ApiError if a request ends before its last row, EngineStopped if the engine fails.
     """
     while not submission.finished:
         for event in await submission.take():

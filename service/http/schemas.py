@@ -1,7 +1,4 @@
-"""Replies about the server and its models: health, facts, errors.
-
-Replies of operations are in `model/operations/`.
-"""
+"""Replies about the server and its models: health, facts, errors."""
 
 from typing import Any, Literal
 
@@ -22,24 +19,24 @@ class ErrorReply(ReplyBody):
 
 
 class ModelStatus(ReplyBody):
-    """Whether one of several models answers."""
+    """The state of one of several models."""
 
     model: str
     status: Literal["ok", "stalled", "failed"]
-    reason: str | None = Field(description="Why it does not, where that is known.")
+    reason: str | None = Field(description="Why it does not answer, if known.")
 
 
 class Health(ReplyBody):
     status: Literal["ok", "loading", "draining", "stalled", "failed"]
     reason: str | None = None
     models: list[ModelStatus] | None = Field(
-        None, description="Each of several. One that could not be loaded takes no other along."
+        None, description="Each of several models. The others answer if one could not be loaded."
     )
 
 
 class QuantizationInfo(ReplyBody):
-    """What quantizing weights, or keys and values, costs, measured when they were loaded; the
-    figures are null where no text was found to measure on."""
+    """Cost of quantizing weights, or keys and values, measured when they were loaded. The figures
+    are null if there was no text to measure on."""
 
     kind: str = Field(description="Of the weights: `int8`, `int4` or `none`.")
     kv_cache_dtype: str = Field(description="Of keys and values: `int8`, or `auto` for `dtype`.")
@@ -47,61 +44,61 @@ class QuantizationInfo(ReplyBody):
         description="Bits per byte that quantization adds, as a share of those without it."
     )
     bits_per_byte: float | None
-    exact_bits_per_byte: float | None = Field(description="The same without quantization.")
+    exact_bits_per_byte: float | None = Field(description="Bits per byte without quantization.")
     tokens: int | None
-    text: str = Field(description="What it was measured on, or why it was not.")
+    text: str = Field(description="The text it was measured on, or the reason why there is none.")
 
 
 class Info(ReplyBody):
     version: str
     model: str
     models: list[ModelStatus] = Field(
-        description="All that were to be served, also what could not be loaded; the first answers "
-        "requests that name none."
+        description="All models of the server, including those that could not be loaded. The first "
+        "answers requests that name none."
     )
     checkpoint: CheckpointName
     config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
     vocabulary: str = Field(
-        description="Its tokenizer's kind, as in /tokenizer_info; of `none` prompts are token ids."
+        description="Kind of the tokenizer, as in /tokenizer_info; for `none`, prompts are ids."
     )
-    training: dict[str, Any] = Field(description="Where the weights come from.")
+    training: dict[str, Any] = Field(description="Origin of the weights.")
     parameters: int
     device: str
-    decoding: str = Field(description="How decode steps are computed.")
+    decoding: str = Field(description="Code that computes decode steps.")
     decoding_note: str | None = Field(
-        description="Why decode steps are computed in plain torch, if that was not asked for: what "
-        "the native kernels do not cover, or how CUDA graphs failed their self-check."
+        description="Why decode steps are computed in plain torch by default: the part that the "
+        "native kernels do not cover, or the failed self-check of CUDA graphs."
     )
     kernels: str | None = Field(
-        description="Which native kernels were loaded: their target, and whether they were "
-        "compiled now or before, or prebuilt; null without any."
+        description="The loaded native kernels: their target, and whether they were compiled now "
+        "or before, or prebuilt; null without any."
     )
     speculate: str = Field(
-        description="Where drafts come from, tokens that a decode step verifies: `ngram`, from the "
-        "text itself, or `none`. Answers do not depend on it."
+        description="Source of drafts, tokens that a decode step verifies: `ngram`, from the text "
+        "itself, or `none`. Replies do not depend on it."
     )
     dtype: str = Field(
-        description="The dtype of the computation, to which stored weights of another are rounded."
+        description="Dtype of the computation; stored weights of another dtype are rounded to it."
     )
     dtype_why: str = Field(description="`as asked` by --dtype, or the reason of the default.")
-    quantization: QuantizationInfo | None = Field(description="null where nothing is quantized.")
+    quantization: QuantizationInfo | None = Field(description="null if nothing is quantized.")
     threads: int
     slots: int
     kv_cache_bytes: int
-    prefill_chunk: int = Field(description="Prompt positions that a step computes at most.")
+    prefill_chunk: int = Field(description="Largest number of prompt positions in a step.")
     target_gap: str = Field(
-        description="How long a step should take at most that computes prompts while others "
-        "decode: `4x` is four times a step that only decodes, `0.15s` a time; `none`: "
-        "`prefill_chunk` alone bounds it."
+        description="Longest time of a step that computes prompts while others decode: `4x` is "
+        "four times a step that only decodes, `0.15s` a time; `none`: only `prefill_chunk` limits "
+        "the step."
     )
-    api_keys: bool = Field(description="Whether requests need an API key.")
+    api_keys: bool = Field(description="True if requests need an API key.")
     limits: dict[str, int]
 
 
 class CurvePoint(ReplyBody):
     step: int
-    loss: float = Field(description="Nats per token; of the training smoothed.")
-    bits_per_byte: float | None = Field(description="Where it was measured.")
+    loss: float = Field(description="Nats per token; the training loss is smoothed.")
+    bits_per_byte: float | None = Field(description="null if it was not measured.")
 
 
 class TrainingCurve(ReplyBody):
@@ -112,7 +109,7 @@ class TrainingCurve(ReplyBody):
 class CardReply(ReplyBody):
     model: str
     checkpoint: CheckpointName
-    card: str | None = Field(description="Markdown; null where the checkpoint has none.")
+    card: str | None = Field(description="Markdown; null if the checkpoint has none.")
     curve: TrainingCurve
 
 
@@ -129,8 +126,8 @@ class StageInfo(ReplyBody):
                        "vocab_size"]]  # fmt: skip
     shape: list[int | None] = Field(description="null: positions, and T, the prompt's tokens.")
     meaning: str
-    changeable: bool = Field(description="Whether an intervention may change it.")
-    transformer_lens: str | None = Field(description="What TransformerLens calls it.")
+    changeable: bool = Field(description="True if an intervention may change it.")
+    transformer_lens: str | None = Field(description="Its name in TransformerLens.")
 
 
 class StagesReply(ReplyBody):
@@ -143,18 +140,17 @@ class TokenizerInfo(ReplyBody):
     checkpoint: CheckpointName
     vocab_size: int
     kind: Literal["bpe", "pieces", "words", "none"] = Field(
-        description="How a text becomes ids: cut and merged (bpe), cut into tokens (pieces), cut "
-        "into words that white space separates (words), or not at all (none): then there are token "
-        "ids alone, and texts are rejected."
+        description="The way from text to ids: cut and merged (bpe), cut into tokens (pieces), or "
+        "cut into words that white space separates (words). none: only ids, texts are refused."
     )
-    eos_token: str | None = Field(description="The token that ends a text, by name.")
+    eos_token: str | None = Field(description="Name of the token that ends a text.")
     eos_token_id: int | None
     eos_token_ids: list[int] = Field(description="Every id that ends a generated text.")
     bos_token: str | None = Field(description="null: a text does not begin with a special token.")
     pad_token: str | None
     chat_template: str | None
-    pattern: str = Field(description="The regular expression that cuts a text; empty of kind none.")
+    pattern: str = Field(description="Regular expression that cuts a text; empty for kind none.")
     special_tokens: dict[str, int]
     added_tokens: dict[str, int] = Field(
-        description="Other texts that are one token wherever they occur, and their ids."
+        description="Other texts that are always one token, and their ids."
     )

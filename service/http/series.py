@@ -1,7 +1,7 @@
 """Series: many requests of one reply, a few of them at a time.
 
-Jobs are admitted as they come, between everybody else's requests: a sweep of a thousand cells takes
-a few places in the queue, and the rest of it waits here. It also waits while the queue is full.
+Jobs are admitted one after another, between the requests of others: a sweep of a thousand cells
+takes a few places in the queue, and the rest waits here. It also waits while the queue is full.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from logitd.model.operations.operation import Operation, Series
+from logitd.model.operations.operation import Operation, Series, envelope
 from logitd.service.engine.admission import Load, QueueFull
 from logitd.service.engine.submission import Submission
 from logitd.service.errors import EXPECTED, as_api_error
 from logitd.service.http import sse
-from logitd.service.http.envelope import checkpoint_headers, envelope
+from logitd.service.http.envelope import checkpoint_headers
 from logitd.service.models.context import RequestContext, gather
 
 AT_ONCE = 8
 """Jobs of one series in the queue or in the batch."""
 FULL_SECONDS = 0.2
-"""Pause before a job is offered again to a full queue."""
+"""Seconds before a job is offered again to a full queue."""
 
 
 async def respond(
@@ -45,7 +45,7 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. Values that they share are counted in the budget until the end."""
+    """The jobs of one reply. Their shared values count in the budget until the end."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -67,7 +67,6 @@ class RunningSeries:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The same as server-sent events: the head, then each part."""
         yield sse.event(self._head)
         try:
             async for part in self.parts():
@@ -77,7 +76,7 @@ class RunningSeries:
         yield sse.DONE
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
-        """The parts in the order of their jobs, AT_ONCE of which are under way."""
+        """The parts in the order of their jobs, AT_ONCE of which run side by side."""
         jobs = self._plan.jobs
         upcoming = next(jobs, None)
         try:
@@ -95,7 +94,7 @@ class RunningSeries:
             self.end()
 
     def end(self) -> None:
-        """Nobody reads any more."""
+        """End the jobs: the reply is complete, or its client has left."""
         for submission in self._running:
             submission.abort()
         self._running.clear()
@@ -104,7 +103,7 @@ class RunningSeries:
         self._held = 0
 
     async def _submit(self, job: Any) -> Submission | None:
-        """Queue a job. None if the queue is full and another job of this series is under way."""
+        """Queue a job. None if the queue is full and another job of this series is running."""
         while True:
             try:
                 return self._context.submit([job], more=True)

@@ -3,9 +3,8 @@
 Format: `data: {json}` and a blank line, LF only; a comment every 15 s keeps proxies awake; an error
 after the first byte is `data: {"error": ...}`; `data: [DONE]` is the last.
 
-Starlette's StreamingResponse leaves two gaps that this class closes: a generator that always has
-something to say never notices that its client has gone, and one that is blocked on a full socket is
-not told to stop.
+`StreamedResponse` differs from Starlette's StreamingResponse in two ways: a generator that never
+waits is ended when its client leaves, and so is one that is blocked on a full socket.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         }
     },
 }
-"""What an endpoint that can stream answers besides its reply, for its OpenAPI description."""
+"""Responses of an endpoint that can stream, next to its reply, for its OpenAPI description."""
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -54,8 +53,8 @@ UNICODE_BREAKS = tuple(
 
 
 def event(data: Any) -> bytes:
-    """One event, on one line for every client: orjson escapes the line breaks of ASCII, and some
-    clients' readers of lines break at those of Unicode too."""
+    """One event, on one line. orjson escapes ASCII line breaks; those of Unicode are escaped here,
+    because some clients' line readers break at them too."""
     line = orjson.dumps(data)
     for raw, escaped in UNICODE_BREAKS:
         line = line.replace(raw, escaped)
@@ -63,7 +62,7 @@ def event(data: Any) -> bytes:
 
 
 async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The pieces, with a comment between them wherever one takes its time."""
+    """The pieces, with a comment after every KEEP_ALIVE_SECONDS without one."""
     upcoming = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:
@@ -82,9 +81,10 @@ async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 class StreamedResponse(Response):
     """Writes the pieces of an async iterator as they come.
 
-    `on_end` is called exactly once, at the latest when the client is seen to be gone, or has left a
-    piece unread for `write_timeout` seconds: it must make the iterator's source stop. `waits`: the
-    iterator lets others run before each piece by itself, because it waits for something to come.
+    on_end         called exactly once: after the last piece, when the client has left, or when it
+                   has left a piece unread for `write_timeout` seconds. Must stop the iterator's
+                   source
+    waits          the iterator waits before each piece, so other tasks run in between
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StreamedResponse(Response):
             elif writing.done():
                 writing.result()
         except EXPECTED as error:
-            # Too late for a status. The body stays without its end, so the client knows.
+            # Too late for a status. The missing end of the body tells the client.
             logger.warning("a reply was broken off: %s", as_api_error(error).message)
         finally:
             self._on_end()
@@ -144,7 +144,7 @@ class StreamedResponse(Response):
         async for piece in self._pieces:
             await self._send_body(send, piece, more=True)
             if not self._waits:
-                # A send that never suspends would keep the disconnect from being seen.
+                # A send that never suspends would hide a disconnect.
                 await asyncio.sleep(0)
         await self._send_body(send, b"", more=False)
 
@@ -154,8 +154,8 @@ class StreamedResponse(Response):
         self._sending_since = None
 
     def _look(self, writing: asyncio.Future[None]) -> None:
-        """End the writing of a piece that is left unread; look again when that could be so. A
-        timeout for each piece would cost as much as the piece."""
+        """End the writing of an unread piece, or check again at the earliest time of one. A timeout
+        for each piece would cost as much as the piece."""
         loop = asyncio.get_running_loop()
         now, since = loop.time(), self._sending_since
         begun = now if since is None else since
@@ -167,6 +167,6 @@ class StreamedResponse(Response):
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Return when the client has gone. The body must have been read already."""
+    """Return when the client has left. The body must have been read already."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,12 +1,12 @@
-"""How much structure a JSON text has, counted without parsing it.
+"""Structure of a JSON text, counted without parsing it.
 
 A parser makes an object of each value, at 50 to 1,000 ns apiece, and holds Python's interpreter
-while it does: a few MB of `[],[],[],` stop every stream of a server for seconds. Brackets, commas
-and colons outside strings say beforehand how many objects it would make. Counting them takes a few
-ns a byte and lets other threads run.
+meanwhile: a few MB of `[],[],[],` stop every stream of a server for seconds. The brackets, commas
+and colons outside strings bound the number of objects. Counting them takes a few ns a byte and lets
+other threads run.
 
-Does not check that the text is JSON. Where it is not, a parser gives up at the first wrong byte;
-up to that byte the counts are exact, so they bound its work in any case.
+The text need not be JSON. A parser stops at the first wrong byte; the counts are exact up to it, so
+they bound the parser's work in any case.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 QUOTE, BACKSLASH, COMMA, COLON, OPENING_BRACKET, OPENING_BRACE = b'"\\,:[{'
 BLOCK = 1 << 16
-"""Bytes looked at together: they fit into a processor's cache."""
+"""Bytes that are counted together: they fit into a processor's cache."""
 
 Flags = NDArray[np.bool_]
 
@@ -31,14 +31,13 @@ class Structure:
 
     @property
     def values(self) -> int:
-        """As many values as the text has at most, as if no list and no object were empty."""
+        """Largest number of values: as if no list and no object were empty."""
         return self.commas + self.containers + 1
 
 
 def count_structure(text: bytes) -> Structure:
-    """The structure of a JSON text in UTF-8."""
     commas = containers = keys = 0
-    in_string = escaping = False  # of the byte that comes next
+    in_string = escaping = False  # flags of the next byte
     for start in range(0, len(text), BLOCK):
         block = np.frombuffer(text, np.uint8, min(BLOCK, len(text) - start), start)
         quotes = block == QUOTE
@@ -56,10 +55,10 @@ def count_structure(text: bytes) -> Structure:
 
 
 def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
-    """Which bytes are escaped: those after an odd number of backslashes. `first` says it of the
-    first, by what came before; the second result says it of the byte that comes next."""
+    """Flags of the escaped bytes, which follow an odd number of backslashes, and the flag of the
+    byte after the block. `first` is the flag of the first byte, from the block before."""
     places = np.arange(1, len(backslashes) + 1)
-    # Of each place the number of backslashes that end there; the first counts not if it is escaped.
+    # For each place the number of backslashes that end there; an escaped first one does not count.
     starts = np.where(backslashes, 0, places)
     starts[0] = 1 if first or not backslashes[0] else 0
     runs = places - np.maximum.accumulate(starts)

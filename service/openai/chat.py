@@ -1,4 +1,4 @@
-"""Chat: from messages to a prompt by the checkpoint's template, and the replies of
+"""Chat: prompts from messages by the checkpoint's template, and the replies of
 /v1/chat/completions from those of /generate.
 """
 
@@ -11,17 +11,17 @@ from logitd.model.operations.operation import Subject
 from logitd.model.operations.prompts import encode_within, no_vocabulary
 from logitd.model.text.chat_template import ChatTemplateError, Message
 from logitd.service.errors import bad_request
-from logitd.service.openai import schemas
-from logitd.service.openai.envelope import head, named_seed, usage, usage_member
+from logitd.service.openai import chat_schemas
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.envelope import head, last_chunk, named_seed, usage, usage_member
 from logitd.service.openai.logprobs import ShownTokens, chat_logprobs
-from logitd.service.openai.schemas import ChatRequest
-from logitd.service.openai.tools import GrowingCall, NewOfCall, text_of_calls
+from logitd.service.openai.tools import GrowingCall, text_of_calls
 
 
 async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
-    """The token ids of a conversation that the assistant is to continue, as the checkpoint's
-    template writes it; or ApiError."""
-    # In a thread: how long it takes is up to the template.
+    """The token ids of a conversation, written by the checkpoint's template, up to the
+    assistant's next message. Raises ApiError."""
+    # In a thread: a template may take long.
     return await asyncio.to_thread(_render, body, subject)
 
 
@@ -31,10 +31,9 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
         raise no_vocabulary("messages")
     if checkpoint.chat_template is None:
         raise bad_request(
-            f"{checkpoint.name} has no chat template, so it is not known how a conversation is "
-            "written for it. Send the text to /v1/completions; or give the checkpoint a template: "
-            "`logitd train --chat-template FILE`, or chat_template in the tokenizer section of "
-            "its config.json",
+            f"{checkpoint.name} has no chat template to write messages with. Send the text to "
+            "/v1/completions, or add a template to the checkpoint: `logitd train --chat-template "
+            "FILE`, or chat_template in the tokenizer section of its config.json",
             "messages",
             "no_chat_template",
         )
@@ -54,12 +53,12 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
         else:
             ids += encode_within(piece, "messages", subject)
     if not ids:
-        raise bad_request("the chat template gives an empty prompt for these messages", "messages")
+        raise bad_request("the chat template writes nothing for these messages", "messages")
     return tuple(ids)
 
 
-def _message(message: schemas.Message) -> Message:
-    """A message as templates know it; calls are text of it."""
+def _message(message: chat_schemas.Message) -> Message:
+    """A message in the form that templates take; calls become text."""
     texts = [message.content or "", text_of_calls(message.tool_calls or ())]
     known = {
         "role": "system" if message.role == "developer" else message.role,
@@ -69,13 +68,11 @@ def _message(message: schemas.Message) -> Message:
 
 
 class ChatFormat:
-    """One request's replies."""
-
     def __init__(self, body: ChatRequest, model: str, checkpoint: CheckpointInfo) -> None:
         self._head = head("chatcmpl", "chat.completion", model, checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._body = body
-        self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+        self._tokens: dict[int, ShownTokens] = {}  # by choice
         self._functions = body.callable_tools
         self._calls: dict[int, GrowingCall] = {}
 
@@ -93,31 +90,30 @@ class ChatFormat:
         return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """The role, the text as it grows, the reason of the end: a chunk each."""
+        """A chunk for the role, for each new text and for the finish reason."""
         options = self._body.stream_options
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
-        told = usage_member(options, usage(counts))
         for native in chunk["choices"]:
             seed = named_seed(self._body.seed, native["seed"])
             for choice in self._deltas(native):
-                yield {**chunk_head, "choices": [{**choice, "seed": seed}], **told}
-        if "usage" in chunk and options is not None and options.include_usage:
-            yield {**chunk_head, "choices": [], "usage": usage(chunk["usage"])}
+                choices = [{**choice, "seed": seed}]
+                yield {**chunk_head, "choices": choices, **usage_member(options, counts)}
+        yield from last_chunk(chunk_head, options, chunk)
 
     def _message(self, native: dict[str, Any]) -> dict[str, Any]:
         message = {"role": "assistant", "content": native["text"], "refusal": None}
         if not self._functions:
             return message
         call = self._call(native)
-        calls = {} if call is None else {"tool_calls": [_tool_call(call)]}
+        calls = {} if call is None else {"tool_calls": [call]}
         return {**message, "content": None, **calls}
 
     def _finish_reason(self, native: dict[str, Any]) -> str | None:
         reason: str | None = native["finish_reason"]
         return "tool_calls" if self._functions and reason == "stop" else reason
 
-    def _call(self, native: dict[str, Any]) -> NewOfCall | None:
-        """What is new of the call that a choice is."""
+    def _call(self, native: dict[str, Any]) -> dict[str, Any] | None:
+        """The new part of the call that a choice consists of."""
         growing = self._calls.setdefault(native["index"], GrowingCall(self._functions))
         return growing.push(native["text"], reason=native["finish_reason"])
 
@@ -130,7 +126,7 @@ class ChatFormat:
         listed = logprobs is not None and logprobs["content"]
         if self._functions:
             call = self._call(native)
-            calls = {} if call is None else {"tool_calls": [{"index": 0, **_tool_call(call)}]}
+            calls = {} if call is None else {"tool_calls": [{"index": 0, **call}]}
             if calls or listed:
                 yield _delta(index, calls, logprobs)
         elif native["text"] or listed:
@@ -143,16 +139,8 @@ class ChatFormat:
         if not self._body.logprobs:
             return None
         if shown and isinstance(native["stop_reason"], int):
-            shown = shown[:-1]  # the special token that ended the answer does not belong to it
+            shown = shown[:-1]  # without the special token that ended the answer
         return chat_logprobs(self._tokenizer, shown)
-
-
-def _tool_call(call: NewOfCall) -> dict[str, Any]:
-    """What is new of a call, in OpenAI's shape."""
-    if call.id is None:
-        return {"function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _delta(

@@ -1,16 +1,16 @@
-"""The replies of /v1/completions, from those of /generate."""
+"""Replies of /v1/completions, from those of /generate."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.service.openai.envelope import head, named_seed, usage, usage_member
+from logitd.service.openai.envelope import head, last_chunk, named_seed, usage, usage_member
 from logitd.service.openai.logprobs import ShownTokens, completion_logprobs
 from logitd.service.openai.schemas import CompletionRequest
 
 
 class CompletionFormat:
-    """One request's replies. `prompts` are the token ids of each prompt."""
+    """Replies of one request. `prompts`: the token ids of each prompt."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class CompletionFormat:
         self._tokenizer = checkpoint.tokenizer
         self._prompts = prompts
         self._body = body
-        self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+        self._tokens: dict[int, ShownTokens] = {}  # by choice
 
     def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -33,19 +33,16 @@ class CompletionFormat:
         }
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """A chunk for each choice that has something new: clients look at the first alone."""
+        """A chunk for each choice with new text or tokens: clients read only the first choice."""
         options = self._body.stream_options
         for native in chunk["choices"]:
             choice = self._choice(native)
             listed = choice["logprobs"] is not None and choice["logprobs"]["tokens"]
             if choice["text"] or listed or choice["finish_reason"]:
-                told = usage_member(options, usage(counts))
-                yield {**self._head, "choices": [choice], **told}
-        if "usage" in chunk and options is not None and options.include_usage:
-            yield {**self._head, "choices": [], "usage": usage(chunk["usage"])}
+                yield {**self._head, "choices": [choice], **usage_member(options, counts)}
+        yield from last_chunk(self._head, options, chunk)
 
     def _choice(self, native: dict[str, Any]) -> dict[str, Any]:
-        """What is new of a choice."""
         index = native["index"]
         if index not in self._tokens:
             prompt = self._prompts[native["prompt_index"]] if self._body.echo else ()

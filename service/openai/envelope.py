@@ -1,48 +1,54 @@
-"""What every reply of OpenAI's shape says besides its choices: who answers, and the usage."""
+"""Members of OpenAI's replies next to the choices: the model and the usage."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.service.http.envelope import envelope
+from logitd.model.operations.operation import envelope
 from logitd.service.openai.schemas import StreamOptions
 
 
 def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The beginning of a reply: `kind` begins its id, `form` is its `object`."""
+    """The first members of a reply: `kind` begins its id, `form` is its `object`."""
     own = envelope(kind, model, checkpoint)
     return {
         "id": own["id"],
         "object": form,
         "created": own["created"],
         "model": own["model"],
-        "system_fingerprint": fingerprint(checkpoint),
+        # One word for the weights: other weights have another fingerprint.
+        "system_fingerprint": f"step-{checkpoint.training.step}-{checkpoint.weights_sha256[:12]}",
     }
 
 
-def fingerprint(checkpoint: CheckpointInfo) -> str:
-    """The weights in one word: a reply with another fingerprint comes from others."""
-    return f"step-{checkpoint.training.step}-{checkpoint.weights_sha256[:12]}"
-
-
 def usage(counts: dict[str, int]) -> dict[str, Any]:
-    """OpenAI's `usage` from the native one, or from the counts so far, which do not know yet
-    what was cached."""
+    """OpenAI's `usage` from the native one, or from the counts so far, which have no cached
+    tokens."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    told: dict[str, Any] = {name: counts[name] for name in names}
+    members: dict[str, Any] = {name: counts[name] for name in names}
     if (cached := counts.get("cached_tokens")) is not None:
-        told["prompt_tokens_details"] = {"cached_tokens": cached}
-    return told
+        members["prompt_tokens_details"] = {"cached_tokens": cached}
+    return members
 
 
 def named_seed(given: int | None, used: int) -> int:
-    """The seed of a choice as its request writes it, so that it gives the same again."""
+    """The seed of a choice in the request's spelling: the same request with it repeats the
+    choice."""
     return used if given in (None, -1) else given
 
 
-def usage_member(options: StreamOptions | None, counts: dict[str, Any]) -> dict[str, Any]:
-    """What a chunk with choices says of the usage, under these options."""
+def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[str, Any]:
+    """The member `usage` of a chunk with choices, under these options."""
     if options is not None and options.continuous_usage_stats:
-        return {"usage": counts}
+        return {"usage": usage(counts)}
     if options is not None and options.include_usage:
         return {"usage": None}
     return {}
+
+
+def last_chunk(
+    chunk_head: dict[str, Any], options: StreamOptions | None, native: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The chunk with the usage, if `native` is the last one and the options ask for it."""
+    if "usage" in native and options is not None and options.include_usage:
+        yield {**chunk_head, "choices": [], "usage": usage(native["usage"])}

@@ -1,17 +1,17 @@
-"""Tokens and their logprobs as OpenAI writes them, from those of /generate.
+"""Logprobs in OpenAI's format, from those of /generate.
 
-Tokens are named by their text. A name must tell one token from every other, because logprobs are
-looked up by it: bytes that are not UTF-8, a special token that reads like an ordinary one, and a
-text that reads like such a name are `bytes:\\xe2\\x82`; an id without bytes is `token_id:100256`.
+Tokens are named by their text. A name must be unique, because clients look logprobs up by it. So
+bytes that are not UTF-8, a special token that reads like an ordinary one, and a text that reads
+like such a name are written `bytes:\\xe2\\x82`; an id without bytes is `token_id:100256`.
 
-Which tokens belong to a text. A token is listed as soon as the text that is shown reaches it, so
-lists and text of a stream grow together. Where a stop string cut the text, the tokens that begin
-behind the cut are not listed, and the one that the cut goes through is listed whole. A token's
-offset is the number of characters that were complete before it: the tokens of one character have
-the same offset.
+A token is listed as soon as the shown text reaches it, so lists and text of a stream grow together.
+If a stop string cut the text, the tokens that begin after the cut are not listed, and the token at
+the cut is listed whole. A token's offset is the number of characters that were complete before it:
+the tokens of one character have the same offset.
 
-Values are the engine's, in float64. Those of generated tokens are finite: a sequence whose logits
-are not ends with an error instead, and what the filters of `processed` drop is in no list.
+Values are the engine's, in float64. Those of generated tokens are finite: a sequence with logits
+that are not finite ends with an error, and tokens that the filters of `processed` drop are in no
+list.
 """
 
 import codecs
@@ -24,7 +24,7 @@ SPELLED = ("bytes:", "token_id:")
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """The name of a token; no two ids have the same."""
+    """The unique name of a token."""
     raw = tokenizer.token_bytes(token_id)
     if not raw:
         return f"token_id:{token_id}"
@@ -39,33 +39,33 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token of a native reply, with the offset in the text where it begins."""
+    """A token of a native reply, with the offset of its beginning in the text."""
 
     token: dict[str, Any]
     offset: int
 
 
 class ShownTokens:
-    """The tokens of one choice, handed out as its text shows them.
+    """The tokens of one choice, returned as its text reaches them.
 
-    prompt_tokens  leading tokens that are an echo; the text after them is decoded anew
+    prompt_tokens  number of leading tokens that are an echo; the decoder restarts after them
     """
 
     def __init__(self, *, prompt_tokens: int = 0) -> None:
         self._prompt_tokens = prompt_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._seen = 0  # tokens
-        self._whole = 0  # characters that the tokens seen have completed
+        self._whole = 0  # characters that these tokens complete
         self._shown = 0  # characters of the text so far
         self._held: list[PlacedToken] = []
 
     def push(self, choice: dict[str, Any]) -> list[PlacedToken]:
-        """Take in what is new of a native choice; the tokens that its text now shows."""
+        """Add the new part of a native choice. Returns the tokens that its text now reaches."""
         self._held += [self._placed(token) for token in choice.get("tokens", ())]
         self._shown += len(choice["text"])
         if choice["finish_reason"] is None:
             return self._take(self._reached())
-        if isinstance(choice["stop_reason"], str):  # cut: what lies behind is not shown at all
+        if isinstance(choice["stop_reason"], str):  # a stop string cut the text
             return self._take(self._reached())
         if choice["stop_reason"] is not None and self._held:  # a stop token has no text
             self._held[-1] = PlacedToken(self._held[-1].token, self._shown)
@@ -80,8 +80,8 @@ class ShownTokens:
         return placed
 
     def _reached(self) -> int:
-        """How many of the tokens that are held begin in the text shown. Before a token without
-        text there is nothing to wait for."""
+        """Number of held tokens that begin in the shown text. A token without text needs no
+        text."""
         count = 0
         for held in self._held:
             if held.offset >= self._shown and held.token["bytes"]:
@@ -95,8 +95,8 @@ class ShownTokens:
 
 
 def completion_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, Any]:
-    """The four lists of /v1/completions. The token itself is always among the likeliest, and its
-    value there is the same double as in `token_logprobs`."""
+    """The four lists of /v1/completions. The top logprobs always include the token itself, with
+    the same double as in `token_logprobs`."""
     tokens, values, tops, offsets = [], [], [], []
     for shown in placed:
         name, value = token_name(tokenizer, shown.token["id"]), shown.token["logprob"]
@@ -114,7 +114,6 @@ def completion_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict
 
 
 def chat_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, Any]:
-    """The member `logprobs` of a choice of /v1/chat/completions."""
     content = [
         {
             **_named(tokenizer, shown.token),

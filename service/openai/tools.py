@@ -1,29 +1,26 @@
-"""Tools: an answer that has to be the call of a function, as JSON by its schema.
+"""Tools: an answer that must be the call of a function, as JSON that fits its schema.
 
 The text of a call, which the model writes under a constraint:
 
 one function   its arguments
 several        `{"name": "f", "arguments": {...}}`, in this layout
 
-Whether to call one at all is not decided here: `tool_choice` says it. What is shown to the model of
-its tools is what the messages say.
+`tool_choice` decides if a function is called. The model reads about its tools in the messages only.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from logitd.model.operations.operation import new_id
-from logitd.service.openai.schemas import FunctionDefinition, ToolCall
+from logitd.service.openai.chat_schemas import FunctionDefinition, ToolCall
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 LITERAL = ("const", "enum", "default", "examples")
-"""What they hold are values, not schemas."""
+"""Keywords of a schema that hold values, not schemas."""
 
 
 def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
-    """The JSON schema of the text of a call."""
     if len(functions) == 1:
         return _parameters(functions[0])
     return {
@@ -47,48 +44,42 @@ def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
 
 
 def text_of_calls(calls: Sequence[ToolCall]) -> str:
-    """These calls as an assistant writes them that may choose among several functions."""
+    """Calls as an assistant writes them that chooses among several functions."""
     return "\n".join(f"{_prefix(call.function.name)}{call.function.arguments}}}" for call in calls)
 
 
-@dataclass(frozen=True, slots=True)
-class NewOfCall:
-    """What is new of a call: its name and id at first, then the growing arguments."""
-
-    id: str | None
-    name: str | None
-    arguments: str
-
-
 class GrowingCall:
-    """The call that a text comes to, piece by piece."""
+    """The call that a text grows to, piece by piece."""
 
     def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
         self._names = [function.name for function in functions]
         self._wrapped = len(functions) > 1
         self._name: str | None = None
-        self._text = ""  # not handed out yet
+        self._text = ""  # not returned yet
 
-    def push(self, text: str, *, reason: str | None) -> NewOfCall | None:
-        """Take in what is new of the text; None where it adds nothing. `reason` is why it ended,
-        where it has."""
+    def push(self, text: str, *, reason: str | None) -> dict[str, Any] | None:
+        """Add the new text, with the finish reason if it has ended. Returns the new part of the
+        call: id, type and name at first, then growing arguments; None if there is none."""
         self._text += text
-        call_id, name = None, None
+        opening: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         if self._name is None:
-            if (name := self._known()) is None:
+            self._name = self._known()
+            if self._name is None:
                 return None
-            self._name, call_id = name, new_id("call")
+            opening = {"id": new_id("call"), "type": "function"}
+            named = {"name": self._name}
         arguments, self._text = self._text, ""
         if self._wrapped and reason != "length":
-            # The bracket that closes the call, which may be the last, is not of its arguments.
+            # The last bracket may close the call; then it is not part of the arguments.
             arguments, held = arguments[:-1], arguments[-1:]
             self._text = "" if reason == "stop" else held
-        if call_id is None and not arguments:
+        if not opening and not arguments:
             return None
-        return NewOfCall(call_id, name, arguments)
+        return {**opening, "function": {**named, "arguments": arguments}}
 
     def _known(self) -> str | None:
-        """The name of the function, once the text has it; what says it is then taken off."""
+        """The name of the function, once the text has it; then the name is cut off the text."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:
@@ -107,7 +98,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root lead to `place`, where it stands now."""
+    """A schema moved to `place`, with its references to its own root adjusted."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

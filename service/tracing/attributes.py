@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.operations.body import PromptBody
 from logitd.model.operations.prompts import clip
 from logitd.service.access.auth import CALLER
 from logitd.service.engine.usage import Usage
@@ -91,7 +92,7 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
         params, chat = request.params, ended.endpoint == "/v1/chat/completions"
         found |= {f"gen_ai.request.{name}": getattr(params, name) for name in SAMPLING} | {
             "gen_ai.operation.name": "chat" if chat else "text_completion",
-            "gen_ai.request.seed": params.seed if params.seed <= LARGEST_INTEGER else None,
+            "gen_ai.request.seed": None if _has_several_seeds(body) else _carried(params.seed),
             "gen_ai.request.choice.count": request.n if request.n != 1 else None,
             "gen_ai.response.finish_reasons": tuple(
                 reason or FinishReason.ABORT for reason in usage.reasons.values()
@@ -104,6 +105,19 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
             "gen_ai.usage.output_tokens": usage.completion_tokens,
         }
     return found
+
+
+def _has_several_seeds(body: object) -> bool:
+    """True if a seed was drawn for each of several prompts."""
+    return (
+        isinstance(body, PromptBody)
+        and len(body.prompts) > 1
+        and getattr(body, "seed", None) in (None, -1)
+    )
+
+
+def _carried(seed: int) -> int | None:
+    return seed if seed <= LARGEST_INTEGER else None
 
 
 def _error_type(ended: Ended) -> str | None:

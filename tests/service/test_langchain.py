@@ -1,5 +1,5 @@
-"""langchain's models for OpenAI's API against a real server: what they send is understood, and what
-they get is what /generate gives.
+"""LangChain's models for OpenAI's API against a real server: their requests are accepted, and their
+results equal those of /generate.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 """The official client, `openai`, against a real server: sync and async, one reply and streams, all
-forms of a prompt, its exceptions, and what it does when it is to try again.
+forms of a prompt, its exceptions and its retries.
 """
 
 import asyncio
@@ -149,7 +149,7 @@ def test_an_answer_can_be_sent_back(chatty: openai.OpenAI) -> None:
 
 
 def test_the_helper_for_streams_of_chat(chatty: openai.OpenAI) -> None:
-    """It puts the chunks together by its own rules."""
+    """It joins the chunks by its own rules."""
     fields: dict[str, Any] = {
         "model": "chatty",
         "messages": MESSAGES,
@@ -185,7 +185,7 @@ def test_a_bad_request_is_one(tiny: openai.OpenAI) -> None:
 
 
 def test_a_full_queue_is_tried_again_when_it_says_so(narrow: Serving) -> None:
-    """Twice, unless the client is told otherwise; and then it is an exception."""
+    """By default the client tries twice more, then raises an exception."""
     with client(narrow) as http:
         with ExitStack() as stack:
             occupy(narrow, stack)

@@ -1,5 +1,5 @@
 """A model of token ids alone, over HTTP: its numbers are those of the same weights with a
-vocabulary, and every text is rejected with the way out."""
+vocabulary, and every text is refused with a way out."""
 
 import io
 import json
@@ -37,18 +37,18 @@ def ids(path: Path) -> Iterator[Serving]:
 
 
 def without_text(value: Any) -> Any:
-    """A reply without what tokens say, times and names of replies."""
+    """A reply without texts of tokens, times and ids of replies."""
     if isinstance(value, dict):
         left_out = {"id", "created", "timings", "checkpoint", "model", "text", "bytes",
                     "bits_per_byte", "cached_tokens"}  # fmt: skip
-        if "bytes" in value:  # of a token the id counts
+        if "bytes" in value:  # the id of a token is compared
             left_out = left_out - {"id"}
         return {k: without_text(v) for k, v in value.items() if k not in left_out}
     return [without_text(item) for item in value] if isinstance(value, list) else value
 
 
 def texts_in(value: Any) -> Iterator[Any]:
-    """What the tokens of a reply say."""
+    """Texts and bytes of the tokens of a reply."""
     if isinstance(value, dict):
         yield from (value[name] for name in ("text", "bytes") if name in value)
         value = list(value.values())
@@ -144,7 +144,7 @@ def test_texts_are_rejected_with_the_way_out(
     assert NO_VOCABULARY in error["message"]
 
 
-def test_what_the_server_says_of_it(ids: Serving) -> None:
+def test_facts_state_that_there_is_no_vocabulary(ids: Serving) -> None:
     told = ids.client.get("/tokenizer_info").json()
     assert (told["kind"], told["vocab_size"], told["eos_token"]) == ("none", VOCAB_SIZE, None)
     assert (told["pattern"], told["special_tokens"]) == ("", {})

@@ -94,7 +94,7 @@ def test_constraints_where_white_space_is_a_token(seed: int, joined: Serving) ->
 @pytest.mark.parametrize(
     "fields", [{"regex": "the cat"}, {"regex": " the dog"}, {"json_schema": {"type": "object"}}]
 )
-def test_what_no_words_can_say_is_refused(fields: dict[str, Any], spaced: Serving) -> None:
+def test_constraint_that_no_words_match_is_refused(fields: dict[str, Any], spaced: Serving) -> None:
     reply = spaced.post("/generate", {"prompt": "the", **fields, "seed": 1})
     assert reply.status_code == 400
     assert ": no text matches from here on" in reply.json()["error"]["message"]

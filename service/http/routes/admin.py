@@ -1,19 +1,26 @@
-"""POST /admin/reload: another checkpoint of the folder that is served from, for who operates it.
+"""POST /admin/reload: serve another checkpoint of the same folder.
 
-With a key of its own (`--admin-key`): those who may ask questions may not choose who answers. Names
-of checkpoints beside the one that is served are taken, never paths.
+It needs the administrator's key (`--admin-key`): clients of the API must not choose the weights. A
+checkpoint is named by its folder, never by a path.
 """
 
 import hmac
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field
 
+from logitd.model.operations.body import (
+    CheckpointName,
+    Examples,
+    ModelName,
+    ReplyBody,
+    RequestBody,
+)
+from logitd.model.operations.operation import checkpoint_name
 from logitd.service.access.auth import bearer_token
 from logitd.service.errors import ERRORS, ApiError
-from logitd.service.http.admin_schemas import ReloadReply, ReloadRequest
 from logitd.service.http.body import body_of, described_by
-from logitd.service.http.envelope import checkpoint_name
 from logitd.service.models.reloader import ReloadError
 from logitd.service.models.state import Ready, State
 
@@ -22,7 +29,29 @@ router = APIRouter(tags=["operations"])
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: ERRORS[status] for status in (400, 401, 403, 404, 408, 409, 413, 415, 431, 500, 503)
 }
-ReloadBody = Annotated[ReloadRequest, Depends(body_of(ReloadRequest))]
+
+
+class ReloadRequest(RequestBody):
+    """Another checkpoint to serve."""
+
+    examples: ClassVar[Examples] = {
+        "The checkpoint that the server was started to serve": {},
+        "A checkpoint by its name": {"checkpoint": "step-000800"},
+    }
+
+    model: ModelName = None
+    checkpoint: str | None = Field(
+        None,
+        max_length=256,
+        description="Name of a checkpoint in the served run or folder. Absent: the one that the "
+        "server was started to serve; of a run the best so far.",
+    )
+
+
+class ReloadReply(ReplyBody):
+    model: str
+    checkpoint: CheckpointName = Field(description="The checkpoint that answers now.")
+    swapped: bool = Field(description="False: it was served already.")
 
 
 async def admin(state: State, request: Request) -> None:
@@ -37,7 +66,8 @@ async def admin(state: State, request: Request) -> None:
         raise ApiError(
             401,
             "authentication_error",
-            "the administrator's key is needed here: send the header 'Authorization: Bearer KEY'",
+            "the administrator's key is missing or wrong: send the header 'Authorization: Bearer "
+            "KEY'",
             None,
             "invalid_admin_key",
         )
@@ -50,22 +80,22 @@ async def admin(state: State, request: Request) -> None:
     openapi_extra=described_by(ReloadRequest),
     summary="Serve another checkpoint",
 )
-async def reload(body: ReloadBody, models: Ready) -> ReloadReply:
-    """Load a checkpoint beside the one that is served and let it take over, without a break. What
-    was asked before is answered by the weights before. Without a name it is what the server was
-    started to serve, as of now: of a run its best. A checkpoint that was named stays until another
-    is named or none, also where a run is followed; the model's name stays. The reply comes when the
-    swap is done; 409 says why the checkpoint before answers on. Of several models it is the one
-    that `model` names."""
+async def reload(
+    body: Annotated[ReloadRequest, Depends(body_of(ReloadRequest))], models: Ready
+) -> ReloadReply:
+    """Load a checkpoint next to the served one and switch to it without a break. Requests from
+    before the switch are answered by the old weights. Without a name it is the checkpoint that the
+    server was started to serve; of a run the best so far. A named checkpoint stays until the next
+    reload, even if a run is followed; the model's name stays. The reply comes when the switch is
+    complete; 409 gives the reason if the old checkpoint goes on. `model` chooses one of several
+    models."""
     served = models.of(body.model).model
     try:
         reloaded = await served.reloader.choose(body.checkpoint)
     except (OSError, ReloadError) as error:
         raise ApiError(409, "conflict_error", str(error), "checkpoint", "not_reloaded") from error
-    return ReloadReply.model_validate(
-        {
-            "model": served.name,
-            "checkpoint": checkpoint_name(reloaded.checkpoint),
-            "swapped": reloaded.swapped,
-        }
+    return ReloadReply(
+        model=served.name,
+        checkpoint=CheckpointName(**checkpoint_name(reloaded.checkpoint)),
+        swapped=reloaded.swapped,
     )

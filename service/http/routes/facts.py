@@ -1,13 +1,13 @@
-"""GET /stages and GET /tokenizer_info: what the served model is made of."""
+"""GET /stages and GET /tokenizer_info: the parts of the served model."""
 
 from typing import Any
 
 from fastapi import APIRouter
 
+from logitd.model.operations.operation import checkpoint_name
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import StageKind, stages_of
 from logitd.service.errors import ERRORS
-from logitd.service.http.envelope import checkpoint_name
 from logitd.service.http.schemas import StagesReply, TokenizerInfo
 from logitd.service.models.state import Chosen
 
@@ -22,12 +22,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "/stages",
     response_model=StagesReply,
     responses=RESPONSES,
-    summary="The names of what the forward computes",
+    summary="The names of the stages of the forward pass",
     tags=["outputs"],
 )
 def stages(context: Chosen) -> dict[str, Any]:
     """Every stage of the served model: its name in /activations and in interventions, its shape,
-    its meaning and what TransformerLens calls it."""
+    its meaning and its name in TransformerLens."""
     config = context.checkpoint.config
     kinds = dict.fromkeys(stage.kind for stage in stages_of(config))  # in their order
     return {
@@ -37,7 +37,6 @@ def stages(context: Chosen) -> dict[str, Any]:
 
 
 def _stage_json(kind: StageKind, config: GPTConfig) -> dict[str, Any]:
-    """The StageInfo."""
     stages = [stage for stage in stages_of(config) if stage.kind is kind]
     sizes = [None if axis == "T" else getattr(config, axis) for axis in kind.axes]
     return {
@@ -58,8 +57,8 @@ def _stage_json(kind: StageKind, config: GPTConfig) -> dict[str, Any]:
     tags=["vocabulary"],
 )
 def tokenizer_info(context: Chosen) -> TokenizerInfo:
-    """Its size, its special tokens and the pattern that cuts texts. A vocabulary without an
-    end-of-text token has null for `eos_token`."""
+    """The size, the special tokens and the pattern that cuts texts. `eos_token` is null for a
+    vocabulary without an end-of-text token."""
     checkpoint, tokenizer = context.checkpoint, context.checkpoint.tokenizer
     eos, template = tokenizer.end_of_text, checkpoint.chat_template
     return TokenizerInfo.model_validate(

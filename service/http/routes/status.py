@@ -1,17 +1,16 @@
-"""GET endpoints for people who operate the service: health, info, version, metrics.
+"""GET endpoints for the operators of a service: health, info, version, metrics.
 
-Those that only say what is in memory do so on the event loop, so that they answer without a thread
-to be free for them.
+An endpoint that only reads memory runs on the event loop, so it answers even if no thread is free.
 """
 
 from typing import Any
 
 from fastapi import APIRouter, Response
 
-from logitd.model.checkpoint.beside import Point, read_card, read_curve
+from logitd.model.checkpoint.beside import read_card, read_curve
+from logitd.model.operations.operation import checkpoint_name
 from logitd.model.version import VERSION
 from logitd.service.errors import ERRORS
-from logitd.service.http.envelope import checkpoint_name
 from logitd.service.http.schemas import CardReply, Health, Info, ModelStatus, Version
 from logitd.service.metrics.metrics import CONTENT_TYPE
 from logitd.service.models.served import Models
@@ -37,8 +36,8 @@ UNREADY: dict[int | str, dict[str, Any]] = {
     summary="Ready to answer?",
 )
 async def ready(state: State, response: Response) -> Health:
-    """200 when requests are answered, 503 while loading, draining or failed. Of several models one
-    that could not be loaded is named, and the others answer."""
+    """200 when requests are answered, 503 while loading, draining or failed. If one of several
+    models could not be loaded, the reply names it, and the others answer."""
     health = _health(state)
     if health.status != "ok":
         response.status_code = 503
@@ -48,7 +47,7 @@ async def ready(state: State, response: Response) -> Health:
 
 @router.get("/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Alive?")
 async def live(state: State, response: Response) -> Health:
-    """200 while the process can still become or stay useful; 503 when it hangs or has failed."""
+    """200 while the process can become or stay useful; 503 when it hangs or has failed."""
     health = _health(state)
     if health.status in ("stalled", "failed"):
         response.status_code = 503
@@ -63,19 +62,18 @@ def _health(state: ServiceState) -> Health:
 
 
 def _statuses(models: Models) -> list[ModelStatus]:
-    """Each model of a server, in their order."""
-    told = ((model.name, *model.status()) for model in models.every)
-    return [ModelStatus(model=name, status=status, reason=reason) for name, status, reason in told]
+    states = ((model.name, *model.status()) for model in models.every)
+    return [ModelStatus(model=name, status=state, reason=reason) for name, state, reason in states]
 
 
 @router.get(
     "/info",
     responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
-    summary="What is served, where and how",
+    summary="The served model, its device and its limits",
 )
 async def info(models: Ready, model: AskedModel = None) -> Info:
-    """The checkpoint, its shape and training, the device, and the limits of a request. Of several
-    models it is the first that was loaded, or the one that `model` names."""
+    """The checkpoint, its shape and training, the device, and the limits of a request. `model`
+    names one of several models; the default is the first that was loaded."""
     context = models.of(models.all.served[0].name if model is None else model)
     served, checkpoint = context.model, context.checkpoint
     settings, computed, cost = served.settings, served.computation, served.quantization
@@ -123,8 +121,8 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
     summary="The model card, and the curve of the training",
 )
 def card(context: Chosen) -> CardReply:
-    """What stands beside the checkpoint, read anew each time: a run may be going on. Without a log
-    of the run the curve is that of the card, and without a card it is empty."""
+    """The files next to the checkpoint, read for each request because a run may be going on.
+    Without a log of the run the curve is the card's; without a card it is empty."""
     checkpoint = context.checkpoint
     text = read_card(checkpoint.path)
     curve = read_curve(checkpoint.path, text)
@@ -133,17 +131,10 @@ def card(context: Chosen) -> CardReply:
             "model": context.model.name,
             "checkpoint": checkpoint_name(checkpoint),
             "card": text,
-            "curve": {
-                "training": [_point_json(point) for point in curve.training],
-                "validation": [_point_json(point) for point in curve.validation],
-            },
-        }
+            "curve": curve,
+        },
+        from_attributes=True,
     )
-
-
-def _point_json(point: Point) -> dict[str, Any]:
-    """The CurvePoint."""
-    return {"step": point.step, "loss": point.loss, "bits_per_byte": point.bits_per_byte}
 
 
 @router.get("/version", responses={401: ERRORS[401]}, summary="The version of logitd")

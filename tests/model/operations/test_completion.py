@@ -16,7 +16,7 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
-from logitd.model.operations.completion import Completion, GrowingReply
+from logitd.model.operations.completion import Completion, GrowingReply, Piece
 from logitd.model.operations.operation import Completions
 from logitd.model.operations.tokens import token_json
 from tests.model.factories import byte_tokenizer
@@ -30,6 +30,12 @@ def completion(*stop: str, echo: bytes = b"", min_tokens: int = 0) -> Completion
         max_tokens=99, seed=5, stop_token_ids=frozenset({END_OF_TEXT_ID}), min_tokens=min_tokens
     )
     return Completion(TOKENIZER, index=3, prompt_index=1, stop=stop, params=params, echo=list(echo))
+
+
+def taken(one: Completion) -> Piece:
+    piece = one.take()
+    assert piece is not None
+    return piece
 
 
 def token(token_id: int) -> TokenEvent:
@@ -84,8 +90,7 @@ def test_a_character_left_open_is_held_back_if_max_tokens_cuts_it(
 ) -> None:
     one = completion()
     one.push(token("é".encode()[0]))
-    first = one.take()
-    assert first is not None
+    first = taken(one)
     assert first.to_json(TOKENIZER) == {
         "index": 3,
         "prompt_index": 1,
@@ -96,30 +101,27 @@ def test_a_character_left_open_is_held_back_if_max_tokens_cuts_it(
         "stop_reason": None,
     }
     one.finish(finish(reason))
-    last = one.take()
-    assert last is not None
+    last = taken(one)
     assert (last.text, last.token_ids) == (text, [])
 
 
-def test_a_stop_text_ends_the_text_before_it_and_what_follows_is_not_counted() -> None:
+def test_stop_string_ends_the_text_before_it_and_what_follows_is_not_counted() -> None:
     one = completion("cd")
     ended = [one.push(token(byte)) for byte in b"abcdef"]
     assert ended == [False, False, False, True, False, False]
     one.finish(finish(FinishReason.ABORT))  # as the service does with the sequence
-    whole = one.take()
-    assert whole is not None
+    whole = taken(one)
     assert (whole.text, whole.token_ids) == ("ab", list(b"abcd"))
     assert (whole.finish_reason, whole.stop_reason) == ("stop", "cd")
     assert one.generated == 4
 
 
-def test_a_stop_text_can_be_completed_by_the_end_of_the_bytes() -> None:
+def test_stop_string_can_be_completed_by_the_end_of_the_bytes() -> None:
     one = completion("\ufffd")
     one.push(token(ord("a")))
     assert not one.push(token(0xC3))
     one.finish(finish(FinishReason.STOP))
-    whole = one.take()
-    assert whole is not None
+    whole = taken(one)
     assert (whole.text, whole.finish_reason, whole.stop_reason) == ("a", "stop", "\ufffd")
 
 
@@ -134,7 +136,7 @@ def test_a_stop_text_can_be_completed_by_the_end_of_the_bytes() -> None:
         (6, ["c", "\ufffd"], "abcab", None),
     ],
 )
-def test_a_stop_text_counts_only_after_min_tokens(
+def test_stop_string_counts_only_after_min_tokens(
     min_tokens: int, stop: list[str], text: str, stop_reason: str | None
 ) -> None:
     one = completion(*stop, min_tokens=min_tokens)
@@ -145,8 +147,7 @@ def test_a_stop_text_counts_only_after_min_tokens(
     else:
         one.push(token(0xC3))
         one.finish(finish())
-    whole = one.take()
-    assert whole is not None
+    whole = taken(one)
     assert (whole.text, whole.stop_reason) == (text, stop_reason)
 
 
@@ -155,17 +156,15 @@ def test_a_stop_token_is_among_the_ids_and_not_in_the_text() -> None:
     one.push(token(ord("a")))
     one.push(token(END_OF_TEXT_ID))
     one.finish(finish(FinishReason.STOP, stop_token_id=END_OF_TEXT_ID))
-    whole = one.take()
-    assert whole is not None
+    whole = taken(one)
     assert whole.text == "a"
     assert whole.token_ids == [ord("a"), END_OF_TEXT_ID]
     assert (whole.finish_reason, whole.stop_reason) == ("stop", END_OF_TEXT_ID)
 
 
-def test_echo_comes_first_and_is_not_searched_for_stop_texts() -> None:
+def test_echo_comes_first_and_is_not_searched_for_stop_strings() -> None:
     one = completion("hi", echo=b"say hi")
-    first = one.take()
-    assert first is not None
+    first = taken(one)
     assert first.text == "say hi"
     assert first.token_ids == list(b"say hi")
     assert not one.push(token(ord("h")))
@@ -177,8 +176,7 @@ def test_logprobs_go_with_their_tokens() -> None:
     best = TokenLogprob(0x61, -0.5, 1)
     chosen = TokenLogprob(0xE9, -3.0, 9)
     one.push(TokenEvent("gen-1", 0, 0xE9, chosen, (best,)))
-    whole = one.take()
-    assert whole is not None
+    whole = taken(one)
     assert whole.to_json(TOKENIZER)["tokens"] == [
         {
             "id": 0xE9,

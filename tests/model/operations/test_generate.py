@@ -1,4 +1,4 @@
-"""Generation: the plan of a body. What it computes is tested through `LLM` and HTTP."""
+"""Seeds of a generation; its results are tested through `LLM` and HTTP."""
 
 from logitd.model.operations.generate import new_seed
 

@@ -16,7 +16,7 @@ from logitd.model.operations.prompts import clip
 from logitd.model.operations.validation import MAX_REPORTED, describe_errors
 
 LARGEST_MESSAGE = 4000
-"""Bytes that a message may take, whatever was sent."""
+"""Largest message, in bytes of JSON."""
 
 
 def refused(raw: bytes, model: type[RequestBody] = GenerateRequest) -> InvalidRequest:
@@ -43,15 +43,28 @@ def refused(raw: bytes, model: type[RequestBody] = GenerateRequest) -> InvalidRe
          "prompt is required; unknown field 'inputs'; did you mean 'prompt'?"),
         ('{"prompt": 5}', "prompt", "prompt must be a string, a list of token ids (integers from "
          "0, 131072 at most), or a list of either (4096 at most)"),
-        ('{"prompt": "a", "stop": [5]}', "stop",
-         "stop must be a string or a list of strings (64 at most)"),
-        ('{"prompt": "a", "stop": ""}', "stop",
-         "stop has an empty text, which would end every completion at once"),
+        *((f'{{"prompt": "a", "stop": {stop}}}', "stop", "stop must be a string of 1 to 1024 "
+           "characters or a list of such strings (64 at most)") for stop in ("[5]", '""')),
         ('{"prompt": "a", "temperature": NaN}', "temperature",
-         "temperature: Input should be a finite number"),
-        ('{"prompt": "a", "top_p": 0}', "top_p", "top_p: Input should be greater than 0"),
+         "temperature must be a finite number, not NaN"),
+        ('{"prompt": "a", "top_p": 0}', "top_p", "top_p must be greater than 0, not 0"),
+        ('{"prompt": "a", "n": 1%s}' % ("0" * 100), "n",
+         "n must be less than or equal to 4096, not a number of more than 40 digits"),
+        ('{"prompt": "a", "stream": "true"}', "stream",
+         "stream must be a valid boolean, not 'true'"),
+        ('{"prompt": "a", "echo": null}', "echo", "echo must be a valid boolean, not null"),
+        ('{"prompt": "a", "min_tokens": [1]}', "min_tokens",
+         "min_tokens must be a valid integer, not a list"),
+        ('{"prompt": "a", "logprobs_stage": "%s"}' % ("x" * 99), "logprobs_stage",
+         f"logprobs_stage must be 'raw' or 'processed', not '{'x' * 40}...'"),
+        ('{"prompt": "a", "model": "%s"}' % ("x" * 257), "model",
+         "model must have at most 256 characters, not 257"),
+        ('{"prompt": "a", "choice": []}', "choice", "choice must have at least 1 item, not 0"),
+        ('{"prompt": "a", "interventions": [5]}', "interventions",
+         "interventions[0] must be an object, not 5"),
+        ('{"prompt": "a", "api_key": "sk-secret"}', "api_key", "unknown field 'api_key'"),
         ('{"prompt": "a", "stop_token_ids": [1, -1]}', "stop_token_ids",
-         "stop_token_ids.1: Input should be greater than or equal to 0"),
+         "stop_token_ids[1] must be greater than or equal to 0, not -1"),
         ('{"prompt": "a"} x', None,
          "the body is not valid JSON: trailing characters at line 1 column 17"),
     ],
@@ -69,8 +82,8 @@ def test_only_fields_of_the_endpoint_are_suggested() -> None:
     assert str(error) == "unknown field 'processing.temprature'"
 
 
-def test_to_look_for_suggestions_holds_up_nobody() -> None:
-    """Only for those that are named; a long name is like none of ours."""
+def test_suggestions_do_not_block_the_event_loop() -> None:
+    """Suggestions are looked for only for named fields, and never for a long name."""
     raw = json.dumps({"prompt": "a"} | {f"temperatur{i}": 1 for i in range(900)}).encode()
     began = time.monotonic()
     assert str(refused(raw)).count("did you mean") == MAX_REPORTED
@@ -106,7 +119,7 @@ def test_a_large_body_of_errors_gives_a_small_answer(raw: bytes) -> None:
 
 
 def test_a_list_is_checked_no_further_than_its_first_wrong_item() -> None:
-    """Otherwise 4 MB of nulls would hold the event loop for seconds."""
+    """Otherwise 4 MB of nulls would block the event loop for seconds."""
     lists: dict[type[RequestBody], tuple[str, ...]] = {
         GenerateRequest: ("prompt", "allowed_token_ids", "stop", "stop_token_ids"),
         LogitsRequest: ("positions", "token_ids"),
@@ -118,11 +131,11 @@ def test_a_list_is_checked_no_further_than_its_first_wrong_item() -> None:
         assert caught.value.error_count() <= 5, field
 
 
-def test_more_problems_than_anyone_reads_are_counted() -> None:
+def test_thousands_of_problems_are_only_counted() -> None:
     error = refused(json.dumps({f"f{i}": 1 for i in range(2000)}).encode())
     assert str(error) == "the body is wrong in 2001 places; /docs describes its fields"
 
 
 @given(st.text(), st.integers(1, 100))
-def test_what_is_repeated_is_clipped(text: str, limit: int) -> None:
+def test_repeated_text_is_clipped(text: str, limit: int) -> None:
     assert clip(text, limit) == (text if len(text) <= limit else text[:limit] + "...")

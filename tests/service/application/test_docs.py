@@ -7,8 +7,9 @@ import pytest
 
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import RequestBody
-from logitd.service.http.admin_schemas import ReloadRequest
-from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from logitd.service.http.routes.admin import ReloadRequest
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.schemas import CompletionRequest
 from tests.service.serving import Serving
 
 BODIES: dict[str, type[RequestBody]] = {

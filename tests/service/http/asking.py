@@ -1,4 +1,4 @@
-"""Requests of the API's tests: a prompt, the smallest body of each operation, replies as arrays."""
+"""Helpers of the API's tests: a prompt, the smallest body of each operation, replies as arrays."""
 
 import io
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ ABLATE = {"stage": "blocks.*.attention.heads", "operation": "zero"}
 
 
 def smallest(operation: Operation) -> Mapping[str, Any]:
-    """The required fields of an operation, as in its first example but for the prompt."""
+    """The required fields of an operation, from its first example, with PROMPT."""
     example = {**next(iter(operation.body.examples.values())), "prompt": PROMPT}
     fields = operation.body.model_fields.items()
     return {name: example[name] for name, field in fields if field.is_required()}

@@ -1,5 +1,5 @@
-"""POST /activations and GET /stages: any stage by its name, in every form; and interventions, in
-the body of every endpoint that computes."""
+"""POST /activations and GET /stages: any stage by its name, in every form; and interventions in
+every operation that computes."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ def close(value: Array, expected: Array, what: str = "") -> None:
     np.testing.assert_allclose(value, expected, rtol=0, atol=2e-4 * scale, err_msg=what)
 
 
-# What is handed out
+# Values
 
 
 def test_all_stages_are_what_their_definitions_say(
@@ -95,7 +95,7 @@ def test_the_list_of_stages_is_the_models(server: Serving, gpt: GPT) -> None:
     assert not by_name["logits"].changeable
 
 
-# What is changed
+# Changes
 
 
 HEAD: dict[str, Any] = {
@@ -148,9 +148,9 @@ def test_a_star_changes_each_layer(server: Serving) -> None:
     assert np.array_equal(star, one_by_one)
 
 
-def test_to_set_what_another_prompt_has_is_that_prompts_forward(server: Serving) -> None:
-    """The whole stream of a layer from another prompt, and the rest of the forward is that
-    prompt's; with one position of it, only what follows that one sees a difference."""
+def test_setting_another_prompts_stream_continues_its_forward(server: Serving) -> None:
+    """With the whole stream of a layer from another prompt, the rest of the forward is that
+    prompt's; with one position of it, only that position and those after it change."""
     other = npy(server, "/logits", prompt=OTHER, positions="all")
     patch = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": OTHER}}
     close(npy(server, "/logits", positions="all", interventions=[patch]), other)
@@ -188,8 +188,8 @@ def test_steering_adds_the_difference_of_two_means(server: Serving) -> None:
     assert np.array_equal(given, computed)
 
 
-def test_what_is_generated_alone_can_be_changed(server: Serving) -> None:
-    """The first token stands as it would; those after it come from a changed forward."""
+def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
+    """The first token is unchanged; those after it come from a changed forward."""
     flat = {"stage": "final_norm", "operation": "zero", "positions": "generated"}
     plain = server.generate("abc", max_tokens=6, temperature=0)["choices"][0]["token_ids"]
     fields: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "interventions": [flat]}
@@ -199,7 +199,7 @@ def test_what_is_generated_alone_can_be_changed(server: Serving) -> None:
 
 
 def test_company_changes_no_bit(server: Serving) -> None:
-    """Requests with interventions and without run together; each gives its own bits."""
+    """Requests with interventions and without run together, and each keeps its bits."""
     plain = server.generate(PROMPT, max_tokens=12, seed=3, logprobs=0)["choices"][0]
     fields: dict[str, Any] = {"max_tokens": 12, "seed": 3, "logprobs": 0, "interventions": [HEAD]}
     alone = server.generate(PROMPT, **fields)["choices"][0]
@@ -214,7 +214,7 @@ def test_company_changes_no_bit(server: Serving) -> None:
 
 
 def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
-    """What requests bring along is held until they end, and so are its elements."""
+    """Values of interventions, and so their elements, are held until their requests end."""
     patch = {"stage": "blocks.*.mlp.hidden", "operation": "set", "from": {"prompt": OTHER}}
     with serving(checkpoint_path, max_queue_elements=60_000) as small:
         body = {"prompt": PROMPT, "token_ids": [1]}

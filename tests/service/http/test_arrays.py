@@ -1,4 +1,4 @@
-"""Arrays as bytes: what we write, NumPy and safetensors read."""
+"""Arrays as bytes, which NumPy and safetensors read."""
 
 import io
 from typing import Any
@@ -116,6 +116,6 @@ def test_json_comes_in_parts(shape: tuple[int, ...]) -> None:
     assert max(map(len, parts)) <= 25 * max(JSON_ELEMENTS, shape[-1])
 
 
-def test_what_is_not_finite_is_null_in_json() -> None:
+def test_value_that_is_not_finite_is_null_in_json() -> None:
     array = np.array([[1.5, -np.inf], [np.nan, np.inf]], dtype=np.float32)
     assert b"".join(json_parts(array)) == b"[[1.5,null],[null,null]]"

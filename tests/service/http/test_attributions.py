@@ -1,4 +1,4 @@
-"""POST /attributions: the values of the model, beside others, and an end at any moment."""
+"""POST /attributions: the model's values, next to other requests, and an end at any moment."""
 
 import re
 import threading
@@ -167,8 +167,8 @@ def test_streams_go_on_beside_it_and_neither_changes_the_other(spelling_path: Pa
         server.wait_idle()
 
 
-def test_it_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
-    """A long one is what waits, where 300 prompt tokens would not be."""
+def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
+    """A long attribution counts as a full queue, 300 prompt tokens do not."""
     with serving(spelling_path, slots=1, max_queue_tokens=2000) as server:
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))

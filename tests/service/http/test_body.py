@@ -1,5 +1,5 @@
-"""Bodies that no well-behaved client sends, wrong paths and methods: each is refused with a
-sentence in few bytes, and the service goes on."""
+"""Broken bodies, wrong paths and methods: each is refused with a short sentence, and the service
+goes on."""
 
 import json
 from collections.abc import Iterator
@@ -48,8 +48,8 @@ def it_goes_on(server: Serving) -> Iterator[None]:
 # Limits
 
 
-def test_more_sequences_than_there_will_ever_be_room_for(small: Serving) -> None:
-    """With 429 the client would try again for ever."""
+def test_more_sequences_than_slots_and_queue_are_refused_with_400(small: Serving) -> None:
+    """A 429 would make the client try again for ever."""
     for path, body in [("/generate", {"prompt": "a", "n": 6}), ("/probs", {"prompt": ["a"] * 6}),
                        ("/logits", {"prompt": ["a"] * 6})]:  # fmt: skip
         error = small.refused(path, body)
@@ -61,39 +61,12 @@ def test_more_sequences_than_there_will_ever_be_room_for(small: Serving) -> None
 
 BAD_JSON = {
     "NaN": b'{"prompt": "a", "temperature": NaN}',
-    "Infinity": b'{"prompt": "a", "temperature": Infinity}',
-    "-Infinity": b'{"prompt": "a", "presence_penalty": -Infinity}',
-    "1e999": b'{"prompt": "a", "top_p": 1e999}',
-    "nan in a list": b'{"prompt": [NaN]}',
-    "nan in an object": b'{"prompt": "a", "logit_bias": {"1": NaN}}',
-    "nan where nothing is": b'{"prompt": "a", "nothing": NaN}',
-    "nan alone": b"NaN",
     "huge int": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "huge exponent": b'{"prompt": "a", "n": 1e400000000000}',
-    "number in quotes": b'{"prompt": "a", "max_tokens": "5"}',
-    "true as int": b'{"prompt": "a", "max_tokens": true}',
-    "float as int": b'{"prompt": "a", "max_tokens": 5.0}',
-    "lone surrogate": b'{"prompt": "\\ud800"}',
-    "low surrogate": b'{"prompt": "a\\udc00b"}',
     "surrogate in a name": b'{"prompt": "a", "\\ud800": 1}',
-    "surrogate in stop": b'{"prompt": "a", "stop": "\\udfff"}',
     "bad utf-8": b'{"prompt": "\xff\xfe"}',
-    "surrogate in utf-8": b'{"prompt": "\xed\xa0\x80"}',
-    "overlong utf-8": b'{"prompt": "\xc0\xaf"}',
-    "bom": b'\xef\xbb\xbf{"prompt": "a"}',
-    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
     "empty": b"",
-    "blank": b" \n",
-    "text": b"prompt=a",
     "list": b'["a"]',
-    "string": b'"a"',
-    "null": b"null",
-    "trailing data": b'{"prompt": "a"} {}',
-    "trailing comma": b'{"prompt": "a",}',
-    "no end": b'{"prompt": "a"',
-    "single quotes": b"{'prompt': 'a'}",
-    "comment": b'{"prompt": "a" /* text */}',
-    "control character": b'{"prompt": "a\nb"}',
     "deep list": b'{"prompt": ' + b"[" * 100_000,
     "deep closed list": b'{"prompt": ' + b"[" * 180 + b"]" * 180 + b"}",
     "deep object": b'{"a":' * 100_000,
@@ -105,6 +78,8 @@ BAD_JSON = {
     "a million stops": b'{"prompt": "a", "stop": [' + b'"",' * 1_000_000 + b'""]}',
     "a million positions": b'{"prompt": "a", "positions": [' + b"0," * 1_500_000 + b"0]}",
 }
+"""Bodies that are large, deep or broken; `tests/model/operations/test_body.py` has more of the last
+kind."""
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -121,15 +96,15 @@ LARGE = {
     "unknown names": (BAD_JSON["many names"], 100_001, 100_001),
     "ids": (b'{"prompt": [' + b"1," * 150_000 + b"1]}", 150_003, 3),
 }  # fmt: skip
-"""Bodies that are all structure, with the values that they may have (an empty list might hold one),
-and with their lists, objects and keys."""
+"""Bodies that are all structure, with their largest number of values (an empty list counts as one
+value) and of lists, objects and keys."""
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
     server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 MB of lists once took the event loop a second, and every stream with it."""
+    """4 MB of lists once blocked the event loop, and so every stream, for a second."""
 
     def parsed(*_: Any, **__: Any) -> Any:
         raise AssertionError("this body was to be refused before it is parsed")
@@ -144,7 +119,7 @@ def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
 
 
 def test_structure_inside_a_text_is_text(server: Serving) -> None:
-    """A prompt of code has as many brackets and commas as it likes."""
+    """A prompt of code may have any number of brackets and commas."""
     error = server.refused("/generate", {"prompt": 'f([{"a": 1}, \\"],' * 150_000})
     assert error.code == "context_length_exceeded"
 
@@ -177,7 +152,7 @@ def test_a_content_type_that_is_not_json(server: Serving, content_type: str | No
     ],
 )
 def test_a_body_that_is_encoded_is_refused(server: Serving, header: str) -> None:
-    """Read as it is it would be another body than the one that was sent."""
+    """Without decoding it would be read as another body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     framing = "" if header.startswith("Transfer") else "Transfer-Encoding: chunked\r\n"
     with server.connect() as raw:
@@ -231,7 +206,7 @@ def test_a_chunked_body_is_counted_as_it_comes(small: Serving, size: int) -> Non
 
 
 def test_a_body_that_says_it_is_too_large_is_not_asked_for(small: Serving) -> None:
-    """`Expect: 100-continue` is how curl asks before it sends a large body."""
+    """curl asks with `Expect: 100-continue` before it sends a large body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for length, answer in [(10**12, b"HTTP/1.1 413 "), (2000, b"HTTP/1.1 100 Continue")]:
         with small.connect() as raw:
@@ -279,7 +254,7 @@ def test_a_wrong_method(server: Serving, method: str, path: str, allowed: str) -
     assert f"does not answer {method}" in error.message
 
 
-# Anything at all
+# Random bytes
 
 JSON_VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

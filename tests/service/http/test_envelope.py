@@ -14,7 +14,6 @@ from logitd.model.inference.engine.events import (
 from logitd.model.operations.operation import new_id
 from logitd.service.http.envelope import (
     checkpoint_headers,
-    server_timing,
     timings,
 )
 from tests.model.factories import training_record
@@ -49,15 +48,7 @@ def test_timings_of_what_never_started_divide_by_nothing() -> None:
     assert timings([never], 0)["tokens_per_second"] == 0.0
 
 
-def test_the_phases_are_a_header_too() -> None:
-    first = finish(10.0, 10.5, 11.0, 13.0)
-    second = finish(10.0, 11.5, 12.0, 15.00025)
-    assert server_timing([second, first]) == {
-        "Server-Timing": "queue;dur=500.000, prefill;dur=500.000, decode;dur=4000.250"
-    }
-
-
-# Who answers
+# The model
 
 
 def test_ids_do_not_repeat() -> None:
@@ -83,6 +74,6 @@ def test_a_name_that_no_header_can_hold_is_percent_encoded(
     assert checkpoint_headers(replace(checkpoint, name=name))["X-Logitd-Name"] == sent
 
 
-def test_what_is_unknown_has_no_header(checkpoint: CheckpointInfo) -> None:
+def test_unknown_loss_has_no_header(checkpoint: CheckpointInfo) -> None:
     never = replace(checkpoint, training=training_record(val_loss=None))
     assert "X-Logitd-Val-Loss" not in checkpoint_headers(never)

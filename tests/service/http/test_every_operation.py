@@ -1,4 +1,4 @@
-"""What holds for every operation over HTTP, whatever it computes."""
+"""Properties of every operation over HTTP."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
-from logitd.model.operations.body import (
-    Examples,
-    ModelName,
-    PromptBody,
-    Reply,
-    ReplyBody,
-    Timeout,
-    TokenId,
-)
+from logitd.model.operations.body import Examples, PromptBody, PromptReply, Reply, TokenId
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
 from logitd.model.operations.prompts import encode_all
@@ -105,13 +97,13 @@ def test_a_prompt_among_many_is_the_prompt_alone(server: Serving, name: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in QUEUED if name != "generate"])
-def test_nothing_is_generated(server: Serving, name: str) -> None:
+def test_other_operations_generate_nothing(server: Serving, name: str) -> None:
     before = server.sample("logitd_generation_tokens_total")
     server.json(f"/{name}", SMALLEST[name])
     assert server.sample("logitd_generation_tokens_total") == before
 
 
-# How large a reply may be
+# The largest reply
 
 ALL = {"positions": "all"}
 LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -133,7 +125,7 @@ LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("activations", {"prompt": "x" * 128, **ALL}, {"stages": ["embedding", "blocks.0.output"]},
      "8192 elements"),
 ]  # fmt: skip
-"""An operation, fields whose reply just fits, what makes it larger, and what is said of that."""
+"""An operation, fields whose reply just fits, fields that make it larger, part of the message."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +135,7 @@ def small(checkpoint_path: Path) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize(("name", "fits", "more", "said"), LARGE)
-def test_what_is_too_large_for_a_reply_is_refused_with_both_sizes(
+def test_too_large_reply_is_refused_with_both_sizes(
     small: Serving, name: str, fits: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     body = {**SMALLEST[name], **fits}
@@ -174,17 +166,14 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
 
 class RankRequest(PromptBody):
-    """Where given tokens stand among all next ones."""
+    """The ranks of given tokens among all next ones."""
 
     examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
 
     token_ids: list[TokenId]
-    timeout: Timeout = None
-    model: ModelName = None
 
 
-class PromptRanks(ReplyBody):
-    index: int
+class PromptRanks(PromptReply):
     ranks: list[int]
 
 
@@ -208,16 +197,20 @@ def plan(body: RankRequest, subject: Subject) -> Planning:
     def reply(computed: Computed) -> dict[str, Any]:
         rows = [computed.rows[request.request_id][0] for request in requests]
         ranks = [[int((row > row[i]).sum()) + 1 for i in body.token_ids] for row in rows]
-        return {"prompts": [{"index": i, "ranks": each} for i, each in enumerate(ranks)]}
+        prompts = [
+            {"index": index, "token_ids": request.token_ids, "ranks": ranks[index]}
+            for index, request in enumerate(requests)
+        ]
+        return {"prompts": prompts}
 
     return Record(requests, reply)
 
 
-RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "", reply_id="rank")
+RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "")
 
 
 def test_an_operation_is_one_file(checkpoint_path: Path) -> None:
-    """With its route, its refusals, a deadline, the choice of a model and the limits of a reply."""
+    """The file adds its route, refusals, deadline, choice of a model and limits of a reply."""
     app = create_app(serve_settings(checkpoint_path, max_reply_elements=100 * 64))
     app.router.routes[:0] = endpoint.router([RANK]).routes
     with serving_app(app) as running:

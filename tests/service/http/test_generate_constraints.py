@@ -94,42 +94,13 @@ def test_tokens_and_logprobs_are_the_references(server: Serving, gpt: GPT, kind:
         matcher.advance(token["id"])
 
 
-def test_a_stream_says_the_same(server: Serving) -> None:
-    fields = {"prompt": "A prompt", "seed": 3, "temperature": 2, "regex": CONSTRAINTS["regex"]}
-    (whole,) = server.json("/generate", fields)["choices"]
-    chunks = events(server.post("/generate", fields | {"stream": True}).content)
-    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(delta["text"] for delta in deltas) == whole["text"]
-    assert deltas[-1]["finish_reason"] == "stop"
-
-
-def test_a_neighbour_changes_nothing(server: Serving) -> None:
-    """Free and constrained requests at once: each says what it says alone."""
-    bodies = [
-        {"prompt": "A prompt", "seed": 7, "max_tokens": 40, "logprobs": 2, "temperature": 2, **more}
-        for more in ({}, {"regex": CONSTRAINTS["regex"]}, {"json_schema": SCHEMA}, {"top_k": 3})
-    ]
-    alone = [server.json("/generate", body)["choices"] for body in bodies]
-    together: dict[int, Any] = {}
-
-    def ask(i: int) -> None:
-        together[i] = server.json("/generate", bodies[i])["choices"]
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [together[i] for i in range(len(bodies))] == alone
-
-
 def test_max_tokens_may_cut_it_short(server: Serving) -> None:
     (choice,) = server.generate("x", regex="[ab]{20}", max_tokens=7)["choices"]
     assert choice["finish_reason"] == "length"
     assert re.fullmatch("[ab]{7}", choice["text"])
 
 
-def test_stop_texts_and_tokens_end_it_earlier(server: Serving) -> None:
+def test_stop_strings_and_tokens_end_it_earlier(server: Serving) -> None:
     (choice,) = server.generate("x", regex="[a-c]{10}-[a-c]{10}", stop="-")["choices"]
     assert re.fullmatch("[a-c]{10}", choice["text"])
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "-")
@@ -138,38 +109,24 @@ def test_stop_texts_and_tokens_end_it_earlier(server: Serving) -> None:
     assert choice["stop_reason"] == ord("b")
 
 
-# What is refused
+# Refusals
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
-    "two": ({"regex": "a", "choice": ["a"]}, None, "regex and choice each say what the text is"),
-    "all": (CONSTRAINTS, None, "regex and json_schema and choice and grammar each"),
-    "ignore_eos": ({"regex": "a", "ignore_eos": True}, None, "ignore_eos that it does not end"),
-    "min_tokens": (
-        {"grammar": LARK, "min_tokens": 2},
-        "min_tokens",
-        "min_tokens and grammar could",
-    ),
+    "two": ({"regex": "a", "choice": ["a"]}, None, "regex and choice are alternatives"),
+    "all": (CONSTRAINTS, None, "regex and json_schema and choice and grammar are alternatives"),
     "allowed_token_ids": (
         {"regex": "a", "allowed_token_ids": [97]},
         "allowed_token_ids",
         "allowed_token_ids and regex could forbid every token",
     ),
-    "bad regex": ({"regex": "a)"}, "regex", "regex: invalid regular expression: unopened group"),
     "empty regex": ({"regex": ""}, "regex", "only the empty text matches"),
     "bad schema": ({"json_schema": {"type": 5}}, "json_schema", "json_schema: "),
-    "unsupported": (
-        {"json_schema": {"not": {}}},
-        "json_schema",
-        "json_schema: the keyword 'not' is not supported",
-    ),
     "a list": ({"json_schema": []}, "json_schema", "json_schema"),
     "text": ({"json_schema": "{}"}, "json_schema", "json_schema"),
-    "bad grammar": ({"grammar": "start: x"}, "grammar", 'grammar: at 1(8): unknown name: "x"'),
-    "no choice": ({"choice": []}, "choice", "choice must have at least one text"),
-    "an empty choice": ({"choice": ["a", ""]}, "choice", "none that is empty"),
+    "an empty choice": ({"choice": ["a", ""]}, "choice", "choice[1] must have at least 1"),
     "twice": ({"choice": ["a", "b", "a"]}, "choice", "choice has a text twice"),
     "numbers": ({"choice": [1, 2]}, "choice", "choice"),
-    "many": ({"choice": [str(i) for i in range(1025)]}, "choice", "1025 texts"),
+    "many": ({"choice": [str(i) for i in range(1025)]}, "choice", "at most 1024 items, not 1025"),
     "long choices": ({"choice": ["a" * 2**15, "b"]}, "choice", "32769 characters together"),
     "a long regex": ({"regex": "a" * (2**15 + 1)}, "regex", "32768"),
     "a long grammar": ({"grammar": " " * (2**15 + 1)}, "grammar", "32768"),
@@ -188,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(server: Serving, name: str) -> None:
+def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
     fields, param, words = REFUSED[name]
     error = server.refused("/generate", {"prompt": "x", "max_tokens": 4, **fields})
     assert error.param == param
@@ -197,7 +154,7 @@ def test_what_is_refused(server: Serving, name: str) -> None:
 
 
 def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> None:
-    """It compiles and begins well; the checking process does not come so far."""
+    """It compiles, and the checking process does not reach its dead end."""
     dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
     error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
     assert (error.param, error.code) == ("grammar", "constraint_failed")
@@ -214,13 +171,13 @@ def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> Non
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services have sandboxes with so much memory that a source can be slow."""
+    """Services whose sandboxes have enough memory for a slow source."""
     monkeypatch.setattr(lifespan, "Sandbox", partial(Sandbox, memory=ROOM))
 
 
 @pytest.fixture
 def hasty(checkpoint_path: Path, roomy: None) -> Iterator[Serving]:
-    """A service that gives compiling half a second."""
+    """A service that limits compilation to half a second."""
     with serving(checkpoint_path, slots=2, constraint_timeout=0.5) as running:
         running.generate("x", regex="a", max_tokens=1)  # the process has started
         yield running
@@ -229,7 +186,7 @@ def hasty(checkpoint_path: Path, roomy: None) -> Iterator[Serving]:
 SLOW_BODY = {"prompt": "x", "max_tokens": 2, "json_schema": json.loads(SLOW.text)}
 
 
-def test_what_takes_too_long_to_compile_is_refused_while_others_go_on(hasty: Serving) -> None:
+def test_slow_compilation_is_refused_while_others_go_on(hasty: Serving) -> None:
     answers: list[Any] = []
     slow = threading.Thread(target=lambda: answers.append(hasty.post("/generate", SLOW_BODY)))
     slow.start()
@@ -268,7 +225,7 @@ def test_a_timeout_counts_the_compilation(server: Serving) -> None:
     assert error.code == "deadline_exceeded"
 
 
-def test_without_llguidance_it_is_said_how_to_install_it(
+def test_missing_llguidance_is_refused_with_the_install_command(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)

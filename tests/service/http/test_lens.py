@@ -1,4 +1,4 @@
-"""POST /lens: what the model would say after each layer, over HTTP."""
+"""POST /lens: predictions after each layer, over HTTP."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_the_last_position_of_a_prompt_of_several_chunks(speller: Serving) -> No
 
 
 def test_a_reply_is_written_some_layers_at_a_time(server: Serving) -> None:
-    """However many tokens a position lists, few of them are made into JSON at once."""
+    """Few tokens are made into JSON at once, even if a position lists many."""
     body = {"prompt": PROMPT, "positions": [-2, -1], "top_k": 200}
     with server.connect() as raw:
         raw.sendall(request_bytes("/lens", body, "Connection: close"))

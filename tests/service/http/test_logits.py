@@ -21,12 +21,12 @@ Rows = npt.NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def rows(gpt: GPT) -> Rows:
-    """(positions, V) of PROMPT: what anybody gets who loads the checkpoint and asks the model."""
+    """(positions, V) of PROMPT, from the checkpoint without a server."""
     return forward_as_served(gpt, torch.tensor(IDS)).logits[0].numpy()
 
 
 def prompts(server: Serving, prompt: Any = PROMPT, **fields: Any) -> list[dict[str, Any]]:
-    """The prompts of a JSON reply, which is what the schema says."""
+    """The prompts of a JSON reply that fits the schema."""
     response = server.post("/logits", {"prompt": prompt, **fields})
     assert response.status_code == 200, response.text
     LogitsReply.model_validate(response.json())
@@ -127,7 +127,7 @@ def test_processed_logits_are_what_generate_draws_from(server: Serving, rows: Ro
         assert drawn[i] == pytest.approx(row[i] - total, abs=1e-5)
 
 
-def test_what_was_dropped_is_not_listed(server: Serving) -> None:
+def test_dropped_tokens_are_not_listed(server: Serving) -> None:
     fields: dict[str, Any] = {"stage": "processed", "processing": {"top_k": 3}}
     (prompt,) = prompts(server, top_k=10, **fields)
     assert len(prompt["top"][0]) == 3
@@ -149,9 +149,3 @@ def test_penalties_look_at_what_counts_as_generated(server: Serving, rows: Rows)
     for token_id in IDS[50:]:
         expected[token_id] -= 2.0
     assert np.allclose(found[0], expected, atol=1e-4)
-
-
-# The forms
-
-
-# Pieces

@@ -139,8 +139,8 @@ def test_a_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> No
 
 
 def test_the_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Serving) -> None:
-    """The rows of every chunk follow those of the chunk before. Written from the first row again,
-    the last chunk's would take the place of the first one's, with -1 and -inf behind them."""
+    """The rows of a chunk follow those of the chunk before. Written from the first row, the last
+    chunk would replace the first, with -1 and -inf after it."""
     length = 6 * EngineConfig().prefill_chunk
     fields = {"prompt": long_prompt(length), "positions": "all", "top_k": 3}
     found = tensors(speller, "/logits", **fields)
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_gives_everything_back(speller: Serving, path: str)
 
 
 def test_replies_share_one_budget(speller: Serving) -> None:
-    """A reader that stops keeps its own reply in memory, and no other gets that room meanwhile."""
+    """The reply of a reader that stops stays in memory and counts in the budget."""
     path = speller.served.checkpoint.path
     with serving(path, slots=4, max_reply_elements=3 * 2**18) as small:
         body: dict[str, Any] = {"prompt": long_prompt(8000), "positions": {"from": 3000}}

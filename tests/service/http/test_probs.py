@@ -19,7 +19,7 @@ def probs(server: Serving, prompt: Any = PROMPT, **fields: Any) -> ProbsReply:
 
 @pytest.fixture(scope="module")
 def plain(gpt: GPT) -> list[float]:
-    """Softmax by the book, in Python's own floats."""
+    """Softmax by its definition, in Python's floats."""
     logits = gpt(torch.tensor([list(PROMPT.encode())])).logits[0, -1].tolist()
     weights = [math.exp(x - max(logits)) for x in logits]
     return [weight / math.fsum(weights) for weight in weights]
@@ -73,22 +73,13 @@ def test_a_token_that_is_named_twice_has_its_mass_once(server: Serving) -> None:
     assert twice.mass == once.mass == once.tokens[0].prob
 
 
-def test_id_text_and_bytes(server: Serving) -> None:
-    (prompt,) = probs(server, token_ids=[65, 233, 256]).prompts
-    assert [(token.text, token.bytes) for token in prompt.tokens] == [
-        ("A", [65]),
-        ("\ufffd", [233]),
-        ("<|endoftext|>", list(b"<|endoftext|>")),
-    ]
-
-
 def test_tokens_by_text(server: Serving) -> None:
     (prompt,) = probs(server, tokens=["a", " ", "<|endoftext|>"]).prompts
     (by_id,) = probs(server, token_ids=[97, 32, 256]).prompts
     assert prompt.tokens == by_id.tokens
 
 
-def test_what_processing_leaves(server: Serving, plain: list[float]) -> None:
+def test_processing_keeps_the_sampled_distribution(server: Serving, plain: list[float]) -> None:
     processing = {"temperature": 0.5, "top_p": 0.5}
     (prompt,) = probs(server, stage="processed", processing=processing, top_k=257).prompts
     weights = [p**2 for p in plain]
@@ -128,7 +119,7 @@ def test_the_perplexity_of_the_prompts_themselves(server: Serving, gpt: GPT) -> 
      {"repetition_penalty": 1.3, "min_p": 0.01}, {"top_k": 40, "temperature": 1.5}],
     ids=str,
 )  # fmt: skip
-def test_it_is_the_distribution_that_generate_draws_from(
+def test_probs_are_the_distribution_that_generate_samples_from(
     server: Serving, processing: dict[str, Any] | None
 ) -> None:
     stage = "raw" if processing is None else "processed"
@@ -142,3 +133,11 @@ def test_it_is_the_distribution_that_generate_draws_from(
             (token["id"], token["rank"], token["logprob"]) for token in choice["tokens"][0]["top"]
         ]
         assert top == listed, "bit for bit"
+
+
+def test_perplexity_computes_each_block_of_a_prompt_once(server: Serving) -> None:
+    prompt = "A prompt of its own, which no other test of this server has computed: " + "y" * 50
+    before = server.sample("logitd_prefill_tokens_total")
+    probs(server, prompt, perplexity=True)
+    computed = server.sample("logitd_prefill_tokens_total") - before
+    assert computed == len(prompt) + len(prompt) % 32, "only the last block is computed again"

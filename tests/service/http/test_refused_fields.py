@@ -1,5 +1,4 @@
-"""Fields that no operation can honour: refused by name, in the same words over HTTP and in
-process."""
+"""Wrong fields of operations: refused by name, with the same message over HTTP and in process."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ PROCESSED = {"stage": "processed"}
 VARIED: dict[str, Any] = {"vary": ABLATE, "over": ["layers"]}
 
 Row = tuple[dict[str, Any], str | None, str]
-"""Fields beside those of SMALLEST, the field that is named, and part of the sentence."""
+"""Fields next to those of SMALLEST, the field that is named, and part of the message."""
 
 NO_TEXTS: tuple[Any, ...] = (
     [], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None],
@@ -87,12 +86,12 @@ INTERVENTIONS: list[Row] = [
      "blocks.0.attention.v has 4 heads"),
     ({**ZERO, "positions": [59]}, "interventions", "59 tokens"),
     ({**ZERO, "positions": "generated"}, "interventions", "nothing is generated"),
-    ({**SET, "from": {"prompt": "x", "positions": [1]}}, "interventions", "1 tokens"),
+    ({**SET, "from": {"prompt": "x", "positions": [1]}}, "interventions", "1 token "),
     ({**SET, "from": {"prompt": "abc"}}, "interventions", "3 positions, and the prompt has 59"),
     ({**SET, "from": {"prompt": ""}}, "interventions",
-     "what is read from another prompt: the prompt is empty"),
+     "the prompt of from or minus: the prompt is empty"),
 ]  # fmt: skip
-"""Interventions that cannot be carried out; the first of a request that has one before it."""
+"""Interventions that cannot be carried out."""
 EVERY_LAYER = {"stage": "blocks.*.output", "operation": "scale", "factor": 1.0}
 
 REFUSED: dict[str, list[Row]] = {
@@ -132,7 +131,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"json_schema": {"not": {}}}, "json_schema", "the keyword 'not' is not supported"),
         ({"grammar": "start: x"}, "grammar", 'grammar: at 1(8): unknown name: "x"'),
         ({"regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens and regex could"),
-        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos that it does not end"),
+        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos continues after it"),
     ],
     "logits": [
         *PROMPTS,
@@ -158,7 +157,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"top_k": 0}, "top_k", "1"),
         ({"token_ids": [257]}, "token_ids", "257"),
         ({"token_ids": []}, "token_ids", "at least 1"),
-        ({"token_ids": [1], "top_k": 1}, None, "top_k and token_ids all choose tokens"),
+        ({"token_ids": [1], "top_k": 1}, None, "top_k and token_ids are alternatives"),
         ({"temperature": 1}, "temperature", "unknown field"),
         ({"tokens": ["ab"]}, "tokens", "'ab' is 2 tokens"),
         ({"tokens": [""]}, "tokens", "is 0 tokens"),
@@ -225,7 +224,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"vary": {**ABLATE, "operation": "set", "values": [1.0]}}, "vary",
          "vary: values have the shape [1, 1]"),
         ({"vary": {**PATCH, "from": {"prompt": ""}}}, "vary",
-         "vary: what is read from another prompt: the prompt is empty"),
+         "vary: the prompt of from or minus: the prompt is empty"),
         ({"interventions": [{**ABLATE, "heads": [0], "positions": [99]}]}, "interventions",
          "interventions[0]: positions has 99"),
         ({"vary": {**ABLATE, "positions": "generated"}}, None, "nothing is generated"),
@@ -262,8 +261,8 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "tokenize": [
         *(
-            ({"prompt": prompt}, "prompt", "this endpoint takes a text or a list of 1 to 4096 texts"
-             "; token ids are what /detokenize takes")
+            ({"prompt": prompt}, "prompt", "prompt must be a text or a list of 1 to 4096 texts; "
+             "/detokenize takes token ids")
             for prompt in NO_TEXTS
         ),
         ({"add_special_tokens": True}, "add_special_tokens", "adds no token to a text"),
@@ -314,7 +313,7 @@ NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16"),
     ("hidden_states", {"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16"),
     ("hidden_states", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-    ("activations", {"stages": ["blocks.*.attention.q"]}, "stages", "these stages are 3"),
+    ("activations", {"stages": ["blocks.*.attention.q"]}, "stages", "stages names 3"),
 ]
 
 
@@ -340,7 +339,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 def refused(server: Serving, operation: Operation, fields: dict[str, Any]) -> ErrorDetail:
-    """The error over HTTP. In a stream too it is a status, and no event."""
+    """The error over HTTP. For a stream it is a status as well, and no event."""
     body = {**SMALLEST[operation.name], **fields}
     error = server.refused(operation.path, body)
     if "stream" in operation.body.model_fields and "stream" not in fields:
@@ -359,7 +358,7 @@ def ask(llm: LLM, operation: Operation, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("operation", "fields", "param", "said"), rows(REFUSED))
-def test_it_is_refused_by_name_and_in_process_in_the_same_words(
+def test_wrong_field_is_refused_by_name_and_in_process_in_the_same_words(
     server: Serving, llm: LLM, operation: Operation, fields: dict[str, Any], param: str | None,
     said: str,
 ) -> None:  # fmt: skip
@@ -385,7 +384,7 @@ def test_a_field_of_a_reply_or_a_queue_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("name", "fields", "param", "said"), NOT_NPY)
-def test_what_one_array_cannot_hold_is_refused_by_name(
+def test_npy_refuses_several_arrays_by_name(
     server: Serving, name: str, fields: dict[str, Any], param: str, said: str
 ) -> None:
     error = server.refused(f"/{name}", {**SMALLEST[name], **fields}, Accept=NPY)
@@ -402,10 +401,10 @@ def test_an_intervention_is_named_by_its_place(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("name", ["generate", "lens"])
-def test_what_blows_the_logits_up_is_said_to_have_done_so(
+def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """It was answered 500, as a bug of the server."""
+    """It was once a 500."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")
@@ -414,7 +413,7 @@ def test_what_blows_the_logits_up_is_said_to_have_done_so(
         ask(llm, BY_NAME[name], blown)
 
 
-# Anything at all
+# Random fields
 
 VALUE: st.SearchStrategy[Any] = st.recursive(
     st.none()
@@ -433,7 +432,7 @@ VALUE: st.SearchStrategy[Any] = st.recursive(
 
 
 def refusal_of(operation: Operation, body: dict[str, Any]) -> InvalidRequest | None:
-    """What the fields of a body alone are refused for."""
+    """The refusal of a body by its fields alone."""
     try:
         parse(operation.body, body)
     except InvalidRequest as error:
@@ -451,7 +450,7 @@ FIELDS = sorted({name for operation in BY_NAME.values() for name in operation.bo
 def test_any_fields_get_an_answer_and_the_same_refusal_in_process(
     server: Serving, operation: Operation, fields: dict[str, Any]
 ) -> None:
-    """json.dumps writes NaN, Infinity and lone surrogates as a careless client does."""
+    """json.dumps writes NaN, Infinity and lone surrogates, as careless clients do."""
     body = {**SMALLEST[operation.name], **fields}
     response = server.post(operation.path, json.dumps(body).encode())
     if (refusal := refusal_of(operation, body)) is not None:

@@ -65,7 +65,7 @@ def test_continuations(server: Serving, gpt: GPT) -> None:
     assert score(server, prompt_text, continuations=given).usage.cached_tokens == copied
 
 
-def test_what_temperature_0_would_give_is_greedy(server: Serving) -> None:
+def test_text_of_temperature_0_is_greedy(server: Serving) -> None:
     choice = server.generate(PROMPT, max_tokens=4, temperature=0)["choices"][0]
     ids = choice["token_ids"]
     others = [ids[:2], [*ids[:3], (ids[3] + 1) % 256], [(ids[0] + 1) % 256, *ids[1:]]]
@@ -94,3 +94,10 @@ def test_a_prompt_and_its_continuation_may_fill_the_context(server: Serving) -> 
     (prompt,) = score(server, "x" * 100, continuations=["y" * 28]).prompts
     assert prompt.continuations is not None
     assert prompt.continuations[0].scored_tokens == 28
+
+
+def test_score_of_logits_that_are_not_finite_is_null(server: Serving) -> None:
+    blown = {"stage": "blocks.*.output", "operation": "scale", "factor": 1e30}
+    (prompt,) = server.json("/score", {"prompt": PROMPT, "interventions": [blown]})["prompts"]
+    assert prompt["score"]["logprob"] is None
+    assert not prompt["score"]["is_greedy"]

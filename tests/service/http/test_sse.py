@@ -1,5 +1,5 @@
-"""Streamed replies: the bytes of an event, and that a stream ends with its reader. The response is
-run as an ASGI server runs it, with `receive` and `send` written out; sockets are in tests/e2e.
+"""Streamed replies: the bytes of an event, and the end of a stream when its reader leaves. Tests
+run the response as an ASGI server does, with `receive` and `send`; tests/e2e has sockets.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ NEVER = 60.0
 
 
 class Connection:
-    """A client's side of ASGI: what was sent to it, and whether it is still there."""
+    """The client's side of ASGI: the messages sent to it, and its disconnection."""
 
     def __init__(self, accept: Callable[[int], Awaitable[None]] | None = None) -> None:
         self.sent: list[Message] = []
@@ -47,7 +47,7 @@ class Connection:
 
 
 class Ends:
-    """Counts how often it is told that a stream is over."""
+    """Counts the ends of a stream."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -227,7 +227,7 @@ def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
 
 @given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))
 def test_an_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
-    """httpx breaks lines where Python does, at Unicode's marks too: half an event was lost so."""
+    """httpx breaks lines as Python does, at Unicode's marks too: that once cut an event in half."""
     lines = event({"text": text}).decode().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}

@@ -1,4 +1,4 @@
-"""The structure of JSON, counted without a parser: the same as a parser's tree has."""
+"""The structure of JSON, counted without a parser, against a parser's tree."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ def counted(value: Any) -> Structure:
 @given(VALUES, st.booleans(), st.integers(1, 9))
 @example(["\\"], True, 2)  # a block that ends between a backslash and what it escapes
 @example(["\\\\", '\\"', "["], True, 3)
-def test_it_is_that_of_the_parsed_value(value: Any, ascii_only: bool, block: int) -> None:
+def test_structure_is_that_of_the_parsed_value(value: Any, ascii_only: bool, block: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(structure, "BLOCK", block)
@@ -45,5 +45,5 @@ def test_it_is_that_of_the_parsed_value(value: Any, ascii_only: bool, block: int
     assert count_structure(text) == counted(value)
 
 
-def test_nothing_has_no_structure() -> None:
+def test_empty_text_has_no_structure() -> None:
     assert count_structure(b"") == Structure(0, 0, 0)

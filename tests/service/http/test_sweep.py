@@ -1,4 +1,4 @@
-"""POST /sweep: each cell is the intervention by hand, whole or streamed; nothing outlasts it."""
+"""POST /sweep: each cell equals its intervention sent alone, whole or streamed."""
 
 import itertools
 import json
@@ -68,8 +68,8 @@ def test_heads_of_a_patch_have_their_own_values(server: Serving) -> None:
         assert logits(server, [97], {**vary, "heads": [cell.head]}) == [cell.logit]
 
 
-def test_what_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
-    """All layers at once, position by position, over another change that always stands."""
+def test_axis_that_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
+    """All layers at once, position by position, after another change in every cell."""
     standing = {"stage": "embedding", "operation": "scale", "factor": 2.0}
     vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
     reply = sweep(server, vary=vary, over=["positions"], token_id=97, interventions=[standing])
@@ -79,7 +79,7 @@ def test_what_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
         assert logits(server, [97], standing, change) == [cell.logit]
 
 
-def test_without_a_token_it_is_the_likeliest(server: Serving) -> None:
+def test_default_token_is_the_likeliest(server: Serving) -> None:
     (likeliest,) = server.json("/probs", {"prompt": PROMPT, "top_k": 1})["prompts"][0]["tokens"]
     reply = sweep(server, vary=ABLATE, over=["layers"])
     assert reply.token.id == likeliest["id"]

@@ -1,5 +1,5 @@
 """POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and places of texts; and the
-calls that evaluation programs with a remote tokenizer make."""
+calls of evaluation programs with a remote tokenizer."""
 
 import asyncio
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
-# What evaluation programs with a remote tokenizer send, and what they read of the answers
+# Requests of evaluation programs with a remote tokenizer
 
 
 @pytest.mark.parametrize("text", ["test", "the 😀", "", " a\n\nb", "x" * 5000])
@@ -123,7 +123,7 @@ def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) ->
     assert merging.json("/tokenize", {"prompt": text})["tokens"] == [97, END_OF_TEXT_ID]
 
 
-# How much is described
+# The number of described tokens
 
 
 @pytest.mark.parametrize("form", ["one text", "several"])

@@ -1,5 +1,5 @@
-"""Chunks of /v1/completions from native ones, at moments that a server does not reach at will; the
-rest is tested through the route.
+"""Chunks of /v1/completions from native chunks that a server does not produce on demand; the rest
+is tested through the route.
 """
 
 from pathlib import Path
@@ -25,7 +25,8 @@ def choice(text: str, reason: str | None = None, index: int = 0) -> dict[str, An
 
 
 def test_a_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> None:
-    """Of half a character, or of text that may begin a stop string, the native chunk has ids."""
+    """A native chunk has ids without a text for half a character or for text that may begin a stop
+    string."""
     body = CompletionRequest(prompt="a", n=2, stream=True, logprobs=1)
     written = CompletionFormat(body, [(97,)], "mine", read_checkpoint(checkpoint_path))
     held = {"choices": [choice(""), choice("", index=1)]}

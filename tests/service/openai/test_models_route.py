@@ -1,4 +1,4 @@
-"""GET /v1/models: the one that is served."""
+"""GET /v1/models: the served model."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_no_other_model(server: Serving, name: str) -> None:
 def test_a_model_with_any_name_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: str, seconds: int
 ) -> None:
-    """A time without a zone is UTC's, wherever the server stands."""
+    """A time without a zone is in UTC, in any time zone of the server."""
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     path = tmp_path / "a model, é"
@@ -59,7 +59,7 @@ def test_a_model_with_any_name_and_time(
 
 
 def test_a_folder_that_is_called_by_bytes(tmp_path: Path) -> None:
-    """Of no encoding, and with what would paint a terminal: replies and lines can hold its name."""
+    """Replies and log lines can hold a name that is not UTF-8 and has a terminal's escape codes."""
     path = tmp_path / os.fsdecode(b"a\xff\x1b[31m\n")
     save_tiny_checkpoint(path)
     with serving(path) as running:

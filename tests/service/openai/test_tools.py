@@ -1,4 +1,4 @@
-"""Tools: an answer that is a call, whole and streamed, by the functions' schemas."""
+"""Tools: an answer that is a call, whole and streamed, and fits the function's schema."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.service.openai.schemas import ChatReply, FunctionDefinition
+from logitd.service.openai.chat_schemas import ChatReply, FunctionDefinition
 from logitd.service.openai.tools import GrowingCall, call_schema
 from tests.service.serving import TEST_TIMEOUT, Serving, events
 
@@ -63,7 +63,7 @@ def called(message: dict[str, Any]) -> tuple[str, Any]:
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
-    """A choice as the deltas of its chunks add up to it."""
+    """A choice put together from the deltas of its chunks."""
     call: dict[str, Any] = {}
     for chunk in chunks:
         for delta in chunk["choices"][0]["delta"].get("tool_calls", []):
@@ -89,7 +89,7 @@ def test_a_function_that_has_to_be_called_is_called(chatter: Serving) -> None:
 
 
 def test_one_of_the_functions_is_called(chatter: Serving) -> None:
-    """By what the model makes of the names: another bias, another function."""
+    """The model samples the name: another bias, another function."""
     names = set()
     for letters in ("l_", 'l"', "n"):
         bias = {str(ord(letter)): 20.0 for letter in letters}
@@ -129,12 +129,12 @@ def test_none_is_an_answer_in_words(chatter: Serving) -> None:
     ("fields", "param", "said"),
     [
         ({"tool_choice": "auto"}, "tool_choice", "Set it to 'required' or to a function"),
-        ({"tool_choice": None}, "tool_choice", "its default where there are tools"),
+        ({"tool_choice": None}, "tool_choice", "the default with tools"),
         ({"tools": None}, "tool_choice", "there are no tools"),
         ({"tool_choice": named("other")}, "tool_choice", "'other', which is not among the tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "a name twice"),
-        ({"stop": "a"}, "stop", "would cut a call short"),
-        ({"stop_token_ids": [5]}, "stop_token_ids", "would cut a call short"),
+        ({"stop": "a"}, "stop", "would cut short the call"),
+        ({"stop_token_ids": [5]}, "stop_token_ids", "would cut short the call"),
         ({"response_format": {"type": "json_object"}}, "tools", "give one of them"),
         ({"guided_regex": "a"}, "tools", "give one of them"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
@@ -145,7 +145,7 @@ def test_none_is_an_answer_in_words(chatter: Serving) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_what_cannot_be_called_is_refused(
+def test_wrong_tool_is_refused(
     chatter: Serving, fields: dict[str, Any], param: str, said: str
 ) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", **fields}
@@ -157,7 +157,7 @@ def test_what_cannot_be_called_is_refused(
 
 
 def test_a_call_and_its_result_can_be_sent_back(chatter: Serving) -> None:
-    """As text of the conversation, so that the model sees them."""
+    """They become text of the conversation, so that the model sees them."""
     message = ask(chatter, seed=1)["choices"][0]["message"]
     (call,) = message["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "three files"}
@@ -201,16 +201,16 @@ VALUES = st.recursive(
 def test_a_call_grows_to_what_was_written(
     function: FunctionDefinition, arguments: dict[str, Any], cuts: list[int], several: bool
 ) -> None:
-    """However its text is cut into pieces."""
+    """For any cut of its text into pieces."""
     whole = json.dumps(arguments)
     text = f'{{"name": "{function.name}", "arguments": {whole}}}' if several else whole
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     growing = GrowingCall(FUNCTIONS if several else [function])
     pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     new = [growing.push(piece, reason=None) for piece in pieces]
-    told = [part for part in [*new, growing.push("", reason="stop")] if part is not None]
-    assert "".join(part.arguments for part in told) == whole
-    assert [part.name for part in told if part.id is not None] == [function.name]
+    parts = [part for part in [*new, growing.push("", reason="stop")] if part is not None]
+    assert "".join(part["function"]["arguments"] for part in parts) == whole
+    assert [part["function"].get("name") for part in parts if "id" in part] == [function.name]
 
 
 def test_references_lead_to_where_a_schema_stands_now() -> None:

@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to the native one, field by field."""
+"""Translation of OpenAI's bodies to native ones, field by field."""
 
 import json
 from typing import Any, cast
@@ -7,9 +7,11 @@ import pytest
 
 from logitd.model.operations.generate import GenerateRequest
 from logitd.service.errors import EXPECTED, ApiError, as_api_error, bad_request
-from logitd.service.openai.schemas import ChatRequest, CompletionRequest
+from logitd.service.openai.chat_schemas import ChatRequest
+from logitd.service.openai.schemas import CompletionRequest
 from logitd.service.openai.translate import (
-    constraint_names,
+    Constraint,
+    constraint_of,
     native_chat,
     native_completion,
     param_names,
@@ -39,22 +41,22 @@ SHARED: dict[str, Any] = {
     "priority": -3,
     "timeout": 5.0,
 }
-"""A value of each field that both endpoints have and /generate has too; none is a default."""
+"""A value of each field that both endpoints share with /generate; none is a default."""
 
 
 def completion(**fields: Any) -> GenerateRequest:
     body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
-    return native_completion(body)
+    return native_completion(body, constraint_of(body))
 
 
 def chat(**fields: Any) -> GenerateRequest:
     message = {"role": "user", "content": "a"}
     body = ChatRequest.model_validate_json(json.dumps({"messages": [message], **fields}))
-    return native_chat(body, (1, 2), TOKENIZER)
+    return native_chat(body, (1, 2), TOKENIZER, constraint_of(body))
 
 
 def set_fields(native: GenerateRequest) -> dict[str, Any]:
-    """What differs from a request that says nothing."""
+    """Fields that differ from those of an empty request."""
     nothing = GenerateRequest(prompt="").model_dump()
     return {name: value for name, value in native.model_dump().items() if value != nothing[name]}
 
@@ -78,7 +80,7 @@ def test_fields_of_the_same_name_are_taken_over() -> None:
     }
 
 
-def test_what_is_null_is_the_native_default() -> None:
+def test_null_is_the_native_default() -> None:
     nulls = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
     assert set_fields(completion(**nulls)) == {"prompt": "a", "max_tokens": 16}
     nulls = {name: None for name in ChatRequest.model_fields if name != "messages"}
@@ -140,7 +142,7 @@ def test_every_way_to_say_what_a_text_matches(
     others = {"json_schema", "regex", "choice", "grammar"} - {native}
     assert [getattr(translated, other) for other in others] == [None] * 3
     body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
-    assert constraint_names(body) == {native: own}
+    assert constraint_of(body) == Constraint(own, native, value)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,9 @@ def test_one_way_at_a_time_and_a_schema_that_can_be_read(
 
 
 def test_errors_name_the_clients_fields() -> None:
-    for native, told in {"prompt": "messages", "n": "n", None: None}.items():
-        with pytest.raises(ApiError) as caught, param_names(prompt="messages"):
+    constraint = Constraint("guided_regex", "regex", "a")
+    renamed = {"prompt": "messages", "regex": "guided_regex", "n": "n", None: None}
+    for native, own in renamed.items():
+        with pytest.raises(ApiError) as caught, param_names(constraint, prompt="messages"):
             raise bad_request("no", native)
-        assert caught.value.param == told
+        assert caught.value.param == own

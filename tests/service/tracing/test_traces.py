@@ -189,14 +189,21 @@ def test_no_text_of_the_request_or_of_the_answer_is_sent(
         assert text.encode() not in sent
 
 
-def test_a_seed_that_the_protocol_cannot_carry_is_left_out(
-    traced: Serving, collector: Collector
+@pytest.mark.parametrize(
+    ("fields", "seed"),
+    [
+        ({"prompt": "a", "seed": 2**64 - 1}, None),  # the protocol cannot carry it
+        ({"prompt": ["a", "b"]}, None),  # each prompt draws its own
+        ({"prompt": ["a", "b"], "seed": 7}, 7),
+    ],
+)
+def test_a_seed_is_named_if_it_is_one_that_the_protocol_can_carry(
+    traced: Serving, collector: Collector, fields: dict[str, Any], seed: int | None
 ) -> None:
     trace, _, headers = parent()
-    body = {"prompt": "a", "max_tokens": 1, "seed": 2**64 - 1}
-    assert traced.post("/generate", body, **headers).status_code == 200
+    assert traced.post("/generate", {"max_tokens": 1, **fields}, **headers).status_code == 200
     (request, *_) = collector.trace(trace)
-    assert "gen_ai.request.seed" not in request.attributes
+    assert request.attributes.get("gen_ai.request.seed") == seed
     assert request.attributes["gen_ai.request.max_tokens"] == 1
 
 

@@ -1,4 +1,4 @@
-"""GET endpoints: the life of the service as seen from outside, what is served, and the metrics."""
+"""GET endpoints: health, the served model and the metrics."""
 
 import asyncio
 import shutil
@@ -42,8 +42,7 @@ from tests.service.serving import (
 
 @pytest.fixture
 def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path, Event]]:
-    """A service that is about to load until the event is set, and the config.json that it will
-    read."""
+    """A service that loads once the event is set, and the config.json that it will read."""
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
     with held_loading() as gate, serving_app(create_app(serve_settings(path))) as running:
         yield running, path / "config.json", gate
@@ -214,7 +213,7 @@ def test_info(server: Serving) -> None:
 def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The choice that is made on a GPU, with a decoder that cannot be made."""
+    """The choice of a decoder on a GPU, with one that cannot be made."""
 
     def broken(*_: Any, **__: Any) -> Decoder:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -233,15 +232,10 @@ def test_info_and_log_say_why_cuda_graphs_do_not_serve(
         assert "self-check: RuntimeError: operation not permitted" in text
 
 
-def test_info_says_whether_drafts_are_verified(checkpoint_path: Path) -> None:
-    with serving(checkpoint_path, speculate="ngram") as server:
-        assert Info.model_validate(server.client.get("/info").json()).speculate == "ngram"
-
-
-@pytest.mark.parametrize("target_gap", ["none", "2.5x", "0.15s"])
-def test_info_says_how_long_steps_should_take(checkpoint_path: Path, target_gap: str) -> None:
-    with serving(checkpoint_path, target_gap=target_gap) as server:
-        assert Info.model_validate(server.client.get("/info").json()).target_gap == target_gap
+def test_info_has_the_settings_of_steps(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, speculate="ngram", target_gap="0.15s") as server:
+        info = Info.model_validate(server.client.get("/info").json())
+    assert (info.speculate, info.target_gap) == ("ngram", "0.15s")
 
 
 def test_version(server: Serving) -> None:
@@ -278,7 +272,7 @@ def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
         assert total("logitd_sequences_finished_total", reason="timeout") == 1
         assert total("logitd_sequences_finished_total", reason="abort") == 0
         assert total("logitd_generation_tokens_total") == 3 * 4 + 2 * 2
-        # Of a prompt that was not computed the tokens count too: it has ended.
+        # Tokens of a prompt that ended before it was computed count too.
         assert total("logitd_prompt_tokens_total") == 5 + 2 + 1 + 1 + 3 + 4 + 1 + 5
         assert total("logitd_time_to_first_token_seconds_count") == 5
         assert total("logitd_inter_token_latency_seconds_count") == 3 * 3 + 2 * 1

@@ -1,0 +1,147 @@
+"""The endpoints of OpenAI's API: completions, chat completions and the served models."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from logitd.model.operations import generate
+from logitd.model.operations.operation import Completions, checkpoint_name
+from logitd.service.access.auth import note_user
+from logitd.service.errors import ERRORS
+from logitd.service.http import completions as replies
+from logitd.service.http import sse
+from logitd.service.http.body import body_of, described_by
+from logitd.service.http.endpoint import make_plan
+from logitd.service.models.context import RequestContext
+from logitd.service.models.served import ServedModel
+from logitd.service.models.state import Ready
+from logitd.service.openai.chat import ChatFormat, chat_prompt
+from logitd.service.openai.chat_schemas import ChatReply, ChatRequest
+from logitd.service.openai.completions import CompletionFormat
+from logitd.service.openai.schemas import CompletionReply, CompletionRequest, Model, ModelList
+from logitd.service.openai.translate import (
+    constraint_of,
+    native_chat,
+    native_completion,
+    param_names,
+)
+
+router = APIRouter(tags=["openai"])
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionReply,
+    responses=sse.RESPONSES,
+    openapi_extra=described_by(CompletionRequest),
+    summary="Generate text, as OpenAI's API does",
+)
+async def completions(
+    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
+    models: Ready,
+    request: Request,
+) -> Response:
+    """Continue a prompt, with the tokens and logprobs of /generate for the same fields.
+
+    `logprobs` are raw unless `logprobs_stage` says otherwise. With `stream`, server-sent events, a
+    choice in each, then `[DONE]`."""
+    note_user(request, body.user)
+    context = models.of(body.model, body.timeout)
+
+    def formatted(plan: Completions) -> CompletionFormat:
+        prompts = [each.token_ids for each in plan.requests]
+        return CompletionFormat(body, prompts, context.model.name, context.checkpoint)
+
+    constraint = constraint_of(body)
+    with param_names(constraint):
+        native = native_completion(body, constraint)
+        generation = await _begin(native, context, formatted)
+    return await replies.respond(generation, context, stream=native.stream)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatReply,
+    responses=sse.RESPONSES,
+    openapi_extra=described_by(ChatRequest),
+    summary="Answer in a conversation, as OpenAI's API does",
+)
+async def chat_completions(
+    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], models: Ready, request: Request
+) -> Response:
+    """Write the messages with the checkpoint's chat template and continue them, as /generate does
+    after those token ids. An answer ends at any special token. With `tools` and a `tool_choice`
+    that asks for a call, the answer is a call whose arguments fit the function's schema.
+
+    With `stream`, server-sent events: the role, the text or the arguments as they grow, the finish
+    reason, then `[DONE]`."""
+    note_user(request, body.user)
+    context = models.of(body.model, body.timeout)
+    constraint = constraint_of(body)
+    with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
+        # A full queue is reported before the template runs.
+        with context.model.admission.hold(body.n or 1, "n", context.caller):
+            prompt = await chat_prompt(body, context.subject)
+        native = native_chat(body, prompt, context.checkpoint.tokenizer, constraint)
+        generation = await _begin(
+            native, context, lambda _: ChatFormat(body, context.model.name, context.checkpoint)
+        )
+    return await replies.respond(generation, context, stream=native.stream)
+
+
+async def _begin(
+    native: generate.GenerateRequest,
+    context: RequestContext,
+    formatted: Callable[[Completions], replies.ResponseFormat],
+) -> replies.Generation:
+    """Plan and submit a native request; `formatted` makes the format of its replies."""
+    planning = generate.plan(native, context.subject, clamp_max_tokens=True)
+    plan = cast(Completions, await make_plan(planning, native, context))
+    return replies.Generation(plan, context, formatted(plan))
+
+
+# GET /v1/models
+
+RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
+
+
+@router.get("/v1/models", responses=RESPONSES, summary="The models served")
+async def models(choice: Ready) -> ModelList:
+    """The loaded models; the first answers requests that name none. /info also lists models that
+    could not be loaded."""
+    return ModelList(object="list", data=[_model(served) for served in choice.all.served])
+
+
+@router.get(
+    "/v1/models/{model:path}",  # a directory, and so a model, may have any name
+    responses={**RESPONSES, 404: ERRORS[404]},
+    summary="One model",
+)
+async def one_model(model: str, choice: Ready) -> Model:
+    """The model of that name."""
+    return _model(choice.all.find(model))
+
+
+def _model(served: ServedModel) -> Model:
+    checkpoint = served.checkpoint
+    described: dict[str, Any] = {
+        "id": served.name,
+        "object": "model",
+        "created": _timestamp(checkpoint.training.created),
+        "owned_by": "logitd",
+        "max_model_len": checkpoint.config.context_length,
+        "checkpoint": checkpoint_name(checkpoint),
+    }
+    return Model.model_validate(described)
+
+
+def _timestamp(created: str) -> int:
+    """Seconds since 1970 of an ISO 8601 time; 0 for anything else."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return 0
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
