@@ -1,6 +1,6 @@
 """The Python client: `Client`, `AsyncClient`, their results and their errors.
 
-Import it as `logitd`. It needs httpx and NumPy, neither torch nor anything of the server.
+Import it as `logitd`. It needs httpx and NumPy, but neither torch nor modules of the server.
 """
 
 from logitd.service.client import arrays, errors, fields, results
