@@ -1,4 +1,4 @@
-"""The first moments of `logitd`: an interrupt while modules are imported ends it in silence."""
+"""Start of `logitd`, with silent interrupts from the first import on."""
 
 import importlib
 

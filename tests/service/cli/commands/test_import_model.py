@@ -8,6 +8,7 @@ import pytest
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.service.cli.commands.import_model import for_serving
+from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.main import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -97,11 +98,10 @@ def test_a_model_of_words_is_measured_and_tuned(
 
 
 @pytest.mark.parametrize("raw", [b"\xcd\x00", b"[" * 100_000, b""])
-def test_serving_a_folder_whose_configuration_is_not_json_is_refused_by_name(
-    raw: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_serving_a_folder_with_a_damaged_configuration_is_refused(
+    raw: bytes, tmp_path: Path
 ) -> None:
-    """Whether it is a checkpoint cannot be seen, and that used to be a traceback."""
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_bytes(raw)
-    assert for_serving(tmp_path, may_import=False) is None
-    assert f"logitd serve: {tmp_path}/config.json is not JSON" in capsys.readouterr().err
+    with pytest.raises(NotServable, match=f"^{tmp_path}/config.json is not JSON"):
+        for_serving(tmp_path, may_import=False)

@@ -54,7 +54,7 @@ def test_every_stage_has_its_shape(
     monkeypatch.setenv("COLUMNS", columns)
     printed = inspect(capsys, checkpoint_path, "--text", "five!")
     assert "5 tokens: 'f' 'i' 'v' 'e' '!'" in printed
-    figures, meanings = printed.split("what the stages are")
+    figures, meanings = printed.split("meanings of the stages")
     rows = [line.split("│") for line in figures.splitlines() if line.startswith("│")]
     names = unfolded("".join(row[1] for row in rows))
     shapes = unfolded("".join(row[2] for row in rows))
@@ -96,8 +96,8 @@ def test_another_family_has_its_own_stages(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "the text has 0 tokens; 1 to 128 are possible"),
-     ("x" * 129, "the text has 129 tokens; 1 to 128 are possible")],
+    [("", "--text has 0 tokens; give 1 to 128"),
+     ("x" * 129, "--text has 129 tokens; give 1 to 128")],
 )  # fmt: skip
 def test_a_text_that_does_not_fit_exits_1(
     checkpoint_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]

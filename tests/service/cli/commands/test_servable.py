@@ -55,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_of_a_run_the_best_checkpoint_is_served_under_the_runs_name(flag: list[str]) -> None:
     path = make_run(Path("runs/mine"), 400, 800, 1200, best=800)
     with ServedProcess(*flag, "runs/mine", "--threads", "1", cwd=Path.cwd()) as process:
-        assert "logitd serve: of the run runs/mine, the checkpoint step-000800" in process.output
+        assert "logitd serve: runs/mine is a run; serving its checkpoint step-000800" in process.output
         with client(process.url) as http:
             info = http.get("/info").json()
             assert (info["model"], info["training"]["step"]) == ("mine", 800)
@@ -119,7 +119,7 @@ def test_a_mistyped_name(capsys: pytest.CaptureFixture[str]) -> None:
         "python_small does not exist; did you mean\n\n  logitd serve checkpoints/python-small\n"
     )
     assert refused(capsys, "gpt-4") == (
-        "gpt-4 does not exist. Here is what can be served:\n\n"
+        "gpt-4 does not exist. These can be served:\n\n"
         "  logitd serve checkpoints/python-small\n  logitd serve runs/mine\n"
     )
 
@@ -133,9 +133,9 @@ def test_a_name_where_nothing_is_at_all(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("runs", "runs is not a checkpoint, but has some in it:"),
-        ("runs/my run/state", "runs/my run/state is a part of a run:"),
-        ("runs/my run", "runs/my run is a run that has not saved a checkpoint yet"),
+        ("runs", "runs is not a checkpoint, but contains some:"),
+        ("runs/my run/state", "runs/my run/state is a part of a run; serve the run:"),
+        ("runs/my run", "runs/my run is a run without a checkpoint so far"),
     ],
 )
 def test_around_a_run(path: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +156,7 @@ def test_around_a_run(path: str, sentence: str, capsys: pytest.CaptureFixture[st
 def test_a_file_of_a_checkpoint(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_checkpoint(Path("mine"), card="# mine\n")
     assert refused(capsys, f"mine/{file}") == (
-        f"mine/{file} is one file of a checkpoint, which is a folder:\n\n  logitd serve mine\n"
+        f"mine/{file} is one file of a checkpoint; serve its folder:\n\n  logitd serve mine\n"
     )
 
 
@@ -186,7 +186,7 @@ def test_what_is_no_model_at_all(path: str, capsys: pytest.CaptureFixture[str]) 
     Path("curve.png").touch()
     Path("folder/src").mkdir(parents=True)
     said = refused(capsys, path)
-    assert said.startswith(f"{path} is neither a checkpoint nor a model that may be imported")
+    assert said.startswith(f"{path} is neither a checkpoint nor an importable model")
     assert said.endswith("\n  logitd serve\n")
 
 

@@ -197,7 +197,7 @@ def test_a_path_that_reads_as_a_name_is_told_how_it_is_written(
     done = completed(["serve", "--port", "0", "lr=0.1"])
     assert done.returncode == 1
     assert "0.1 does not exist" in done.stderr
-    assert "lr=0.1 is written ./lr=0.1" in done.stderr
+    assert "write the path lr=0.1 as ./lr=0.1" in done.stderr
 
 
 def test_the_server_sends_nothing_anywhere(process: ServedProcess) -> None:
