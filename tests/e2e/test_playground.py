@@ -369,7 +369,7 @@ def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
     page.click("#tab-attention")
     page.wait_for_selector("#attention .heat")
     assert "".join(page.locator("#attention .token").all_text_contents()) == text
-    assert f"Where token {place}, " in page.inner_text("#attention")
+    assert f"Attention of token {place}, " in page.inner_text("#attention")
     page.click("#tab-lens")
     page.wait_for_selector("#lens td[aria-pressed=true]")
     assert f"at token {place}, " in page.inner_text("#lens h3")
@@ -619,7 +619,7 @@ def compared(page: Page) -> list[str]:
 
 def both(page: Page) -> list[str]:
     page.wait_for_selector("#compare-stop:disabled")
-    page.wait_for_function("document.getElementById('parting').textContent !== ''")
+    page.wait_for_function("document.getElementById('divergence').textContent !== ''")
     page.wait_for_selector("#both:not([aria-busy]) .distribution")
     texts: list[str] = page.evaluate(
         "[...document.querySelectorAll('#compare .tokens')].map((text) => text.textContent)"
@@ -636,12 +636,13 @@ def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: 
     assert texts == [reply["choices"][0]["text"] for reply in replies]
     pairs = enumerate(zip(*texts, strict=False))
     same = next(place for place, (a, b) in pairs if a != b) - len("import")
-    said = page.inner_text("#parting")
-    assert said == f"With seed 5 they part after {same} character{'s' if same != 1 else ''}." or (
-        same == 0 and said == "With seed 5 they part at once."
+    said = page.inner_text("#divergence")
+    assert (
+        said == f"With seed 5 the texts diverge after {same} character{'s' if same != 1 else ''}."
+        or (same == 0 and said == "With seed 5 the texts diverge at once.")
     )
-    assert page.locator("#compare .parting").count() == 2
-    assert "here they part" in page.locator("#compare .parting").first.get_attribute("aria-label")
+    assert page.locator("#compare .diverging").count() == 2
+    assert "diverge here" in page.locator("#compare .diverging").first.get_attribute("aria-label")
     # Colours are those of the surprise of each.
     for index, name in enumerate(("small", "other")):
         scored = asked(pair, "/generate", model=name, **body, logprobs=0)["choices"][0]["tokens"]
@@ -715,7 +716,7 @@ def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> Non
     page.select_option("#right", "small")
     page.wait_for_function("location.hash.includes('right=small')")
     assert compared(page) == [first[0], first[0]]
-    assert page.inner_text("#parting") == "With seed 5 both say the same."
+    assert page.inner_text("#divergence") == "With seed 5 both texts are equal."
 
 
 @pytest.mark.parametrize("prompt", ["import", "call(one,%0A"])
@@ -738,7 +739,7 @@ def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--api-keys", "class=the-key-of-the-class") as server:
         page = new_page(server.url, quiet=False)  # the browser notes a 401 as an error
         page.wait_for_selector("#key-row:not([hidden])")
-        assert "asks for an API key" in page.inner_text("#page-problem")
+        assert "needs an API key" in page.inner_text("#page-problem")
         page.fill("#key", "not-the-key")
         page.click("#key-form button")
         page.wait_for_function("document.querySelector('#page-problem').textContent.length > 0")
@@ -763,7 +764,7 @@ def test_a_full_server_is_said_and_recovered_from(new_page: NewPage) -> None:
             next(pieces)
             page.click("#go")
             page.wait_for_selector("#status .problem")
-            assert "more to do than it can take" in page.inner_text("#status")
+            assert "too busy" in page.inner_text("#status")
         page.click("#status .problem button")
         finished(page)
         assert "tokens/s" in page.inner_text("#status")
