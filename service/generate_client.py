@@ -238,11 +238,11 @@ def result_name(model: type[BaseModel]) -> str:
 
 
 def _collect(model: type[BaseModel], found: dict[str, str]) -> None:
-    parts = [part for field in model.model_fields.values() for part in _models(field.annotation)]
-    if model is not Reply and issubclass(model, Reply):
-        parts.append(Reply)
-    for part in parts:
-        _collect(part, found)
+    for field in model.model_fields.values():
+        for part in _models(field.annotation):
+            _collect(part, found)
+    if (base := _base(model)) is not None:
+        _collect(base, found)
     found.setdefault(result_name(model), dataclass_of(model))
 
 
@@ -253,12 +253,16 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(inner)
 
 
+def _base(model: type[BaseModel]) -> type[BaseModel] | None:
+    """The base class with members, if there is one."""
+    return next((base for base in model.__bases__ if getattr(base, "model_fields", {})), None)
+
+
 def dataclass_of(model: type[BaseModel]) -> str:
     """A dataclass with a reply's members."""
-    name = result_name(model)
+    name, base = result_name(model), _base(model)
     computed = PROPERTIES.get(name, "")
-    derived = model is not Reply and issubclass(model, Reply)
-    inherited = Reply.model_fields if derived else {}
+    inherited = {} if base is None else base.model_fields
     required: list[str] = []
     optional: list[str] = []
     for key, field in model.model_fields.items():
@@ -269,11 +273,12 @@ def dataclass_of(model: type[BaseModel]) -> str:
         target += _commented(line if field.is_required() else f"{line} = None", field.description)
     if model is Reply or model in FACTS:
         required.append("request_id: str")
-    own_text = vars(model).get("__doc__") if not derived and model not in FACTS else None
+    whole = model in FACTS or issubclass(model, Reply)  # documented by its endpoint
+    own_text = None if whole and model is not Reply else vars(model).get("__doc__")
     docstring = f'"""{own_text}"""\n\n' if own_text else ""
     body = docstring + "\n".join([*required, *optional]) + "\n" + computed
-    head = f"@dataclass(frozen=True, slots=True)\nclass {name}{'(Reply)' if derived else ''}:\n"
-    return head + indent(body, "    ")
+    bases = "" if base is None else f"({result_name(base)})"
+    return f"@dataclass(frozen=True, slots=True)\nclass {name}{bases}:\n" + indent(body, "    ")
 
 
 def _commented(line: str, description: str | None) -> list[str]:

@@ -4,10 +4,6 @@
         generation = await client.generate("def main():", max_tokens=40)
         print(generation.text)
 
-A prompt is a text, a list of token ids, or a list of either. All other fields are keyword arguments
-with the server's names (`fields.py`, /docs). `errors.py` has the errors of a call, `transport.py`
-the rules for further tries.
-
 The tasks of one event loop may share a client. Cancelling a task ends its request.
 """
 
@@ -17,11 +13,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from logitd.service.client import endpoints, operations
-from logitd.service.client.arrays import Chunk
 from logitd.service.client.calls import Call, documented_by
 from logitd.service.client.fields import GenerateFields, Prompt
-from logitd.service.client.results import Generation, Timings, Usage
-from logitd.service.client.streaming import StreamReader
+from logitd.service.client.streaming import AsyncStream
 from logitd.service.client.transport import Exchange, settings_of
 from logitd.service.client.wire import AsyncWire, run
 
@@ -42,18 +36,7 @@ def _awaited(
 
 
 class AsyncClient:
-    """A client of one server. Its methods take the fields of their endpoints.
-
-    base_url     address of the server; else LOGITD_BASE_URL, else http://127.0.0.1:8000
-    api_key      bearer token, which is never shown; else LOGITD_API_KEY
-    timeout      seconds that the server may be silent: for a reply in one piece, the time it takes.
-                 It also limits the waits before further tries, together. None: no limit. The field
-                 `timeout` of a request is another limit, after which the server answers 504
-    max_retries  further tries after a temporary refusal or a lost connection
-    model        model of the server for calls that name none; else the server's first
-    http         an httpx.AsyncClient of your own, for proxies or certificates, for example. `close`
-                 leaves it open, and its timeout is not used
-    """
+    """A client of one server, with the arguments of `Client`; `http` is an httpx.AsyncClient."""
 
     def __init__(
         self,
@@ -83,11 +66,11 @@ class AsyncClient:
         if self._owned:
             await self._wire.http.aclose()
 
-    def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> "AsyncStream":
+    def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> AsyncStream:
         """Continue one prompt or several, piece by piece. The request is sent when the stream is
         entered (`async with`), or when the first chunk is read."""
         exchange = Exchange(self._settings, endpoints.stream(prompt, **fields))
-        return AsyncStream(StreamReader(self._wire, exchange))
+        return AsyncStream(self._wire, exchange)
 
     generate = _awaited(endpoints.generate)
     logits = _awaited(endpoints.logits)
@@ -110,63 +93,3 @@ class AsyncClient:
     lens = _awaited(operations.lens)
     attributions = _awaited(operations.attributions)
     # end: generated
-
-
-class AsyncStream:
-    """A generation that is being received: iterate over its chunks within an `async with` block,
-    whose end closes it. Closing it early ends the request on the server.
-
-    An error of the server is raised in its place among the chunks, and StreamError if the stream
-    breaks off. `text` keeps what has arrived.
-    """
-
-    def __init__(self, reader: StreamReader) -> None:
-        self._reader = reader
-
-    async def __aenter__(self) -> Self:
-        await self._reader.open()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if (chunk := await self._reader.next()) is None:
-            raise StopAsyncIteration
-        return chunk
-
-    async def close(self) -> None:
-        """End the request, if the server has not finished it."""
-        await self._reader.close()
-
-    async def result(self) -> Generation:
-        """The whole reply, as that of `generate`; reads the chunks that are left."""
-        return await self._reader.result()
-
-    @property
-    def text(self) -> str:
-        """The first completion so far."""
-        return self._reader.state.text
-
-    @property
-    def usage(self) -> Usage:
-        """Known at the end. Raises LogitdError before."""
-        return self._reader.state.tail.usage
-
-    @property
-    def seed(self) -> int | None:
-        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
-        before the end."""
-        return self._reader.state.tail.seed
-
-    @property
-    def timings(self) -> Timings:
-        """Known at the end. Raises LogitdError before."""
-        return self._reader.state.tail.timings
-
-    @property
-    def request_id(self) -> str:
-        return self._reader.exchange.request_id

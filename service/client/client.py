@@ -17,11 +17,9 @@ from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from logitd.service.client import endpoints, operations
-from logitd.service.client.arrays import Chunk
 from logitd.service.client.calls import Call, documented_by
 from logitd.service.client.fields import GenerateFields, Prompt
-from logitd.service.client.results import Generation, Timings, Usage
-from logitd.service.client.streaming import StreamReader
+from logitd.service.client.streaming import AsyncStream, Stream
 from logitd.service.client.transport import Exchange, settings_of
 from logitd.service.client.wire import BlockingWire, finish, run
 
@@ -83,11 +81,11 @@ class Client:
         if self._owned:
             self._wire.http.close()
 
-    def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> "Stream":
+    def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> Stream:
         """Continue one prompt or several, piece by piece. The request is sent when the stream is
         entered (`with`), or when the first chunk is read."""
         exchange = Exchange(self._settings, endpoints.stream(prompt, **fields))
-        return Stream(StreamReader(self._wire, exchange))
+        return Stream(AsyncStream(self._wire, exchange))
 
     generate = _blocking(endpoints.generate)
     logits = _blocking(endpoints.logits)
@@ -110,63 +108,3 @@ class Client:
     lens = _blocking(operations.lens)
     attributions = _blocking(operations.attributions)
     # end: generated
-
-
-class Stream:
-    """A generation that is being received: iterate over its chunks within a `with` block, whose
-    end closes it. Closing it early ends the request on the server.
-
-    An error of the server is raised in its place among the chunks, and StreamError if the stream
-    breaks off. `text` keeps what has arrived.
-    """
-
-    def __init__(self, reader: StreamReader) -> None:
-        self._reader = reader
-
-    def __enter__(self) -> Self:
-        finish(self._reader.open())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Chunk:
-        if (chunk := finish(self._reader.next())) is None:
-            raise StopIteration
-        return chunk
-
-    def close(self) -> None:
-        """End the request, if the server has not finished it."""
-        finish(self._reader.close())
-
-    def result(self) -> Generation:
-        """The whole reply, as that of `generate`; reads the chunks that are left."""
-        return finish(self._reader.result())
-
-    @property
-    def text(self) -> str:
-        """The first completion so far."""
-        return self._reader.state.text
-
-    @property
-    def usage(self) -> Usage:
-        """Known at the end. Raises LogitdError before."""
-        return self._reader.state.tail.usage
-
-    @property
-    def seed(self) -> int | None:
-        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
-        before the end."""
-        return self._reader.state.tail.seed
-
-    @property
-    def timings(self) -> Timings:
-        """Known at the end. Raises LogitdError before."""
-        return self._reader.state.tail.timings
-
-    @property
-    def request_id(self) -> str:
-        return self._reader.exchange.request_id

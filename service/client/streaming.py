@@ -1,12 +1,13 @@
 """Streaming: from the bytes of a stream to chunks, and to the generation that they add up to.
 
-`StreamState` parses what has arrived; `StreamReader` receives it for `Stream` and `AsyncStream`.
+`StreamState` parses what `AsyncStream` and `Stream` receive.
 Events end lines in LF, or in CRLF behind some proxies; comments are skipped.
 """
 
 import json
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Self
 
 import httpx
 
@@ -17,7 +18,7 @@ from logitd.service.client.errors import LogitdError, MalformedReplyError, Strea
 from logitd.service.client.reading import WrongShape, read
 from logitd.service.client.results import Choice, Generation, ScoredPrompt, Timings, Token, Usage
 from logitd.service.client.transport import Exchange
-from logitd.service.client.wire import Reply, Wire, begin
+from logitd.service.client.wire import Reply, Wire, begin, finish
 
 END = b"[DONE]"
 
@@ -179,59 +180,156 @@ def _joined(pieces: list[Choice]) -> Choice:
     )
 
 
-class StreamReader:
-    """A stream that is being received."""
+class AsyncStream:
+    """A generation that is being received: iterate over its chunks within an `async with` block,
+    whose end closes it. Closing it early ends the request on the server.
+
+    An error of the server is raised in its place among the chunks, and StreamError if the stream
+    breaks off. `text` keeps what has arrived.
+    """
 
     def __init__(self, wire: Wire, exchange: Exchange) -> None:
-        self.state = StreamState()
-        self.exchange = exchange
         self._wire = wire
+        self._exchange = exchange
+        self._state = StreamState()
         self._reply: Reply | None = None
         self._closed = False
 
-    async def open(self) -> None:
-        """Send the request, unless it was sent or the stream is closed."""
-        if self._reply is None and not self._closed:
-            self._reply = await begin(self._wire, self.exchange)
-            self.state.request_id = self.exchange.request_id
+    async def __aenter__(self) -> Self:
+        if not self._closed:
+            await self._open()
+        return self
 
-    async def next(self) -> Chunk | None:
-        """The next chunk; None after the end. An error closes the stream."""
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
         try:
             while not self._closed:
-                if (chunk := self.state.next()) is not None:
+                if (chunk := self._state.next()) is not None:
                     return chunk
                 await self._receive()
         except BaseException:
             await self.close()
             raise
-        return None
-
-    async def result(self) -> Generation:
-        """The whole generation, once the rest has been read."""
-        while await self.next() is not None:
-            continue
-        return self.state.result()
+        raise StopAsyncIteration
 
     async def close(self) -> None:
+        """End the request, if the server has not finished it."""
         self._closed = True
         if self._reply is not None:
             await self._reply.close()
 
+    async def result(self) -> Generation:
+        """The whole reply, as that of `generate`; reads the chunks that are left."""
+        async for _ in self:
+            continue
+        return self._state.result()
+
+    @property
+    def text(self) -> str:
+        """The first completion so far."""
+        return self._state.text
+
+    @property
+    def usage(self) -> Usage:
+        """Known at the end. Raises LogitdError before."""
+        return self._state.tail.usage
+
+    @property
+    def seed(self) -> int | None:
+        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
+        before the end."""
+        return self._state.tail.seed
+
+    @property
+    def timings(self) -> Timings:
+        """Known at the end. Raises LogitdError before."""
+        return self._state.tail.timings
+
+    @property
+    def request_id(self) -> str:
+        return self._exchange.request_id
+
+    async def _open(self) -> Reply:
+        """The reply of the request, which is sent once."""
+        if self._reply is None:
+            self._reply = await begin(self._wire, self._exchange)
+            self._state.request_id = self._exchange.request_id
+        return self._reply
+
     async def _receive(self) -> None:
         """Read the next piece. httpx reuses the connection only if the last byte was read, so close
         after it."""
-        await self.open()
-        assert self._reply is not None
+        reply = await self._open()
         try:
-            piece = await self._reply.read()
+            piece = await reply.read()
         except httpx.RequestError as error:
-            if not self.state.ended:
-                raise self.exchange.stream_broken_off(error, self.state.tokens) from error
+            if not self._state.ended:
+                raise self._exchange.stream_broken_off(error, self._state.tokens) from error
             piece = None
-        if self.state.ended:
+        if self._state.ended:
             await self.close()
         elif piece is None:
-            raise self.state.cut()
+            raise self._state.cut()
         else:
-            self.state.push(piece)
+            self._state.push(piece)
+
+
+class Stream:
+    """`AsyncStream` without `await`, within a `with` block."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        finish(self._stream.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            return finish(self._stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End the request, if the server has not finished it."""
+        finish(self._stream.close())
+
+    def result(self) -> Generation:
+        """The whole reply, as that of `generate`; reads the chunks that are left."""
+        return finish(self._stream.result())
+
+    @property
+    def text(self) -> str:
+        """The first completion so far."""
+        return self._stream.text
+
+    @property
+    def usage(self) -> Usage:
+        """Known at the end. Raises LogitdError before."""
+        return self._stream.usage
+
+    @property
+    def seed(self) -> int | None:
+        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
+        before the end."""
+        return self._stream.seed
+
+    @property
+    def timings(self) -> Timings:
+        """Known at the end. Raises LogitdError before."""
+        return self._stream.timings
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
