@@ -137,6 +137,6 @@ def test_errors_can_be_pickled_and_copied(error: LogitdError) -> None:
 
 
 def test_all_errors_are_logitd_errors() -> None:
-    errors = [getattr(logitd, name) for name in client.__all__ if name.endswith("Error")]
+    errors = [getattr(logitd, name) for name in client.NAMES if name.endswith("Error")]
     assert len(errors) >= 15
     assert all(issubclass(error, LogitdError) for error in errors)
