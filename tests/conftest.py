@@ -12,7 +12,6 @@ import torch
 from tests.made_once import share_certificates, share_vocabularies
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import register_profiles
-from tests.zygote import end
 
 register_profiles()
 share_vocabularies()
@@ -95,10 +94,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
