@@ -47,14 +47,14 @@ def code_folders() -> set[str]:
     }
 
 
-def test_every_folder_has_its_line() -> None:
+def test_all_folders_are_listed() -> None:
     """A stranger finds the room by ARCHITECTURE.md, and no line leads to a room that is gone."""
     listed = listed_folders()
     assert code_folders() - listed == set(), "folders without a line in ARCHITECTURE.md"
     assert {name for name in listed if not (ROOT / name).is_dir()} == set()
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_all_files_have_an_opening_sentence() -> None:
     """`make map` prints these lines, so each has to stand alone."""
     silent = [str(path) for path in file_map.sources() if len(file_map.opening(path)) <= 10]
     assert silent == [], "files without an opening sentence"
@@ -84,7 +84,7 @@ def known_flags() -> set[str]:
 
 
 @each_document
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_targets(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
@@ -145,7 +145,7 @@ def test_command_lines_are_understood(
         parsed(command, *given)
 
 
-def test_changelog_begins_with_this_version() -> None:
+def test_changelog_starts_with_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", text, flags=re.MULTILINE)
     assert versions[0] == VERSION

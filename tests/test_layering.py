@@ -276,7 +276,7 @@ def test_imports_run_one_way() -> None:
     }, "every module lies in a room"  # fmt: skip
 
 
-def test_rooms_stand_in_order() -> None:
+def test_rooms_are_listed_after_their_imports() -> None:
     """A room's imports are listed before it, so no arrow runs back up."""
     listed: list[str] = []
     for room, below in ROOMS.items():
@@ -288,7 +288,7 @@ def test_rooms_stand_in_order() -> None:
         listed.append(room)
 
 
-def test_serving_loads_nothing_of_the_trainer() -> None:
+def test_serving_imports_nothing_of_the_trainer() -> None:
     """Every module that a server comes to import, followed from the command."""
     sources = {name: imported for package in PACKAGES for name, imported in modules(package)}
     loaded: set[str] = set()
@@ -343,7 +343,7 @@ def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_no_pickle_is_loaded_where_checkpoints_are_served() -> None:
+def test_serving_loads_no_pickle() -> None:
     """Loading never executes code: torch.load appears in the trainer and where foreign files are
     imported, weights only."""
     for path in sorted([*(ROOT / "model").rglob("*.py"), *(ROOT / "service").rglob("*.py")]):

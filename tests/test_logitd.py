@@ -42,7 +42,7 @@ def test_logitd_has_no_other_names() -> None:
         _ = logitd.no_such_name
 
 
-def test_logitd_has_types_for_those_who_install_it() -> None:
+def test_logitd_is_marked_as_typed() -> None:
     """Type checkers look for py.typed in the package that a name is imported from."""
     assert (ROOT / "logitd" / "py.typed").exists()
 

@@ -194,7 +194,7 @@ def provoked(folder: Path) -> Iterator[str]:
     yield f"adapter: {message(partial(read_adapter, whole))}"
 
 
-def test_messages_are_those_of_the_golden_file(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_messages_equal_the_golden_file(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     found = "".join(f"{line}\n" for line in provoked(tmp_path))
     if pytestconfig.getoption("--update-golden"):
         GOLDEN.write_text(found, encoding="utf-8")

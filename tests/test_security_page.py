@@ -29,12 +29,12 @@ def licences() -> dict[str, str]:
     return {name: licence for names, licence in cells for name in names.split(", ")}
 
 
-def test_every_dependency_has_its_licence() -> None:
+def test_all_dependencies_have_a_licence() -> None:
     assert licences().keys() == dependencies()
 
 
 @pytest.mark.parametrize("name", sorted(dependencies()))
-def test_licence_is_what_the_package_says(name: str) -> None:
+def test_licences_equal_the_packages(name: str) -> None:
     try:
         said = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def test_licence_is_what_the_package_says(name: str) -> None:
     assert all(word in known for word in claimed), known[:300]
 
 
-def test_every_row_of_the_bounds_names_a_test_that_is_there() -> None:
+def test_rows_of_bounds_name_existing_tests() -> None:
     rows = PAGE.partition("## Bounds")[2].partition("## What the operator")[0].splitlines()
     bounds = [row for row in rows if row.startswith("| ") and not row.startswith("| resource")]
     assert len(bounds) > 10

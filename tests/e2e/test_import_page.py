@@ -150,7 +150,7 @@ def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.slow
-def test_each_line_of_the_page_does_what_it_says(desk: tuple[Path, float]) -> None:
+def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
     """By text, by the class, by an expression and by flags the same model comes out; it is served,
     and its loss on the text is the one that the script printed."""
     folder, loss = desk
@@ -184,7 +184,7 @@ def test_each_line_of_the_page_does_what_it_says(desk: tuple[Path, float]) -> No
 
 
 @pytest.mark.slow
-def test_to_serve_a_foreign_file_names_the_command_or_does_it(desk: tuple[Path, float]) -> None:
+def test_serving_a_foreign_file_names_or_runs_the_import(desk: tuple[Path, float]) -> None:
     folder, _ = desk
     done = completed(["serve", "my_gpt.pt"], cwd=folder)
     assert done.returncode == 1

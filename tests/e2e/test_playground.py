@@ -211,7 +211,7 @@ def shown(text: str) -> str:
     return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
 
 
-def test_what_it_streams_is_what_the_api_says(server: ServedProcess, page: Page) -> None:
+def test_stream_equals_the_api(server: ServedProcess, page: Page) -> None:
     text = generate(page, seed=5, max_tokens=30, temperature=0.7)
     body = {"prompt": PROMPT, "seed": 5, "max_tokens": 30, "temperature": 0.7, "echo": True}
     assert text == asked(server, "/generate", **body)["choices"][0]["text"]
@@ -223,7 +223,7 @@ def test_what_it_streams_is_what_the_api_says(server: ServedProcess, page: Page)
     assert text_of(page) == text
 
 
-def test_a_token_shows_where_it_was_drawn_from_and_sliders_reshape_it(
+def test_tokens_show_their_distribution_and_sliders_reshape_it(
     server: ServedProcess, page: Page
 ) -> None:
     generate(page, seed=5, max_tokens=20, temperature=1)
@@ -251,7 +251,7 @@ def test_a_token_shows_where_it_was_drawn_from_and_sliders_reshape_it(
     assert [row[0] for row in bars(page)[:3]] == [shown(entry["text"]) for entry in plain]
 
 
-def test_another_token_begins_a_branch_and_branches_can_be_walked(page: Page) -> None:
+def test_other_tokens_start_branches(page: Page) -> None:
     first = generate(page, seed=5, max_tokens=12, temperature=1)
     place = page.locator(".tokens .of-prompt").count() + 4
     page.locator(".tokens .token").nth(place).click()
@@ -271,7 +271,7 @@ def test_another_token_begins_a_branch_and_branches_can_be_walked(page: Page) ->
     assert text_of(page) == branched
 
 
-def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, page: Page) -> None:
+def test_links_open_the_same_page_with_the_same_text(new_page: NewPage, page: Page) -> None:
     text = generate(page, seed=9, max_tokens=15, temperature=0.9)
     other = ready(new_page(copied(page, "copy-link")))
     finished(other)
@@ -279,7 +279,7 @@ def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, p
     assert other.input_value("#temperature") == "0.9"
 
 
-def test_what_is_copied_runs(server: ServedProcess, page: Page) -> None:
+def test_copied_commands_run(server: ServedProcess, page: Page) -> None:
     """The body of curl's command and of the Python program, sent as it stands."""
     text = generate(page, seed=9, max_tokens=15)
     body = body_of(copied(page, "copy-curl"))
@@ -295,7 +295,7 @@ def printed_by(program: str) -> str:
     return printed[0]
 
 
-def test_what_is_copied_of_a_branch_is_that_branch(
+def test_copied_branches_are_the_same(
     server: ServedProcess, new_page: NewPage, page: Page
 ) -> None:
     generate(page, seed=5, max_tokens=14, temperature=1)
@@ -352,7 +352,7 @@ def test_changes_of_a_branch_stay_at_their_positions(
     assert other.evaluate(surprise) == pytest.approx(page.evaluate(surprise), abs=0.25)
 
 
-def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
+def test_tabs_show_the_whole_text_or_the_prompt_alone(
     server: ServedProcess, page: Page
 ) -> None:
     text = generate(page, seed=5, max_tokens=70, temperature=1)
@@ -393,7 +393,7 @@ def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
     page.wait_for_selector("#scope", state="hidden")
 
 
-def test_an_open_page_follows_a_run(new_page: NewPage, tmp_path: Path) -> None:
+def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def save(step: int) -> None:
@@ -434,7 +434,7 @@ def test_an_open_page_follows_a_run(new_page: NewPage, tmp_path: Path) -> None:
         page.close()
 
 
-def test_a_refused_request_leaves_no_branch_and_is_reported_once(
+def test_refused_requests_leave_no_branch_and_are_reported_once(
     server: ServedProcess, new_page: NewPage
 ) -> None:
     page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
@@ -458,14 +458,14 @@ def test_a_refused_request_leaves_no_branch_and_is_reported_once(
     assert page.locator("#branches").is_hidden()
 
 
-def test_a_first_token_can_be_chosen(page: Page) -> None:
+def test_first_tokens_can_be_chosen(page: Page) -> None:
     token = bars(page)[3][0].replace("·", " ").replace("⏎", "\n")
     page.locator("#distribution tbody button").nth(3).click()
     finished(page)
     assert text_of(page).startswith(PROMPT + token)
 
 
-def test_seeds_are_numbers_that_javascript_holds(page: Page) -> None:
+def test_seeds_are_exact_in_javascript(page: Page) -> None:
     generate(page, max_tokens=3)
     assert 0 <= body_of(copied(page, "copy-curl"))["seed"] < 2**53
     page.fill("#seed", str(2**53 - 1))
@@ -477,7 +477,7 @@ def test_seeds_are_numbers_that_javascript_holds(page: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_labels_and_hidden_tabs_can_be_seen_on_a_telephone(
+def test_labels_and_hidden_tabs_are_visible_on_a_telephone(
     server: ServedProcess, new_page: NewPage, scheme: str
 ) -> None:
     viewport = {"width": 400, "height": 800}
@@ -494,7 +494,7 @@ def test_labels_and_hidden_tabs_can_be_seen_on_a_telephone(
     assert page.evaluate(f"{tabs}.scrollLeft") > 0
 
 
-def test_attention_is_the_apis(server: ServedProcess, page: Page) -> None:
+def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
     page.click("#tab-attention")
     page.wait_for_selector("#attention .heat")
     page.click("[data-head='2.3']")
@@ -513,7 +513,7 @@ def test_attention_is_the_apis(server: ServedProcess, page: Page) -> None:
     page.wait_for_function("location.hash.includes('head=3')")
 
 
-def test_the_lens_is_the_apis(server: ServedProcess, page: Page) -> None:
+def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
     page.click("#tab-lens")
     page.wait_for_selector("#lens table.lens")
     reply = asked(server, "/lens", prompt=PROMPT, positions="all", top_k=1)
@@ -530,7 +530,7 @@ def test_the_lens_is_the_apis(server: ServedProcess, page: Page) -> None:
     assert "After block 3" in page.inner_text("#lens")
 
 
-def test_a_head_is_switched_off_and_the_distribution_moves(
+def test_switching_off_a_head_moves_the_distribution(
     server: ServedProcess, page: Page
 ) -> None:
     page.click("#tab-inside")
@@ -556,7 +556,7 @@ def test_a_head_is_switched_off_and_the_distribution_moves(
     assert page.locator("#changes").is_hidden()
 
 
-def test_the_other_tabs_say_what_is_served(server: ServedProcess, page: Page) -> None:
+def test_other_tabs_show_the_model(server: ServedProcess, page: Page) -> None:
     page.click("#tab-tokens")
     page.wait_for_selector("#pieces li")
     tokens = asked(server, "/tokenize", prompt=PROMPT, special_tokens="text")
@@ -568,7 +568,7 @@ def test_the_other_tabs_say_what_is_served(server: ServedProcess, page: Page) ->
     wait_for_slots(page, slots_of(server))
 
 
-def test_it_can_be_used_without_a_mouse(page: Page) -> None:
+def test_page_works_without_a_mouse(page: Page) -> None:
     page.locator("#prompt").focus()
     page.locator("#max_tokens").fill("8")
     page.keyboard.press("Control+Enter")
@@ -584,7 +584,7 @@ def test_it_can_be_used_without_a_mouse(page: Page) -> None:
     assert page.get_attribute("#tab-attention", "aria-selected") == "true"
 
 
-def test_its_first_prompt_is_what_the_model_would_write(
+def test_first_prompt_is_text_of_the_model(
     server: ServedProcess, new_page: NewPage
 ) -> None:
     prompt = ready(new_page(server.url)).input_value("#prompt")
@@ -594,7 +594,7 @@ def test_its_first_prompt_is_what_the_model_would_write(
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_window(
+def test_tabs_fit_the_window(
     server: ServedProcess, new_page: NewPage, width: int
 ) -> None:
     page = ready(new_page(server.url, viewport={"width": width, "height": 800}))
@@ -606,7 +606,7 @@ def test_nothing_is_wider_than_the_window(
         assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
-def test_one_model_has_nothing_to_choose_from(page: Page) -> None:
+def test_single_models_hide_the_choice(page: Page) -> None:
     assert page.locator("#model-row").is_hidden()
     assert page.locator("#tab-compare").is_hidden()
 
@@ -627,7 +627,7 @@ def both(page: Page) -> list[str]:
     return texts
 
 
-def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: NewPage) -> None:
+def test_comparison_equals_the_api(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&seed=5&max_tokens=24"))
     assert bars(page, "#both")[0]
     texts = compared(page)
@@ -654,7 +654,7 @@ def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: 
         assert shares == pytest.approx(expected, abs=6e-4)
 
 
-def test_a_chosen_token_shows_what_both_say_there(pair: ServedProcess, new_page: NewPage) -> None:
+def test_chosen_tokens_show_both_distributions(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&seed=5&max_tokens=24"))
     compared(page)
     page.locator("#compare .tokens").nth(1).locator(".token").nth(6).click()
@@ -671,7 +671,7 @@ def test_a_chosen_token_shows_what_both_say_there(pair: ServedProcess, new_page:
             assert told_share == pytest.approx(100 * entry["prob"], abs=0.0101)
 
 
-def test_another_model_is_chosen_and_stays_in_links(pair: ServedProcess, new_page: NewPage) -> None:
+def test_chosen_model_stays_in_links(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=12"))
     assert page.input_value("#model") == "small"
     options = page.locator("#model option").all_text_contents()
@@ -695,7 +695,7 @@ def test_another_model_is_chosen_and_stays_in_links(pair: ServedProcess, new_pag
     assert again.inner_text("#facts").startswith("other")
 
 
-def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> None:
+def test_comparison_works_without_a_mouse(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=8"))
     page.locator("#tab-generate").focus()
     for _ in range(5):
@@ -721,7 +721,7 @@ def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> Non
 
 @pytest.mark.parametrize("prompt", ["import", "call(one,%0A"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_two_models_are_no_wider_than_the_window(
+def test_comparison_fits_the_window(
     pair: ServedProcess, new_page: NewPage, width: int, prompt: str
 ) -> None:
     """The second prompt's next tokens are spaces, up to more of them than there is room for: the
@@ -735,7 +735,7 @@ def test_two_models_are_no_wider_than_the_window(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
+def test_keys_are_requested_and_kept_out_of_links(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--api-keys", "class=the-key-of-the-class") as server:
         page = new_page(server.url, quiet=False)  # the browser notes a 401 as an error
         page.wait_for_selector("#key-row:not([hidden])")
@@ -754,7 +754,7 @@ def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
         assert "the-key" not in page.evaluate("navigator.clipboard.readText()")
 
 
-def test_a_full_server_is_said_and_recovered_from(new_page: NewPage) -> None:
+def test_full_servers_are_reported_and_tried_again(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--slots", "1", "--max-queue", "63") as server:
         page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
         page.wait_for_selector("#distribution .distribution")
@@ -770,7 +770,7 @@ def test_a_full_server_is_said_and_recovered_from(new_page: NewPage) -> None:
         assert "tokens/s" in page.inner_text("#status")
 
 
-def test_a_server_that_dies_is_said_and_the_page_goes_on_with_the_next(new_page: NewPage) -> None:
+def test_dead_servers_are_reported_and_the_next_one_is_used(new_page: NewPage) -> None:
     flags = ("--threads", "1")
     with ServedProcess(*flags) as server:
         port = server.address.rpartition(":")[2]
@@ -791,7 +791,7 @@ def test_a_server_that_dies_is_said_and_the_page_goes_on_with_the_next(new_page:
         page.wait_for_function("document.querySelectorAll('.tokens .token').length > 20")
 
 
-def test_a_page_that_is_loaded_again_frees_its_slot(server: ServedProcess, page: Page) -> None:
+def test_reloading_the_page_frees_its_slot(server: ServedProcess, page: Page) -> None:
     page.locator("#max_tokens").fill("480")
     page.locator("#prompt").fill("def again():\n")
     page.click("#go")
@@ -806,7 +806,7 @@ def test_a_page_that_is_loaded_again_frees_its_slot(server: ServedProcess, page:
         time.sleep(0.1)
 
 
-def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_path: Path) -> None:
+def test_models_without_a_vocabulary_take_ids(new_page: NewPage, tmp_path: Path) -> None:
     gpt = tiny_gpt()
     tokenizer = Tokenizer.without_text(gpt.config.vocab_size)
     path = save_tiny_checkpoint(tmp_path / "ids", gpt, tokenizer=tokenizer).path
@@ -825,7 +825,7 @@ def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_pat
         page.close()  # it would ask a server that has ended for its rates
 
 
-def test_docs_page_asks_this_server_under_its_policy(
+def test_docs_page_works_under_the_policy(
     server: ServedProcess, new_page: NewPage
 ) -> None:
     """No script, style or image is blocked, which would be an error of the page."""
@@ -836,7 +836,7 @@ def test_docs_page_asks_this_server_under_its_policy(
     assert "200" in page.locator(".live-responses-table .response-col_status").last.inner_text()
 
 
-def test_page_runs_no_script_but_the_servers(server: ServedProcess, new_page: NewPage) -> None:
+def test_page_runs_only_scripts_of_the_server(server: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(server.url, quiet=False))
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), "
                   "{textContent: 'window.foreign = true'}))")  # fmt: skip

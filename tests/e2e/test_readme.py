@@ -75,13 +75,13 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_is_something_to_run() -> None:
+def test_documents_have_commands() -> None:
     assert len(CURL_LINES) >= 6
     assert len(PYTHON_BLOCKS) >= 2
 
 
 @pytest.mark.parametrize("command", CURL_LINES)
-def test_curl_line(command: str, server: ServedProcess, here: Path) -> None:
+def test_curl_lines_work(command: str, server: ServedProcess, here: Path) -> None:
     found = set(here.iterdir())
     done = subprocess.run(
         ["bash", "-c", "set -o pipefail; " + command.replace(ADDRESS, server.address)],
@@ -103,7 +103,7 @@ def test_curl_line(command: str, server: ServedProcess, here: Path) -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON_BLOCKS)
-def test_python_block(block: str, server: ServedProcess, here: Path) -> None:
+def test_python_blocks_work(block: str, server: ServedProcess, here: Path) -> None:
     script = here / "block.py"
     script.write_text(block.replace(ADDRESS, server.address), encoding="utf-8")
     done = subprocess.run(
@@ -125,7 +125,7 @@ def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
 
 
 @pytest.mark.parametrize("tokens", [3, 32, pytest.param(300, marks=pytest.mark.slow)])
-def test_the_numbers_are_bit_for_bit_the_models_own(
+def test_numbers_equal_the_models_to_the_bit(
     server: ServedProcess, model: tuple[GPT, LLM], tokens: int
 ) -> None:
     """Of whatever dtype and decoder this machine chose."""

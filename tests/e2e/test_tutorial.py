@@ -43,7 +43,7 @@ def assert_shows(printed: str, shown: str) -> None:
         assert float(value) == pytest.approx(float(expected), abs=1.01 * 10**-digits), printed
 
 
-def test_every_step_prints_what_it_shows(server: ServedProcess) -> None:
+def test_steps_print_the_shown_output(server: ServedProcess) -> None:
     assert len(steps()) >= 6
     names: dict[str, Any] = {}
     for code, shown in steps():
@@ -54,7 +54,7 @@ def test_every_step_prints_what_it_shows(server: ServedProcess) -> None:
     names["client"].close()
 
 
-def test_another_number_is_seen() -> None:
+def test_comparison_can_fail() -> None:
     assert_shows("a 0.51 b", "a 0.52 b")
     for printed in ("a 0.49 b", "a 0.52 c", "a 0.52 b 1"):
         with pytest.raises(AssertionError):

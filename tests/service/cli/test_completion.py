@@ -87,7 +87,7 @@ def until(descriptor: int, mark: bytes) -> bytes:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 @OFFERED
-def test_a_shell_at_a_terminal_offers(
+def test_shells_at_a_terminal_offer_words(
     shell: str, words: str, offered: list[str], folder: Path
 ) -> None:
     """Typed, and the tabulator pressed; twice for a list in bash. An empty last word is a space."""
@@ -105,7 +105,7 @@ def test_a_shell_at_a_terminal_offers(
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
 @OFFERED
-def test_fish_offers(words: str, offered: list[str], folder: Path) -> None:
+def test_fish_offers_words(words: str, offered: list[str], folder: Path) -> None:
     line = words.removesuffix("''")
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source ./fish; complete -C '{line}'"],
@@ -116,7 +116,7 @@ def test_fish_offers(words: str, offered: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_every_flag_is_offered(command: str, folder: Path) -> None:
+def test_all_flags_are_offered(command: str, folder: Path) -> None:
     """By the program, which every shell asks for words."""
     asked = {"COMP_WORDS": f"logitd {command} -", "COMP_CWORD": "2"}
     done = subprocess.run(
@@ -129,6 +129,6 @@ def test_every_flag_is_offered(command: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
-def test_another_shell_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", *arguments]) == 2
     assert "bash" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def answering(raw: bytes) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--live",), ("--host", "0.0.0.0"), ("--timeout", "30")])
-def test_a_server_that_answers(
+def test_ready_servers_exit_0(
     server: Serving, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a key, as a container check has none."""
@@ -52,7 +52,7 @@ def test_a_server_that_answers(
     assert capsys.readouterr() == ("ok\n", "")
 
 
-def test_its_place_may_be_a_url_or_come_from_the_environment(
+def test_address_may_be_a_url_or_a_variable(
     server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["health", f"http://127.0.0.1:{server.port}/"]) == 0
@@ -62,7 +62,9 @@ def test_its_place_may_be_a_url_or_come_from_the_environment(
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_leaves_says_so(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_that_shut_down_exit_1(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(checkpoint_path) as server:
         server.state.leave()
         url = f"http://127.0.0.1:{server.port}/health"
@@ -71,7 +73,7 @@ def test_one_that_leaves_says_so(checkpoint_path: Path, capsys: pytest.CaptureFi
         assert run(["health", "--port", str(server.port), "--live"]) == 0
 
 
-def test_one_that_could_not_load_says_why(
+def test_failed_servers_name_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], logged_errors: list[str]
 ) -> None:
     app = create_app(serve_settings(tmp_path / "nowhere"))
@@ -85,7 +87,7 @@ def test_one_that_could_not_load_says_why(
     logged_errors.clear()
 
 
-def test_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_servers_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert run(["health", "--port", str(port)]) == 1
@@ -104,15 +106,13 @@ def test_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         b"SSH-2.0-OpenSSH_9.2p1\r\n",
     ],
 )
-def test_somebody_else_is_not_a_server_that_answers(
-    raw: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_answers_exit_1(raw: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with answering(raw) as port:
         assert run(["health", "--port", str(port)]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_one_that_says_nothing_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_servers_exit_1_after_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert run(["health", "--port", str(port), "--timeout", "0.2"]) == 1
@@ -120,6 +120,6 @@ def test_one_that_says_nothing_is_not_waited_for(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("url", ["gpt.example", "ftp://127.0.0.1:1", "http://"])
-def test_what_is_not_the_address_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_addresses_exit_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["health", url]) == 1
     assert capsys.readouterr().err.startswith("logitd health: ")

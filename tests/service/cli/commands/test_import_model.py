@@ -20,7 +20,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_theirs(tmp_path / "theirs", "llama")
     capsys.readouterr()
     assert run(["import", "theirs", "ours", "--dtype", "bfloat16", "--context-length", "48"]) == 0
@@ -61,7 +61,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ),
     ],
 )
-def test_mistakes(
+def test_mistakes_exit_1_with_a_sentence(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt = tiny_gpt(tiny_config(n_layer=1, norm_position="post"))
@@ -70,7 +70,7 @@ def test_mistakes(
     assert capsys.readouterr() == ("", f"logitd {sentence}\n")
 
 
-def test_a_model_of_words_is_measured_and_tuned(
+def test_models_of_words_are_measured_and_tuned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, _ = word_tokenizer(dict(enumerate(["<pad>", "the", "cat", "sat", "<eos>"])), "here")

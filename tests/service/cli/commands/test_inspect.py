@@ -29,9 +29,7 @@ def unfolded(text: str) -> str:
     return "".join(text.split())
 
 
-def test_the_facts_are_there_in_full(
-    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_facts_are_complete(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint: CheckpointInfo = read_checkpoint(checkpoint_path)
     printed = unfolded(inspect(capsys, checkpoint_path))
     for name, value in {
@@ -47,7 +45,7 @@ def test_the_facts_are_there_in_full(
 
 
 @pytest.mark.parametrize("columns", ["200", "80", "40"])
-def test_every_stage_has_its_shape(
+def test_stages_have_their_shapes(
     checkpoint_path: Path, gpt: GPT, columns: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -67,7 +65,7 @@ def test_every_stage_has_its_shape(
     )
 
 
-def test_odd_names_are_shown_as_they_are(
+def test_unusual_names_are_shown_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Square brackets mean something to the library that draws the table."""
@@ -84,9 +82,7 @@ def test_odd_names_are_shown_as_they_are(
     assert "'[' 'r' 'e' 'd' ']' 'a' '[' '/' ']'" in printed
 
 
-def test_another_family_has_its_own_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_families_have_their_own_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpt = tiny_gpt(tiny_config(norm_position="post", n_kv_head=2, n_layer=1))
     path = save_tiny_checkpoint(tmp_path / "post", gpt=gpt).path
     printed = inspect(capsys, path, "--text", "ab")
@@ -99,14 +95,14 @@ def test_another_family_has_its_own_stages(
     [("", "--text has 0 tokens; give 1 to 128"),
      ("x" * 129, "--text has 129 tokens; give 1 to 128")],
 )  # fmt: skip
-def test_a_text_that_does_not_fit_exits_1(
+def test_texts_that_do_not_fit_exit_1(
     checkpoint_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["inspect", str(checkpoint_path), "--text", text]) == 1
     assert capsys.readouterr() == ("", f"logitd inspect: {message}\n")
 
 
-def test_a_checkpoint_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoints_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "nowhere"]) == 1
     assert capsys.readouterr() == (
         "",

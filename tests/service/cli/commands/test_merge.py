@@ -31,7 +31,7 @@ def folders(elsewhere: None) -> None:
     save_adapter(Path("adapter"), weights=weights, shape=SHAPE, training=training, card="# a\n")
 
 
-def test_a_checkpoint_is_written_that_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_checkpoints_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["merge", "base", "adapter", "merged", "--save-dtype", "bfloat16"]) == 0
     out, err = capsys.readouterr()
     info = read_checkpoint(Path("merged"))
@@ -42,7 +42,7 @@ def test_a_checkpoint_is_written_that_can_be_inspected(capsys: pytest.CaptureFix
     assert "fine-tuned from: name" in capsys.readouterr().out
 
 
-def test_a_wrong_base_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_bases_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_checkpoint(Path("other"), gpt=tiny_gpt(seed=1))
     assert run(["merge", "other", "adapter", "merged"]) == 1
     assert "logitd merge: the adapter adapter was trained on base" in capsys.readouterr().err

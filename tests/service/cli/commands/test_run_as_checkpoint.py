@@ -52,7 +52,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", ["mine", "mine/best"])
-def test_run_means_its_best_checkpoint(path: str, mine: Path) -> None:
+def test_runs_mean_their_best_checkpoint(path: str, mine: Path) -> None:
     """It is named by its folder: the link moves while the run goes on."""
     info = read_checkpoint(Path(path))
     assert (info.path, info.name, info.training.step) == (Path("mine/step-1"), "mine", 1)
@@ -67,14 +67,14 @@ def test_run_means_its_best_checkpoint(path: str, mine: Path) -> None:
     "command",
     [pytest.param(each, marks=[pytest.mark.slow] * each.startswith("train")) for each in COMMANDS],
 )
-def test_command_takes_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command.split()) == 0, capsys.readouterr().err
     if command.startswith("train"):
         assert '"from_checkpoint": "mine/step-1"' in Path("tuned/run.json").read_text()
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, BENCH])
-def test_command_says_that_a_run_has_saved_nothing(
+def test_commands_refuse_runs_without_a_checkpoint(
     command: str, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (mine / "best").unlink()
@@ -94,6 +94,6 @@ def test_inspect_refuses_a_text_for_several_paths(capsys: pytest.CaptureFixture[
     assert "--text" in capsys.readouterr().err
 
 
-def test_missing_path_is_named() -> None:
+def test_missing_paths_are_named() -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         read_checkpoint(Path("nowhere"))
