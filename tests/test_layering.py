@@ -159,9 +159,8 @@ ROOMS: dict[str, set[str]] = {
     "service.cli.start": {"service.cli.interrupts", "service.cli.main"},
     "logitd": {"model.llm", "service.cli.start", "service.client"},
 }  # fmt: skip
-"""Each room, a folder or a lone module, with those that it may import besides itself. A room
-imports from rooms above it in this list alone, so there is no circle. Names are written without
-the import name, as paths in the repository are."""
+"""Each room, a folder or a single module, with the rooms that it may import. A room imports only
+earlier rooms of this list. Names are paths in the repository."""
 ORDER = {room: place for place, room in enumerate(ROOMS)}
 ONE_ROOM = {
     "torch": {"model"},
@@ -194,18 +193,18 @@ ONE_ROOM = {
         "service.tracing.otlp",
     },
 }
-"""What few places may import."""
+"""Libraries that only some rooms may import."""
 SAME_AS = {"queue": "threading", "concurrent": "threading"}
 ENGINE = "model.inference.engine"
 ENGINE_TENSORS = {f"{ENGINE}.runner", f"{ENGINE}.outputs"}
-"""The modules of the engine that know torch and NumPy."""
+"""Modules of the engine that may import torch and NumPy."""
 CLIENT_NEEDS = sys.stdlib_module_names | {"httpx", "numpy"}
-"""What the Python client may import besides itself: who asks a server need not have one."""
+"""Libraries of the Python client, which is usable without a server's."""
 PACKAGES = ("model", "service", "logitd")
 
 
 def modules(package: str) -> Iterator[tuple[str, set[str]]]:
-    """Modules below a package with the modules that each imports."""
+    """Modules of a package, each with its imports."""
     for path in sorted((ROOT / package).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         yield name, imports(path.read_text(encoding="utf-8"))
@@ -213,7 +212,7 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
 
 @cache  # several tests read all of them
 def imports(source: str) -> set[str]:
-    """Modules that a source imports, also inside functions, and names of them as `module.name`."""
+    """Imports of a source, also within functions, with imported names as `module.name`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -227,18 +226,18 @@ def imports(source: str) -> set[str]:
 
 
 def inside(name: str, rooms: Iterable[str]) -> bool:
-    """True if a module is one of some rooms, or in one of them."""
+    """True if a module is in one of the rooms."""
     return any(name == room or name.startswith(room + ".") for room in rooms)
 
 
 def room_of(name: str) -> str:
-    """The innermost room that holds a module; itself where there is none."""
+    """The innermost room of a module; the module itself if there is none."""
     return max((room for room in ROOMS if inside(name, {room})), key=len, default=name)
 
 
 def may_import(room: str, target: str) -> bool:
-    """Whether a room may import a module. A room within another one that is listed before it, such
-    as `service.api.openai` within `service.api`, is above it."""
+    """True if a room may import a module. A room within an earlier one is above it, such as
+    `service.api.openai` above `service.api`."""
     above = ORDER.get(room_of(target), -1) > ORDER.get(room, len(ORDER))
     return inside(target, ROOMS.get(room, set()) | {room}) and not above
 
@@ -254,13 +253,13 @@ def forbidden(name: str, imported: set[str]) -> Iterator[str]:
         if owners is not None and not inside(name, owners):
             yield f"{name} imports {library}: only {sorted(owners)} may"
         if inside(name, {"service.client"}) and library not in (*CLIENT_NEEDS, "service"):
-            yield f"{name} imports {library}: the client stands for itself"
+            yield f"{name} imports {library}: the client needs httpx and NumPy alone"
         if library in ("torch", "numpy") and inside(name, {ENGINE}) and name not in ENGINE_TENSORS:
             yield f"{name} imports {library}: only {sorted(ENGINE_TENSORS)} may"
 
 
 def violations() -> list[str]:
-    """Every import that a wall forbids."""
+    """All forbidden imports."""
     return [
         wrong
         for package in PACKAGES
@@ -277,7 +276,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_rooms_are_listed_after_their_imports() -> None:
-    """A room's imports are listed before it, so no arrow runs back up."""
+    """So there is no circle."""
     listed: list[str] = []
     for room, below in ROOMS.items():
         for target in below - set(PACKAGES):
@@ -289,7 +288,7 @@ def test_rooms_are_listed_after_their_imports() -> None:
 
 
 def test_serving_imports_nothing_of_the_trainer() -> None:
-    """Every module that a server comes to import, followed from the command."""
+    """Follow all imports of the command."""
     sources = {name: imported for package in PACKAGES for name, imported in modules(package)}
     loaded: set[str] = set()
     ahead = {"service.cli.commands.serve"}
@@ -307,7 +306,7 @@ def test_serving_imports_nothing_of_the_trainer() -> None:
 
 
 def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong import anywhere, even inside a function, is found."""
+    """Find wrong imports anywhere, even within functions."""
     for file, source in {
         "model/a.py": "def f():\n    from logitd.service import app\n",
         "model/reading.py": "from concurrent.futures import ThreadPoolExecutor\n",
@@ -344,8 +343,8 @@ def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_serving_loads_no_pickle() -> None:
-    """Loading never executes code: torch.load appears in the trainer and where foreign files are
-    imported, weights only."""
+    """Loading executes no code: only the trainer and the import of foreign files call torch.load,
+    for weights alone."""
     for path in sorted([*(ROOT / "model").rglob("*.py"), *(ROOT / "service").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

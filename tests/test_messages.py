@@ -1,6 +1,6 @@
-"""Error messages of `model/`: a sample of the sentences, held against `messages.golden`.
+"""Error messages of `model/`: a sample of the sentences, compared with `messages.golden`.
 
-All other tests assert the field, the code and the numbers. After a message was reworded on purpose:
+Other tests assert the field, the code and the numbers. After rewording a message:
 
     .venv/bin/python -m pytest tests/test_messages.py --update-golden
 """
@@ -173,7 +173,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Messages with the name of what provokes each; without paths and hashes of this run."""
+    """Messages by the name of their provocation, without paths and hashes of this run."""
 
     def message(provoke: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, ConstraintError)) as caught:

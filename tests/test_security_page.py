@@ -1,4 +1,4 @@
-"""SECURITY.md: its list of dependencies is the one of pyproject.toml, and its tests exist."""
+"""SECURITY.md: its dependencies are those of pyproject.toml, and its tests exist."""
 
 import importlib.metadata
 import re
@@ -12,7 +12,7 @@ PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 SLOW_ALONE = {"ray"}
-"""Extras that are too large for `make test`."""
+"""Extras that only `make test-slow` installs."""
 
 
 def dependencies() -> set[str]:
@@ -23,7 +23,7 @@ def dependencies() -> set[str]:
 
 
 def licences() -> dict[str, str]:
-    """Licence that the page states of each dependency."""
+    """The licence of each dependency on the page."""
     rows = PAGE.partition("| dependency | licence |")[2].splitlines()[2:]
     cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("|")]
     return {name: licence for names, licence in cells for name in names.split(", ")}

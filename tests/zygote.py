@@ -145,7 +145,7 @@ def completed(
 
 
 def written(file: IO[str]) -> str:
-    """All that a process wrote into an open file."""
+    """The output of a process in an open file."""
     file.seek(0)
     return file.read()
 

@@ -1,7 +1,7 @@
-"""The playground as a person uses it: headless Chromium, and a real server on the bundled model.
+"""The playground in headless Chromium, with a real server of the bundled model.
 
-Needs a Chromium (Debian's, for example) and the package playwright; skipped without. What the page
-shows is held against what the API says.
+Needs a Chromium (Debian's, for example) and the package playwright; skipped without. Each test
+compares the page with the API.
 """
 
 import json
@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
     if BROWSER is None:
         pytest.skip("no chromium is installed")
     with sync_api.sync_playwright() as playwright:
-        # Without its own sandbox, which needs rights that a container does not give.
+        # Containers lack the rights for its sandbox.
         opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield opened
         opened.close()
@@ -80,7 +80,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def new_page(browser: Any) -> Iterator[NewPage]:
-    """Opens pages, which may not fail by themselves and may ask no other host for anything."""
+    """Open pages, which must not fail and must not request other hosts."""
     contexts, problems = [], []
 
     def opened(url: str, *, quiet: bool = True, **options: Any) -> Page:
@@ -142,7 +142,7 @@ def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
 
 
 def wait_for_slots(page: Page, slots: int) -> None:
-    """The Model tab says how many there are."""
+    """Wait until the Model tab shows the number of slots."""
     said = f"of {slots} in use"
     page.wait_for_function(f"document.querySelector('#live').textContent.includes('{said}')")
 
@@ -153,7 +153,7 @@ def slots_of(server: ServedProcess) -> int:
 
 
 def generate(page: Page, **fields: Any) -> str:
-    """Fill in, press the button, wait for the end; the whole text."""
+    """Fill in the form, generate, and return the whole text."""
     for name, value in fields.items():
         page.locator(f"#{name}").fill(str(value))
     page.click("#go")
@@ -179,7 +179,7 @@ def body_of(command: str) -> dict[str, Any]:
 
 
 def branch(page: Page, at: int) -> str:
-    """Continue with another token in the place of the one at `at` of the completion; the text."""
+    """Replace the token at index `at` of the completion, and return the new text."""
     page.locator(".tokens .token").nth(page.locator(".tokens .of-prompt").count() + at).click()
     page.wait_for_selector("#distribution .mark")
     page.locator("#distribution tbody tr:not(.chosen) button").first.click()
@@ -280,7 +280,6 @@ def test_links_open_the_same_page_with_the_same_text(new_page: NewPage, page: Pa
 
 
 def test_copied_commands_run(server: ServedProcess, page: Page) -> None:
-    """The body of curl's command and of the Python program, sent as it stands."""
     text = generate(page, seed=9, max_tokens=15)
     body = body_of(copied(page, "copy-curl"))
     assert PROMPT + asked(server, "/generate", **body)["choices"][0]["text"] == text
@@ -295,9 +294,7 @@ def printed_by(program: str) -> str:
     return printed[0]
 
 
-def test_copied_branches_are_the_same(
-    server: ServedProcess, new_page: NewPage, page: Page
-) -> None:
+def test_copied_branches_are_the_same(server: ServedProcess, new_page: NewPage, page: Page) -> None:
     generate(page, seed=5, max_tokens=14, temperature=1)
     text = branch(page, 4)
     written = text.removesuffix("<|endoftext|>")
@@ -322,7 +319,7 @@ def test_copied_branches_are_the_same(
 def test_changes_of_a_branch_stay_at_their_positions(
     server: ServedProcess, new_page: NewPage, page: Page, positions: str
 ) -> None:
-    """The tokens before a branch are sent as its prompt, and are none of the page's prompt."""
+    """The request of a branch includes earlier tokens, which are not the page's prompt."""
     change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
     page.click("#tab-inside")
     page.wait_for_selector("#change form")
@@ -352,9 +349,7 @@ def test_changes_of_a_branch_stay_at_their_positions(
     assert other.evaluate(surprise) == pytest.approx(page.evaluate(surprise), abs=0.25)
 
 
-def test_tabs_show_the_whole_text_or_the_prompt_alone(
-    server: ServedProcess, page: Page
-) -> None:
+def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, page: Page) -> None:
     text = generate(page, seed=5, max_tokens=70, temperature=1)
     prompt = page.locator(".tokens .of-prompt").count()
     count = page.locator("#completion .token").count()
@@ -530,9 +525,7 @@ def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
     assert "After block 3" in page.inner_text("#lens")
 
 
-def test_switching_off_a_head_moves_the_distribution(
-    server: ServedProcess, page: Page
-) -> None:
+def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page: Page) -> None:
     page.click("#tab-inside")
     page.wait_for_selector("#view .heat")
     page.select_option("#change-layer", "5")
@@ -584,9 +577,7 @@ def test_page_works_without_a_mouse(page: Page) -> None:
     assert page.get_attribute("#tab-attention", "aria-selected") == "true"
 
 
-def test_first_prompt_is_text_of_the_model(
-    server: ServedProcess, new_page: NewPage
-) -> None:
+def test_first_prompt_is_text_of_the_model(server: ServedProcess, new_page: NewPage) -> None:
     prompt = ready(new_page(server.url)).input_value("#prompt")
     assert prompt.strip()
     tokens = asked(server, "/score", prompt=[prompt], logprobs=0)["prompts"][0]["score"]
@@ -594,9 +585,7 @@ def test_first_prompt_is_text_of_the_model(
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_tabs_fit_the_window(
-    server: ServedProcess, new_page: NewPage, width: int
-) -> None:
+def test_tabs_fit_the_window(server: ServedProcess, new_page: NewPage, width: int) -> None:
     page = ready(new_page(server.url, viewport={"width": width, "height": 800}))
     for tab in TABS:
         page.click(f"#tab-{tab}")
@@ -612,7 +601,7 @@ def test_single_models_hide_the_choice(page: Page) -> None:
 
 
 def compared(page: Page) -> list[str]:
-    """Press the button, wait for the end of both; the texts of A and B."""
+    """Generate both texts, and return those of A and B."""
     page.click("#compare-go")
     return both(page)
 
@@ -724,8 +713,7 @@ def test_comparison_works_without_a_mouse(pair: ServedProcess, new_page: NewPage
 def test_comparison_fits_the_window(
     pair: ServedProcess, new_page: NewPage, width: int, prompt: str
 ) -> None:
-    """The second prompt's next tokens are spaces, up to more of them than there is room for: the
-    table of both was wider than a telephone then."""
+    """The second prompt's next tokens are long runs of spaces, which once widened the table."""
     viewport = {"width": width, "height": 800}
     page = ready(
         new_page(f"{pair.url}/#tab=compare&prompt={prompt}&max_tokens=30&seed=1", viewport=viewport)
@@ -825,10 +813,8 @@ def test_models_without_a_vocabulary_take_ids(new_page: NewPage, tmp_path: Path)
         page.close()  # it would ask a server that has ended for its rates
 
 
-def test_docs_page_works_under_the_policy(
-    server: ServedProcess, new_page: NewPage
-) -> None:
-    """No script, style or image is blocked, which would be an error of the page."""
+def test_docs_page_works_under_the_policy(server: ServedProcess, new_page: NewPage) -> None:
+    """A blocked script, style or image would be an error of the page."""
     page = new_page(f"{server.url}/docs")
     page.locator(".opblock-summary", has_text="/version").click()
     page.locator(".try-out__btn").click()

@@ -1,7 +1,6 @@
-"""Flags: a parameter for each kind of field, a group for each flag, a suggestion for each slip."""
+"""Flags: parameters of all kinds of fields, groups, and suggestions for mistyped flags."""
 
 import shlex
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import click
@@ -16,9 +15,7 @@ from tests.service.cli.parsed import SETTINGS, context, parameters_of, parsed, w
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env, and a terminal of usual width."""
-    monkeypatch.chdir(tmp_path)
+def usual_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -129,7 +126,7 @@ def test_choices_are_valid_values(command: str) -> None:
 
 @pytest.mark.parametrize("command", SETTINGS)
 def test_mistyped_flags_get_a_suggestion(command: str) -> None:
-    """A letter too many, one too few, two exchanged: unless the slip is a flag itself."""
+    """One letter is added, missing or exchanged with the next."""
     known = [word for word in words_of(command) if len(word) >= 7]
     for word in known:
         middle = len(word) // 2 + 1

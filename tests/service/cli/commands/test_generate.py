@@ -16,16 +16,10 @@ from tests.service.spelling import ALPHABET
 PROMPT = "A prompt"
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
 def generate(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], prompt: str = PROMPT, *flags: str
 ) -> str:
-    """What a run prints, when all is well."""
+    """The output of a successful run."""
     code = run(["generate", prompt, "--checkpoint", str(checkpoint), "--threads", "1", *flags])
     out, err = capsys.readouterr()
     assert code == 0, err

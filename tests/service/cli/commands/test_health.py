@@ -1,4 +1,4 @@
-"""`logitd health`: exit code 0 where requests are answered, and else a line that says why not."""
+"""`logitd health`: exit code 0 for a ready server, else 1 and the reason."""
 
 import socket
 import threading
@@ -14,9 +14,8 @@ from tests.service.serving import Serving, serve_settings, serving, serving_app
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env, and a proxy that nobody may ask."""
-    monkeypatch.chdir(tmp_path)
+def broken_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that must not be used."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
 
@@ -28,7 +27,7 @@ def server(checkpoint_path: Path) -> Iterator[Serving]:
 
 @contextmanager
 def answering(raw: bytes) -> Iterator[int]:
-    """Something else that listens: it says this, and its port."""
+    """Another server with this answer; its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -47,7 +46,7 @@ def answering(raw: bytes) -> Iterator[int]:
 def test_ready_servers_exit_0(
     server: Serving, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a key, as a container check has none."""
+    """Container checks have no key."""
     assert run(["health", "--port", str(server.port), *flags]) == 0
     assert capsys.readouterr() == ("ok\n", "")
 

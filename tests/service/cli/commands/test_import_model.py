@@ -1,4 +1,4 @@
-"""`logitd import` and `logitd export`: what they print, and one sentence for every mistake."""
+"""`logitd import` and `logitd export`: their output, and a sentence for each mistake."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,6 @@ from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.main import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
 
 
 def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`logitd inspect`: the card, and every stage of a forward pass with its shape."""
+"""`logitd inspect`: facts of a checkpoint, and the stages of a forward pass with their shapes."""
 
 from pathlib import Path
 
@@ -11,12 +11,6 @@ from logitd.service.cli.main import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
 def inspect(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> str:
     assert run(["inspect", str(checkpoint), *flags]) == 0
     out, err = capsys.readouterr()
@@ -25,7 +19,7 @@ def inspect(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -
 
 
 def unfolded(text: str) -> str:
-    """A table without the line breaks that a narrow terminal needs."""
+    """A table without the line breaks of a narrow terminal."""
     return "".join(text.split())
 
 
@@ -68,7 +62,7 @@ def test_stages_have_their_shapes(
 def test_unusual_names_are_shown_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Square brackets mean something to the library that draws the table."""
+    """Square brackets are markup of the library that draws the table."""
     monkeypatch.setenv("COLUMNS", "400")
     path = tmp_path / "[red]odd[bold]"
     save_tiny_checkpoint(

@@ -1,4 +1,4 @@
-"""`logitd inspect RUN ...`: a run in full, or several beside each other."""
+"""`logitd inspect RUN ...`: a run in full, or several compared."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def wide(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wide terminal, in a working directory without somebody's .env."""
+    """A wide terminal, in a working directory without a .env."""
     monkeypatch.chdir(runs)
     monkeypatch.setenv("COLUMNS", "200")
 

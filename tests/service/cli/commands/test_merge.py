@@ -1,4 +1,4 @@
-"""`logitd merge` on the terminal; what it computes: tests/model/checkpoint/test_adapter.py."""
+"""`logitd merge` on the terminal. tests/model/checkpoint/test_adapter.py checks the weights."""
 
 from pathlib import Path
 
@@ -13,12 +13,6 @@ from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_recor
 from tests.model.transformer.test_lora import adapted
 
 SHAPE = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A run in place of a checkpoint: every command that reads a checkpoint takes the best of it."""
+"""Runs in place of checkpoints: all commands that read a checkpoint use the best one."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ BENCH = "bench mine"  # which measures the machine for seconds once it has read 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose best checkpoint is not its newest, and the run of an adapter of it."""
+    """A run whose best checkpoint is not its newest, and a run of an adapter for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the cat sat on the mat and looked at the dog.\n" * 100)
     for folder, best in (("mine", 1), ("adapted", 1)):
@@ -53,7 +53,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("path", ["mine", "mine/best"])
 def test_runs_mean_their_best_checkpoint(path: str, mine: Path) -> None:
-    """It is named by its folder: the link moves while the run goes on."""
+    """The checkpoint is named by its folder, because the link moves while the run trains."""
     info = read_checkpoint(Path(path))
     assert (info.path, info.name, info.training.step) == (Path("mine/step-1"), "mine", 1)
     (mine / "best").unlink()

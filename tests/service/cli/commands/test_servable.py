@@ -24,12 +24,6 @@ from tests.service.serving import client, eventually, serve_settings, serving, s
 from tests.zygote import completed
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without a .env."""
-    monkeypatch.chdir(tmp_path)
-
-
 def make_run(path: Path, *steps: int, best: int) -> Path:
     """A run's directory with checkpoints, like the trainer's."""
     for step in steps:

@@ -1,4 +1,4 @@
-"""`logitd serve`: the banner, and what cannot start, in real processes."""
+"""`logitd serve`: the banner and failing starts, in real processes."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from tests.service.serving import client, serving
 from tests.zygote import completed
 
 ODD_NAME = "模型 [bold]"
-"""A directory's name that is neither ASCII nor without a meaning to the banner's library."""
+"""A directory's name beyond ASCII, with markup of the banner's library."""
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_paths_that_read_as_names_get_a_hint(
 
 
 def test_server_connects_to_nothing(process: ServedProcess) -> None:
-    """Its only sockets are the one that it listens on and those of its clients."""
+    """Its only sockets are the listening one and those of its clients."""
     with httpx.Client(base_url=process.url, trust_env=False) as http:
         http.get("/docs")
         http.post("/generate", json={"prompt": "a", "max_tokens": 1})
