@@ -14,7 +14,7 @@ needs no change here. Written by hand are the calls in `endpoints.py`, the resul
 import keyword
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import indent, wrap
 from typing import Any, Literal, Union, get_args, get_origin
@@ -149,12 +149,7 @@ def fields_source() -> str:
             found[name] = typed_dict(name, members, "SharedFields")
         else:
             found[name] = typed_dict(name, members)
-    names = ["TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds", *found]
-    return "\n\n".join([_exported(names), *found.values()])
-
-
-def _exported(names: Iterable[str]) -> str:
-    return "__all__ = [\n" + "".join(f'    "{name}",\n' for name in names) + "]\n"
+    return "\n\n".join(found.values())
 
 
 def _keywords(operation: Operation) -> dict[str, str]:
@@ -222,7 +217,7 @@ def results_source() -> str:
             _collect(_first(operation.reply), found)
     for model in FACTS:
         _collect(model, found)
-    return "\n\n".join([_exported(found), *found.values()])
+    return "\n\n".join(found.values())
 
 
 def _first(reply: Any) -> type[BaseModel]:

@@ -32,6 +32,9 @@ def python(code: str, cwd: Path) -> str:
 
 def test_logitd_exports_the_client_and_the_llm() -> None:
     assert set(logitd.__all__) == IN_PROCESS | set(client.NAMES)
+    aliases = {"TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds"}
+    assert aliases | {"Client", "AsyncStream", "Logits", "Generation"} < set(client.NAMES)
+    assert not {"Any", "np", "dataclass", "errors", "BlockingWire"} & set(client.NAMES)
     assert len(logitd.__all__) == len(set(logitd.__all__))
     for name in logitd.__all__:
         assert getattr(logitd, name) is getattr(llm if name in IN_PROCESS else client, name)

@@ -4,7 +4,6 @@ Import it as `logitd`. It needs httpx and NumPy, but neither torch nor modules o
 """
 
 # ruff: noqa: F403
-from logitd.service.client import arrays, errors, fields, results
 from logitd.service.client.arrays import *
 from logitd.service.client.async_client import AsyncClient as AsyncClient
 from logitd.service.client.client import Client as Client
@@ -14,6 +13,11 @@ from logitd.service.client.results import *
 from logitd.service.client.streaming import AsyncStream as AsyncStream
 from logitd.service.client.streaming import Stream as Stream
 
+_ALIASES = ("TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds")
 # Not __all__: mypy reads only its literals, and hides all other names.
-NAMES = ["Client", "AsyncClient", "Stream", "AsyncStream"]
-NAMES += arrays.__all__ + errors.__all__ + fields.__all__ + results.__all__
+NAMES = [
+    name
+    for name, value in vars().copy().items()
+    if name in _ALIASES or (isinstance(value, type) and value.__module__.startswith(__name__))
+]
+"""Public names: all classes of the client, and aliases of types."""

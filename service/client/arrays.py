@@ -11,33 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from logitd.service.client.results import Checkpoint, Choice, ScoredPrompt
+from logitd.service.client.results import Checkpoint, Choice, Reply, ScoredPrompt
 
 Floats = npt.NDArray[np.floating[Any]]
 """float32, or float16 if the request names it."""
 Integers = npt.NDArray[np.int64]
 
-__all__ = [
-    "Activations",
-    "ArrayResult",
-    "Attention",
-    "Chunk",
-    "HiddenStates",
-    "Logits",
-    "TopLogits",
-]
-
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Reply):
     """The news of a stream: pieces of choices, and logprobs of prompts."""
 
-    id: str
-    created: int
-    model: str
-    checkpoint: Checkpoint
     choices: tuple[Choice, ...]
-    request_id: str
     prompts: tuple[ScoredPrompt, ...] | None = None
 
     @property

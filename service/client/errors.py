@@ -12,26 +12,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-__all__ = [
-    "LogitdError",
-    "APIStatusError",
-    "BadRequestError",
-    "AuthenticationError",
-    "PermissionDeniedError",
-    "NotFoundError",
-    "ConflictError",
-    "RequestTooLargeError",
-    "UnsupportedMediaTypeError",
-    "QueueFullError",
-    "ServerError",
-    "UnavailableError",
-    "DeadlineExceededError",
-    "APIConnectionError",
-    "APITimeoutError",
-    "StreamError",
-    "MalformedReplyError",
-]
-
 MAX_QUOTED = 200
 """Characters that an error quotes of a foreign reply, at most."""
 

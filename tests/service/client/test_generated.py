@@ -14,8 +14,8 @@ from logitd.model.operations.interventions import Intervention, Source
 from logitd.model.operations.operation import Operation
 from logitd.model.operations.processing import Processing
 from logitd.service import client
-from logitd.service.client import arrays, errors, results
 from logitd.service.client import fields as client_fields
+from logitd.service.client import results
 from logitd.service.generate_client import (
     FACTS,
     FOLDER,
@@ -47,17 +47,6 @@ def test_generated_files_are_current() -> None:
 def test_both_clients_have_a_method_for_each_operation() -> None:
     for kind in (client.Client, client.AsyncClient):
         assert {operation.name for operation in OPERATIONS} < set(vars(kind))
-
-
-def test_all_classes_are_public() -> None:
-    for module in (results, errors, arrays, client_fields):
-        own = {
-            name
-            for name, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module.__name__
-        }
-        assert own <= set(client.NAMES), own - set(client.NAMES)
-        assert len(own) > 5
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
