@@ -26,7 +26,7 @@ class SettingsCommand(click.Command):
     def __init__(
         self, name: str, settings: "type[CommandSettings] | str", summary: str, examples: str = ""
     ) -> None:
-        """`settings` is a model or `module:Class` in `service/settings/`; `examples` are commands."""
+        """`settings`: a model, or `module:Class` in `service/settings/`; `examples`: commands."""
         super().__init__(
             name,
             help=summary,
