@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -203,13 +205,24 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code: int = command.run(settings, *clock)
     except command.ERRORS as error:
-        problem = str(error)
+        problem = f"{error}{_suggestion(settings)}"
     except PermissionError as error:
         problem = f"{error.strerror}: {error.filename}"
     else:
         return code
     say(f"logitd {settings.command}: {problem}", file=sys.stderr)
     return 1
+
+
+def _suggestion(settings: "CommandSettings") -> str:
+    """Paths that may be meant, if the command's checkpoint does not exist."""
+    for path in (getattr(settings, "checkpoint", None), *getattr(settings, "paths", ())):
+        if isinstance(path, Path) and not os.path.exists(path):
+            servable = importlib.import_module("logitd.service.cli.commands.servable")
+            with suppress(OSError):  # an unreadable folder
+                if found := servable.similar(path):
+                    return f"; did you mean {' or '.join(map(str, found))}?"
+    return ""
 
 
 def _settings(words: list[str]) -> "CommandSettings | int":

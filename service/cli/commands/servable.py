@@ -139,22 +139,32 @@ def _folder(path: Path) -> str | None:
 
 def _mistyped(path: Path) -> str:
     """The problem of a missing path, with similar names or all that can be served."""
-    known = [
+    if meant := similar(path):
+        return f"{path} does not exist; did you mean\n\n{_listed(meant)}"
+    if known := _near(path):
+        return f"{path} does not exist. These can be served:\n\n{_listed(known)}"
+    return (
+        f"{path} does not exist. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
+        f"or train one of your own with\n\n  {command('train', '--out', path)}"
+    )
+
+
+def similar(path: Path) -> list[Path]:
+    """Checkpoints and runs with similar names."""
+    known = _near(path)
+    close = difflib.get_close_matches(path.name, [child.name for child in known], MOST_NAMED, 0.6)
+    return [child for child in known if child.name in close]
+
+
+def _near(path: Path) -> list[Path]:
+    """Checkpoints and runs next to a path, and in the usual folders."""
+    return [
         child
         for folder in dict.fromkeys((path.parent, *KEPT_IN))
         if folder.is_dir()
         for child in sorted(folder.iterdir())
         if is_checkpoint(child) or is_run(child)
     ]
-    close = difflib.get_close_matches(path.name, [child.name for child in known], MOST_NAMED, 0.6)
-    if meant := [child for child in known if child.name in close]:
-        return f"{path} does not exist; did you mean\n\n{_listed(meant)}"
-    if known:
-        return f"{path} does not exist. These can be served:\n\n{_listed(known)}"
-    return (
-        f"{path} does not exist. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
-        f"or train one of your own with\n\n  {command('train', '--out', path)}"
-    )
 
 
 def _listed(paths: Sequence[Path]) -> str:

@@ -94,6 +94,16 @@ def test_inspect_refuses_a_text_for_several_paths(capsys: pytest.CaptureFixture[
     assert "--text" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    "command", ["eval mien", "inspect mien", "generate a --checkpoint mien", "export mien out"]
+)
+def test_mistyped_paths_get_suggestions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command.split()) == 1
+    assert "mien does not exist; " in (err := capsys.readouterr().err)
+    assert err.endswith("; did you mean mine?\n")
+
+
 def test_missing_paths_are_named() -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         read_checkpoint(Path("nowhere"))
