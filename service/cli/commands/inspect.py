@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from logitd.model.checkpoint.run_folder import is_run
@@ -19,7 +19,7 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import stages_of
 from logitd.model.transformer.trace import TracedStage, trace
 from logitd.service.cli.commands.generate import token_ids_of
-from logitd.service.cli.commands.inspect_runs import facts_table, show_runs
+from logitd.service.cli.commands.inspect_runs import facts_table, folding_table, show_runs
 from logitd.service.settings.tools import InspectSettings
 
 
@@ -114,8 +114,7 @@ def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
 
 
 def _shapes(stages: list[TracedStage]) -> Table:
-    columns = (Column(name, overflow="fold") for name in ("stage", "shape", "axes", "mean", "std"))
-    table = Table(*columns, title="a forward pass")
+    table = folding_table("a forward pass", "stage", "shape", "axes", "mean", "std")
     for stage in stages:
         shape = " x ".join(map(str, stage.shape))
         table.add_row(stage.name, shape, stage.axes, f"{stage.mean:.4f}", f"{stage.std:.4f}")
@@ -123,8 +122,7 @@ def _shapes(stages: list[TracedStage]) -> Table:
 
 
 def _meanings(config: GPTConfig) -> Table:
-    columns = (Column(name, overflow="fold") for name in ("stage", "meaning", "TransformerLens"))
-    table = Table(*columns, title="meanings of the stages")
+    table = folding_table("meanings of the stages", "stage", "meaning", "TransformerLens")
     for kind in dict.fromkeys(stage.kind for stage in stages_of(config)):
         table.add_row(kind.pattern, kind.meaning, kind.lens_pattern or "")
     return table

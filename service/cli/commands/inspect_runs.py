@@ -50,6 +50,11 @@ def facts_table(*rows: tuple[str, str]) -> Table:
     return table
 
 
+def folding_table(title: str, *names: str) -> Table:
+    """A table with these columns, which a narrow terminal folds instead of cutting."""
+    return Table(*(Column(Text(visible(name)), overflow="fold") for name in names), title=title)
+
+
 def _rows(run: RunSummary) -> list[tuple[str, str]]:
     rows = [("run", str(run.path)), ("preset", run.preset)]
     if run.base is not None:
@@ -76,10 +81,8 @@ def _rows(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Table:
-    names = ("run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte")
-    table = Table(
-        *(Column(name, overflow="fold") for name in (*names, "tokens/s", "state")), title="runs"
-    )
+    titles = "run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte"
+    table = folding_table("runs", *titles, "tokens/s", "state")
     for name, run in zip(_names(runs), runs, strict=True):
         table.add_row(
             Text(visible(name)),
@@ -96,8 +99,7 @@ def _comparison(runs: Sequence[RunSummary]) -> Table:
 
 
 def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]]) -> Table:
-    columns = (Column(Text(visible(name)), overflow="fold") for name in _names(runs))
-    table = Table(Column("setting", overflow="fold"), *columns, title="differences")
+    table = folding_table("differences", "setting", *_names(runs))
     for name, values in different.items():
         table.add_row(name, *(Text(visible(_value(value))) for value in values))
     return table
