@@ -36,12 +36,12 @@ def test_all_dependencies_have_a_licence() -> None:
 @pytest.mark.parametrize("name", sorted(dependencies()))
 def test_licences_equal_the_packages(name: str) -> None:
     try:
-        said = importlib.metadata.metadata(name)
+        metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         assert name in SLOW_ALONE, f"{name} is not installed"
         pytest.skip("`make test-slow` installs it")
     fields = ("License-Expression", "License", "Classifier")
-    texts = [text for field in fields for text in said.get_all(field) or ()]
+    texts = [text for field in fields for text in metadata.get_all(field) or ()]
     known = " ".join(text for text in texts if text)
     kinds = {"MIT": "MIT", "Apache": "Apache", "BSD": "BSD", "MPL": "MPL", "its own": "matplotlib"}
     claimed = [word for kind, word in kinds.items() if kind in licences()[name]]

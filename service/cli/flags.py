@@ -64,8 +64,8 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
         return settings(**given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        said = "\n".join(_sentence(ctx, settings, problem) for problem in problems)
-        raise click.UsageError(said, ctx) from error
+        text = "\n".join(_sentence(ctx, settings, problem) for problem in problems)
+        raise click.UsageError(text, ctx) from error
     except SettingsError as error:  # a list in a variable that is not JSON
         raise click.UsageError(str(error), ctx) from error
     except (OSError, UnicodeDecodeError) as error:

@@ -95,9 +95,9 @@ def new_page(browser: Any) -> Iterator[NewPage]:
             if urlsplit(request.url).netloc not in (host, ""):
                 problems.append(f"asked {request.url}")
 
-        def note_error(said: Any) -> None:
-            if said.type == "error":
-                problems.append(said.text)
+        def note_error(message: Any) -> None:
+            if message.type == "error":
+                problems.append(message.text)
 
         page.on("request", note_request)
         page.on("pageerror", lambda error: problems.append(f"failed: {error}"))
@@ -143,8 +143,8 @@ def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
 
 def wait_for_slots(page: Page, slots: int) -> None:
     """Wait until the Model tab shows the number of slots."""
-    said = f"of {slots} in use"
-    page.wait_for_function(f"document.querySelector('#live').textContent.includes('{said}')")
+    text = f"of {slots} in use"
+    page.wait_for_function(f"document.querySelector('#live').textContent.includes('{text}')")
 
 
 def slots_of(server: ServedProcess) -> int:
@@ -498,8 +498,8 @@ def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
     last = len(weights) - 1
     page.locator("#attention .map").focus()
     page.keyboard.press("ArrowRight")
-    said = page.inner_text("#attention .readout")
-    assert f"{100 * weights[last][1]:.2f} %" in said or "< 0.01 %" in said
+    readout = page.inner_text("#attention .readout")
+    assert f"{100 * weights[last][1]:.2f} %" in readout or "< 0.01 %" in readout
     coloured = page.evaluate(
         "[...document.querySelectorAll('#attention .token')]"
         ".map((span) => Number(span.style.getPropertyValue('--share')))"
@@ -513,14 +513,14 @@ def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
     page.wait_for_selector("#lens table.lens")
     reply = asked(server, "/lens", prompt=PROMPT, positions="all", top_k=1)
     positions = reply["prompts"][0]["positions"]
-    said = [
+    likeliest = [
         [shown(layer["top"][0]["text"]) for layer in position["layers"]] for position in positions
     ]
     rows = page.evaluate(
         "[...document.querySelectorAll('.lens tbody tr')]"
         ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))"
     )
-    assert rows[::-1] == [list(layer) for layer in zip(*said, strict=True)]
+    assert rows[::-1] == [list(layer) for layer in zip(*likeliest, strict=True)]
     page.locator(".lens tbody tr").nth(2).locator("td").nth(1).click()
     assert "After block 3" in page.inner_text("#lens")
 
@@ -538,9 +538,9 @@ def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page
     after = asked(server, "/probs", prompt=PROMPT, token_ids=ids, interventions=[change])
     rows = {row[0]: row[1:] for row in bars(page, "#effect")}
     for entry, changed in zip(before, after["prompts"][0]["tokens"], strict=True):
-        said = rows[shown(entry["text"])]
-        assert share(said[0]) == pytest.approx(100 * entry["prob"], abs=0.0051)
-        assert share(said[1]) == pytest.approx(100 * changed["prob"], abs=0.0101)
+        shares = rows[shown(entry["text"])]
+        assert share(shares[0]) == pytest.approx(100 * entry["prob"], abs=0.0051)
+        assert share(shares[1]) == pytest.approx(100 * changed["prob"], abs=0.0101)
     page.click("#tab-generate")
     text = generate(page, seed=4, max_tokens=10, temperature=0)
     body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "interventions": [change]}
@@ -625,10 +625,10 @@ def test_comparison_equals_the_api(pair: ServedProcess, new_page: NewPage) -> No
     assert texts == [reply["choices"][0]["text"] for reply in replies]
     pairs = enumerate(zip(*texts, strict=False))
     same = next(place for place, (a, b) in pairs if a != b) - len("import")
-    said = page.inner_text("#divergence")
+    text = page.inner_text("#divergence")
     assert (
-        said == f"With seed 5 the texts diverge after {same} character{'s' if same != 1 else ''}."
-        or (same == 0 and said == "With seed 5 the texts diverge at once.")
+        text == f"With seed 5 the texts diverge after {same} character{'s' if same != 1 else ''}."
+        or (same == 0 and text == "With seed 5 the texts diverge at once.")
     )
     assert page.locator("#compare .diverging").count() == 2
     assert "diverge here" in page.locator("#compare .diverging").first.get_attribute("aria-label")

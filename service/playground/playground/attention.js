@@ -54,7 +54,7 @@ export class Attention {
     show(this.#chosen.layer, this.#chosen.head);
     return [
       hint("All heads, as layer.head. A row is the token that attends, a column the token that it attends to; each row sums to 1."),
-      element("div", { class: "beside" }, grid, detail),
+      element("div", { class: "side-by-side" }, grid, detail),
     ];
   }
 

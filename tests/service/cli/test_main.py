@@ -222,9 +222,9 @@ def test_variables_of_one_command_win(
     """float16 is a dtype of serve, but not of train."""
     (tmp_path / ".env").write_text("LOGITD_DTYPE=float16\n")
     assert run(["train"]) == 2
-    said = capsys.readouterr().err
-    assert "LOGITD_DTYPE in .env: " in said
-    assert "LOGITD_TRAIN_DTYPE sets it for train alone" in said
+    err = capsys.readouterr().err
+    assert "LOGITD_DTYPE in .env: " in err
+    assert "LOGITD_TRAIN_DTYPE sets it for train alone" in err
     for lines in ("LOGITD_SERVE_DTYPE=float16", "LOGITD_DTYPE=float16\nLOGITD_TRAIN_DTYPE=auto"):
         (tmp_path / ".env").write_text(f"{lines}\n")
         assert parsed("serve").dtype == "float16"

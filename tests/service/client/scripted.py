@@ -110,8 +110,8 @@ def reply(status: int, body: Any, *headers: str, length: int | None = None) -> b
     """A reply as bytes. The body is JSON unless it is bytes; `length` replaces its length in the
     header."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    said = len(content) if length is None else length
-    lines = [f"HTTP/1.1 {status} Some Phrase", f"Content-Length: {said}", *headers]
+    stated = len(content) if length is None else length
+    lines = [f"HTTP/1.1 {status} Some Phrase", f"Content-Length: {stated}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 
 

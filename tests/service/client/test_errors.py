@@ -54,12 +54,12 @@ def test_statuses_have_their_classes(status: int, kind: type[APIStatusError]) ->
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("header", "seconds"),
     [("0", 0), ("60", 60), ("", None), ("-1", None), ("1.5", None), ("inf", None),
      ("Wed, 21 Oct 2015 07:28:00 GMT", None), ("9" * 400, None)],
 )  # fmt: skip
-def test_retry_after_is_read_in_seconds(said: str, seconds: float | None) -> None:
-    assert reply(429, BODY, retry_after=said).retry_after == seconds
+def test_retry_after_is_read_in_seconds(header: str, seconds: float | None) -> None:
+    assert reply(429, BODY, retry_after=header).retry_after == seconds
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def test_failed_servers_name_the_reason(
     app = create_app(serve_settings(tmp_path / "nowhere"))
     with serving_app(app) as server:
         while run(["health", "--port", str(server.port)]) == 1:
-            said = capsys.readouterr().err
-            if "503 failed: " in said:
+            err = capsys.readouterr().err
+            if "503 failed: " in err:
                 break
-            assert "503 loading" in said
-    assert "nowhere" in said
+            assert "503 loading" in err
+    assert "nowhere" in err
     logged_errors.clear()
 
 

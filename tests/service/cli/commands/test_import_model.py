@@ -81,10 +81,10 @@ def test_models_of_words_are_measured_and_tuned(
             "--threads", "1", "--compile", "off"]  # fmt: skip
     assert run([*tune, "--data", "bad.txt", "--steps", "4"]) == 1
     assert "the text cannot be encoded: 'dog', at" in capsys.readouterr().err
-    told = [*tune, "--data", "good.txt", "--steps", "4"]
-    assert run([*told, "--prompts", "the dog"]) == 1
+    tuning = [*tune, "--data", "good.txt", "--steps", "4"]
+    assert run([*tuning, "--prompts", "the dog"]) == 1
     assert "the prompt 'the dog' cannot be encoded: 'dog', at" in capsys.readouterr().err
-    assert run(told) == 0
+    assert run(tuning) == 0
     capsys.readouterr()
     assert read_checkpoint(tmp_path / "run" / "best").tokenizer.kind == "words"
     assert run(["train", "--out", "run", "--resume", "--steps", "6"]) == 0

@@ -170,9 +170,9 @@ def test_mistyped_names_get_suggestions(capsys: pytest.CaptureFixture[str]) -> N
 def test_missing_paths_without_neighbours_name_the_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = refused(capsys, "a/mine")
-    assert said.startswith("a/mine does not exist. ")
-    assert said.endswith("\n  logitd train --out a/mine\n")
+    message = refused(capsys, "a/mine")
+    assert message.startswith("a/mine does not exist. ")
+    assert message.endswith("\n  logitd train --out a/mine\n")
 
 
 def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,8 +187,8 @@ def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
     )
     Path("run/best").symlink_to("step-000001")
     Path("run/run.json").write_text('{"config": {"from_checkpoint": "base"}}')
-    said = refused(capsys, "run")
-    commands = [line.split() for line in said.splitlines() if line.startswith("  logitd ")]
+    message = refused(capsys, "run")
+    commands = [line.split() for line in message.splitlines() if line.startswith("  logitd ")]
     assert commands == [
         ["logitd", "merge", "base", "run/best", "run/merged"], ["logitd", "serve", "run/merged"],
     ]  # fmt: skip
@@ -200,10 +200,10 @@ def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
 def test_foreign_models_name_the_import(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_theirs(Path("theirs"), "llama")
     capsys.readouterr()
-    said = refused(capsys, path)
-    (line,) = (line for line in said.splitlines() if line.startswith("  logitd import"))
+    message = refused(capsys, path)
+    (line,) = (line for line in message.splitlines() if line.startswith("  logitd import"))
     assert run(line.split()[1:]) == 0
-    assert f"  logitd serve {line.split()[-1]}\n" in said
+    assert f"  logitd serve {line.split()[-1]}\n" in message
 
 
 def test_used_ports_exit_1(checkpoint_path: Path) -> None:

@@ -88,9 +88,9 @@ def test_banner_warns_of_untested_cards(
         [here] = models.served
         elsewhere = replace(here.computation, device="cuda:0 (NVIDIA H200)")
         on_a_card = replace(here, computation=elsewhere)
-        told = capsys.readouterr().out
+        banner = capsys.readouterr().out
         print_banner(Models([on_a_card]), server.port)
-    assert "unproven" not in told
+    assert "unproven" not in banner
     assert re.search(
         r"^unproven +this code was never run on such a card", capsys.readouterr().out, re.M
     )
