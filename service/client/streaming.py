@@ -269,7 +269,8 @@ class AsyncStream:
             piece = await reply.read()
         except httpx.RequestError as error:
             if not self._state.ended:
-                raise self._exchange.stream_broken_off(error, self._state.tokens) from error
+                tokens = self._state.tokens
+                raise self._exchange.broken_off(error, tokens, stream=True) from error
             piece = None
         if self._state.ended:
             await self.close()

@@ -168,23 +168,16 @@ class Exchange:
         content_type = response.headers.get("content-type", "").partition(";")[0]
         return Answer(response.status_code, content_type, body, self.request_id)
 
-    def broken_off(self, error: httpx.RequestError, received: int) -> LogitdError:
-        """The error of a reply that ended early, after `received` bytes."""
+    def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
+        """The error of a reply that ended early, after `received` bytes, or tokens of a stream."""
+        kind, unit = ("stream", "tokens") if stream else ("reply", "bytes")
         if isinstance(error, httpx.TimeoutException):
-            return self._stalled("the reply", f"{received} bytes")
-        message = f"the reply broke off after {received} bytes: {_reason(error)}"
+            message = f"the {kind} stalled for {self._settings.timeout:g} s after {received} {unit}"
+            return APITimeoutError(message, self.request_id)
+        message = f"the {kind} broke off after {received} {unit}: {_reason(error)}"
+        if stream:
+            return StreamError(message, received, self.request_id)
         return APIConnectionError(message, self.request_id)
-
-    def stream_broken_off(self, error: httpx.RequestError, tokens: int) -> LogitdError:
-        """The error of a stream that ended early, after `tokens` tokens."""
-        if isinstance(error, httpx.TimeoutException):
-            return self._stalled("the stream", f"{tokens} tokens")
-        message = f"the stream broke off after {tokens} tokens: {_reason(error)}"
-        return StreamError(message, tokens, self.request_id)
-
-    def _stalled(self, kind: str, received: str) -> APITimeoutError:
-        message = f"{kind} stalled for {self._settings.timeout:g} s after {received}"
-        return APITimeoutError(message, self.request_id)
 
     def _no_answer(self, error: httpx.RequestError) -> APIConnectionError:
         """The error of a request whose reply never began."""

@@ -90,7 +90,7 @@ async def run(wire: Wire, settings: Settings, call: Call[Result]) -> Result:
         while (piece := await reply.read()) is not None:
             body += piece
     except httpx.RequestError as error:
-        raise exchange.broken_off(error, len(body)) from error
+        raise exchange.broken_off(error, len(body), stream=False) from error
     finally:
         await reply.close()
     return call.result(exchange.answer(reply.response, body))

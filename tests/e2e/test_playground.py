@@ -135,6 +135,12 @@ def ready(page: Page) -> Page:
     return page
 
 
+def open_tab(page: Page, name: str, shown: str) -> None:
+    """Open a tab and wait for an element of it."""
+    page.click(f"#tab-{name}")
+    page.wait_for_selector(shown)
+
+
 def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
     reply = httpx.post(f"{server.url}{path}", json=body, timeout=60, trust_env=False)
     reply.raise_for_status()
@@ -321,8 +327,7 @@ def test_changes_of_a_branch_stay_at_their_positions(
 ) -> None:
     """The request of a branch includes earlier tokens, which are not the page's prompt."""
     change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
-    page.click("#tab-inside")
-    page.wait_for_selector("#change form")
+    open_tab(page, "inside", "#change form")
     page.select_option("#change-way", "scale")
     page.select_option("#change-stage", "blocks.N.mlp.out")
     page.select_option("#change-layer", "*")
@@ -357,16 +362,13 @@ def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, pag
     place = prompt + 2
     page.locator("#completion .token").nth(place).click()
     assert f"token {place}, " in page.inner_text("#distribution h3")
-    page.click("#tab-tokens")
-    page.wait_for_selector("#pieces li")
+    open_tab(page, "tokens", "#pieces li")
     size = len(text.encode())
     assert page.inner_text("#pieces p").startswith(f"{count} tokens of {size} bytes")
-    page.click("#tab-attention")
-    page.wait_for_selector("#attention .heat")
+    open_tab(page, "attention", "#attention .heat")
     assert "".join(page.locator("#attention .token").all_text_contents()) == text
     assert f"Attention of token {place}, " in page.inner_text("#attention")
-    page.click("#tab-lens")
-    page.wait_for_selector("#lens td[aria-pressed=true]")
+    open_tab(page, "lens", "#lens td[aria-pressed=true]")
     assert f"at token {place}, " in page.inner_text("#lens h3")
     chosen = page.locator("#lens td[aria-pressed=true]").bounding_box()
     table = page.locator("#lens .scroll").bounding_box()
@@ -375,8 +377,7 @@ def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, pag
     page.wait_for_function(
         f"document.querySelector('#lens h3').textContent.includes('{count - 1}')"
     )
-    page.click("#tab-inside")
-    page.wait_for_selector("#view .heat")
+    open_tab(page, "inside", "#view .heat")
     ids = [token["id"] for token in asked(server, "/tokenize", prompt=text)["pieces"]]
     if len(ids) == count:  # what was drawn is not always how a text is split
         likeliest = asked(server, "/probs", prompt=ids, top_k=1)["prompts"][0]["tokens"][0]
@@ -419,8 +420,7 @@ def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
         assert [row[1] for row in after] != [row[1] for row in before]
         likeliest = asked(server, "/probs", prompt="abc", top_k=1)["prompts"][0]["tokens"][0]
         assert share(after[0][1]) == pytest.approx(100 * likeliest["prob"], abs=0.0051)
-        page.click("#tab-model")
-        page.wait_for_selector("#training .chart")
+        open_tab(page, "model", "#training .chart")
         save(300)
         page.wait_for_function(
             "/step\\s+300/.test(document.getElementById('facts').innerText) && "
@@ -490,8 +490,7 @@ def test_labels_and_hidden_tabs_are_visible_on_a_telephone(
 
 
 def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-attention")
-    page.wait_for_selector("#attention .heat")
+    open_tab(page, "attention", "#attention .heat")
     page.click("[data-head='2.3']")
     reply = asked(server, "/attention", prompt=PROMPT, layers=[2], heads=[3], positions="all")
     weights = reply["prompts"][0]["attention"][0][0]
@@ -509,8 +508,7 @@ def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
 
 
 def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-lens")
-    page.wait_for_selector("#lens table.lens")
+    open_tab(page, "lens", "#lens table.lens")
     reply = asked(server, "/lens", prompt=PROMPT, positions="all", top_k=1)
     positions = reply["prompts"][0]["positions"]
     likeliest = [
@@ -526,8 +524,7 @@ def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
 
 
 def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-inside")
-    page.wait_for_selector("#view .heat")
+    open_tab(page, "inside", "#view .heat")
     page.select_option("#change-layer", "5")
     page.fill("#change-heads", "1, 3")
     page.click("#change button[type=submit]")
@@ -550,12 +547,10 @@ def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page
 
 
 def test_other_tabs_show_the_model(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-tokens")
-    page.wait_for_selector("#pieces li")
+    open_tab(page, "tokens", "#pieces li")
     tokens = asked(server, "/tokenize", prompt=PROMPT, special_tokens="text")
     assert page.locator("#pieces li").count() == tokens["count"]
-    page.click("#tab-model")
-    page.wait_for_selector("#training .chart path")
+    open_tab(page, "model", "#training .chart path")
     facts = page.inner_text("#facts")
     assert tokens["checkpoint"]["weights_sha256"] in facts
     wait_for_slots(page, slots_of(server))
