@@ -160,7 +160,7 @@ def preload() -> None:
 
 
 def _become(command: Command) -> None:
-    """Run a command in this process, like `python -m logitd.service.cli.main`."""
+    """Run a command in this process, like `python -m logitd`."""
     for number, stream in enumerate((command.stdout, command.stderr), start=1):
         os.dup2(stream.number, number)
         os.close(stream.number)

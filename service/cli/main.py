@@ -250,7 +250,3 @@ def import_command(name: str) -> ModuleType:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,3 @@ def main() -> None:
     with quits_when_interrupted():
         cli = importlib.import_module("logitd.service.cli.main")
     cli.main()
-
-
-if __name__ == "__main__":
-    main()
