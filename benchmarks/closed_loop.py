@@ -49,7 +49,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 from uvicorn.loops.auto import auto_loop_factory
 
 from benchmarks.arguments import new_parser
@@ -199,7 +198,7 @@ class Completions:
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **self._extra,
         }
-        return Request("POST", "/v1/completions", orjson.dumps(body), accept=EVENTS)
+        return Request("POST", "/v1/completions", body, accept=EVENTS)
 
     def counter(self, prompt: Sequence[int]) -> Callable[[Any], int]:
         came = 0

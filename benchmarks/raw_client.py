@@ -23,7 +23,8 @@ import orjson
 
 from benchmarks.streams import Arrived, StreamFailed, fields
 from logitd.service.client import errors
-from logitd.service.client.calls import Request, stream
+from logitd.service.client.calls import Request
+from logitd.service.client.endpoints import stream
 from logitd.service.client.errors import (
     APIConnectionError,
     LogitdError,
@@ -62,7 +63,7 @@ class _Native:
     headers: Mapping[str, str] = {}
 
     def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
-        return stream(prompt, fields(tokens, seed))
+        return stream(prompt, **fields(tokens, seed))
 
     def counter(self, prompt: Sequence[int]) -> Counter:
         return _count_native
@@ -83,7 +84,7 @@ class RawClient:
     `Ask` of `benchmarks/streams.py`. Of one event loop; `close` ends it."""
 
     def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
-        self._settings = settings_of(url, None, None, 0, None)
+        self._settings = settings_of(url)
         self._dialect = dialect
         split = urlsplit(self._settings.base_url)
         if split.scheme != "http" or split.hostname is None:
@@ -134,15 +135,16 @@ class RawClient:
     def _written(self, prompt: Sequence[int], tokens: int, seed: int) -> bytes:
         """The request as it is sent."""
         request = self._dialect.request(prompt, tokens, seed)
-        assert request.body is not None
+        body = request.body
+        assert body is not None
         headers = self._settings.headers(request, uuid.uuid4().hex)
         lines = [
             f"{request.method} {self._path}{request.path} HTTP/1.1",
             f"Host: {self._authority}",
-            f"Content-Length: {len(request.body)}",
+            f"Content-Length: {len(body)}",
             *(f"{name}: {value}" for name, value in {**headers, **self._dialect.headers}.items()),
         ]
-        return "\r\n".join(lines).encode() + b"\r\n\r\n" + request.body
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 class _Reply:

@@ -31,8 +31,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("logitd.model.llm"), name)
     client = import_module("logitd.service.client")
     if name == "__all__":
-        return [*_IN_PROCESS, *client.__all__]
-    if name not in client.__all__:
+        return [*_IN_PROCESS, *client.NAMES]
+    if name not in client.NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(client, name)
 

@@ -1,4 +1,4 @@
-"""Fixtures that several packages of tests use."""
+"""Fixtures of several packages of tests."""
 
 import gc
 import logging
@@ -12,13 +12,12 @@ import torch
 from tests.made_once import share_certificates, share_vocabularies
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import register_profiles
-from tests.zygote import end
 
 register_profiles()
 share_vocabularies()
 
 MATPLOTLIB = "matplotlib.figure"
-"""What draws the picture of a run. Where it is not installed, there is none."""
+"""Module that draws the picture of a run, if it is installed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,21 +28,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Models of a few kilobytes: a second thread would only spin, and take a core from a server
-    under test."""
+    """Tiny models gain nothing from a second thread, which takes a core from a tested server."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Reading all certificates takes longer than most tests do, and every server is local."""
+    """Reading all certificates takes longer than most tests, and all servers are local."""
     share_certificates(tmp_path_factory.mktemp("certificates") / "first.pem")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_logs_to_the_root() -> None:
-    """torch has dozens of loggers that stop at themselves, and pytest adds its handlers to each of
-    those and removes them again, six times a test."""
+    """pytest adds and removes its handlers six times per test at each logger without propagation,
+    of which torch has dozens."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -51,29 +49,27 @@ def torch_logs_to_the_root() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread_again() -> Iterator[None]:
-    """Restore the number of threads after each test: more threads made later tests several times
-    slower."""
+    """Restore the number of threads after each test; more threads slow down later tests."""
     yield
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
-    """Seed each test, so that its draws do not depend on the tests before it. `torch.manual_seed`
-    is slower: it notes a traceback for each kind of GPU."""
+    """Seed each test, so its draws do not depend on earlier tests. `torch.manual_seed` is slower,
+    because it saves a traceback for each kind of GPU."""
     torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tiny checkpoint (random weights, byte vocabulary). Read it, do not change it."""
+    """A saved tiny checkpoint (random weights, byte vocabulary), to read only."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny").path
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[None]:
-    """matplotlib takes most of the time of a short run. Here it is not installed, except for tests
-    that ask for `pictures`."""
+    """Hide matplotlib, which dominates the time of short runs, unless a test uses `pictures`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, MATPLOTLIB, None)
         yield
@@ -81,14 +77,14 @@ def no_pictures() -> Iterator[None]:
 
 @pytest.fixture
 def pictures(no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs draw their curves, where matplotlib is installed."""
+    """Let runs draw their curves, if matplotlib is installed."""
     monkeypatch.delitem(sys.modules, MATPLOTLIB)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay until the end. To look through them for garbage again and again makes
-    the collection a quarter longer, and every full garbage collection afterwards."""
+    """Collecting tests takes a quarter longer with garbage collection. Modules and tests stay, so
+    later garbage collections skip them."""
     gc.disable()
     try:
         return (yield)
@@ -97,10 +93,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    end()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes: at the end one worker would wait for the other."""
+    """Start with the longest tests, so no worker waits for another at the end."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)

@@ -1,7 +1,7 @@
-"""The file map: every source file with the first sentence it says about itself. `make map`.
+"""The file map of `make map`: all source files with their opening sentences.
 
-Reads docstrings (Python) and opening comments (C++); imports nothing of the project, so it runs
-without a virtual environment. Does not list tests: they mirror the sources.
+Reads docstrings (Python) and opening comments (C++). It imports nothing of the project, so it needs
+no virtual environment. Tests mirror the sources and are not listed.
 """
 
 import ast
@@ -13,7 +13,7 @@ PACKAGES = ("model", "service", "logitd", "benchmarks")
 
 
 def sources() -> list[Path]:
-    """Every source file, those of a folder before those of the folders in it."""
+    """All source files, those of a folder before those of its subfolders."""
     return [
         path
         for package in PACKAGES
@@ -23,7 +23,7 @@ def sources() -> list[Path]:
 
 
 def opening(path: Path) -> str:
-    """The first paragraph that a file says about itself, on one line; "" where it says nothing."""
+    """The opening paragraph of a file on one line; "" if there is none."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         paragraph = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
@@ -38,7 +38,7 @@ def opening(path: Path) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The map: a line for each folder, from its `__init__.py`, and one for each file in it."""
+    """The map: a line per folder, from its `__init__.py`, and one per file."""
     folder = None
     for path in sources():
         if path.parent != folder:

@@ -1,9 +1,8 @@
-"""Made once: what takes tens of milliseconds, and what tests make by the hundred.
+"""Made once: objects that take tens of milliseconds, and that tests need by the hundred.
 
-Covers the compiled forms of a vocabulary (20 ms for each checkpoint that is opened, 40 ms more for
-what constraints need of it) and the certificates that httpx reads for each client (40 ms, of plain
-HTTP too). What was made of the same arguments is given again, as it only answers and never changes;
-nothing stands in for it. Does not cover processes that tests start, which do as they do everywhere.
+These are compiled vocabularies (20 ms per opened checkpoint, 40 ms more for constraints) and the
+certificates that httpx reads for each client (40 ms, for plain HTTP too). Equal arguments return
+the same object, which is real and never changes. Processes that tests start are unaffected.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import llguidance
 from tiktoken import _tiktoken  # type: ignore[attr-defined]  # compiled, without a stub
 
 VOCABULARIES = 64
-"""So many are kept. Tests have about twenty, beside those that are drawn at random."""
+"""Number of kept vocabularies. Tests have about twenty, and random ones."""
 
 END_OF_CERTIFICATE = "-----END CERTIFICATE-----\n"
 
@@ -31,7 +30,7 @@ def share_vocabularies() -> None:
 
 
 class SharedForConstraints:
-    """Part of `llguidance.LLTokenizer` that a `Compiler` uses."""
+    """The part of `llguidance.LLTokenizer` that a `Compiler` uses."""
 
     @staticmethod
     def from_tiktoken(
@@ -42,14 +41,13 @@ class SharedForConstraints:
         eos_token: int,
         n_vocab: int,
     ) -> llguidance.LLTokenizer:
-        """The same object for the same vocabulary. An error is raised again each time."""
+        """The same object for equal vocabularies. Errors are not cached."""
         assert not special_tokens
         return _compiled_for_constraints(frozenset(encoder.items()), pattern, eos_token, n_vocab)
 
 
 def share_certificates(path: Path) -> None:
-    """Have httpx in this process trust one authority, written to `path`: reading all takes long,
-    and no test asks a remote server."""
+    """Let httpx trust a single authority, written to `path`: all servers of tests are local."""
     authorities = Path(certifi.where()).read_text(encoding="utf-8")
     first = authorities.partition(END_OF_CERTIFICATE)[0] + END_OF_CERTIFICATE
     path.write_text(first, encoding="utf-8")
@@ -57,7 +55,7 @@ def share_certificates(path: Path) -> None:
 
 
 def _shared(ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], pattern: str) -> Any:
-    """Encoding by the arguments of `CoreBPE`. An error is raised again each time."""
+    """The encoding for the arguments of `CoreBPE`. Errors are not cached."""
     return _compiled(frozenset(ranks.items()), frozenset(special_tokens.items()), pattern)
 
 

@@ -1,11 +1,10 @@
-"""Number of examples that hypothesis draws for a property test, by profile.
+"""Numbers of examples of property tests, by hypothesis profile.
 
-`make test` runs the profile "fast". `make test-slow` runs every property test again with "full":
-half the number that each test states. Both draw the same examples each time, so that a failure is
-about the last change. "thorough" draws all of them anew each time: `pytest --hypothesis-profile
-thorough`. An expensive or a cheap test states its own number with `examples`, so that it scales
-with the profile; all others take the profile's. A failing example that was found stays with its
-test as an @example. This module does not choose: conftest.py loads the default.
+`make test` uses the profile "fast"; `make test-slow` runs all property tests again with "full",
+half the number that each test states. Both draw the same examples each time, so a failure is due to
+the last change. "thorough" draws other examples each time: `pytest --hypothesis-profile thorough`.
+Expensive or cheap tests state their number with `examples`, so it scales with the profile. Failing
+examples stay with their tests as an @example.
 """
 
 from hypothesis import settings
@@ -16,9 +15,9 @@ FAST = 6
 
 
 def register_profiles() -> None:
-    """Register all and load "fast". A busy machine is not a bug: pytest's own timeout catches what
-    hangs, so that no example has a deadline. Each states whether it draws anew: where CI is set,
-    hypothesis' own default is not to."""
+    """Register all profiles and load "fast". No example has a deadline, because machines may be
+    busy; pytest's timeout catches hanging tests. `derandomize` is explicit, because its default
+    depends on the variable CI."""
     settings.register_profile("thorough", deadline=None, max_examples=THOROUGH, derandomize=False)
     settings.register_profile("full", deadline=None, max_examples=FULL, derandomize=True)
     settings.register_profile("fast", deadline=None, max_examples=FAST, derandomize=True)
@@ -26,8 +25,8 @@ def register_profiles() -> None:
 
 
 def examples(full: int, fast: int | None = None) -> int:
-    """The number of examples where the thorough profile draws `full` of them. `fast`: what the
-    fast profile draws, where each example takes tens of milliseconds."""
+    """The number of examples of a test with `full` examples in the thorough profile. `fast`: its
+    number in the fast profile, for examples that take tens of milliseconds."""
     drawn = settings().max_examples
     if fast is not None and drawn < FULL:
         return fast

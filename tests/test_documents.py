@@ -1,5 +1,5 @@
-"""The documents are true: every folder and file is introduced; links, paths, commands and flags in
-them exist. What their curl lines and Python blocks do is tested in tests/e2e/test_readme.py."""
+"""The documents: all folders and files are introduced; links, paths, commands and flags exist.
+tests/e2e/test_readme.py runs curl lines and Python blocks."""
 
 import re
 import shlex
@@ -26,8 +26,8 @@ COMMAND_LINE = r"^ *(?:\.venv/bin/)?logitd ([a-z]+)(.*)$"
 
 
 def listed_folders() -> set[str]:
-    """Folders of ARCHITECTURE.md's list: a fenced tree whose indentation is two spaces a level.
-    A line may name several that stand beside each other."""
+    """Folders of ARCHITECTURE.md's list: a fenced tree with two spaces per level and one or several
+    folders per line."""
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     tree = text.split("## Where things are", 1)[1].split("```\n", 1)[1].split("```", 1)[0]
     found: set[str] = set()
@@ -41,21 +41,20 @@ def listed_folders() -> set[str]:
 
 
 def code_folders() -> set[str]:
-    """Folders that hold modules of ours, tests aside."""
+    """Folders with modules, except tests."""
     return {
         f"{path.parent.relative_to(ROOT)}/" for path in file_map.sources() if path.suffix == ".py"
     }
 
 
-def test_every_folder_has_its_line() -> None:
-    """A stranger finds the room by ARCHITECTURE.md, and no line leads to a room that is gone."""
+def test_all_folders_are_listed() -> None:
     listed = listed_folders()
     assert code_folders() - listed == set(), "folders without a line in ARCHITECTURE.md"
     assert {name for name in listed if not (ROOT / name).is_dir()} == set()
 
 
-def test_every_file_says_what_it_is() -> None:
-    """`make map` prints these lines, so each has to stand alone."""
+def test_all_files_have_an_opening_sentence() -> None:
+    """`make map` prints these sentences."""
     silent = [str(path) for path in file_map.sources() if len(file_map.opening(path)) <= 10]
     assert silent == [], "files without an opening sentence"
 
@@ -66,7 +65,7 @@ each_document = pytest.mark.parametrize(
 
 
 def code_blocks(document: Path) -> str:
-    """The shell's and the indented blocks of a document, continued lines joined."""
+    """The shell blocks and indented blocks of a document, with continued lines joined."""
     text = document.read_text(encoding="utf-8")
     fenced = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^ {4}.*$", text, flags=re.MULTILINE)
@@ -84,7 +83,7 @@ def known_flags() -> set[str]:
 
 
 @each_document
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_targets(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         if "://" not in target:
@@ -93,7 +92,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @each_document
 def test_places_exist(document: Path) -> None:
-    """Files and folders in backticks, where they are named by their whole path."""
+    """Files and folders in backticks with their whole path."""
     text = document.read_text(encoding="utf-8")
     gone = [place for place in re.findall(PLACES, text) if not (ROOT / place).exists()]
     assert gone == []
@@ -126,7 +125,7 @@ def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
 
 @each_document
 def test_flags_exist(document: Path) -> None:
-    """Flags that the changelog says were renamed are left out."""
+    """Except flags that the changelog names as renamed."""
     text = document.read_text(encoding="utf-8").split("### Changed")[0]
     assert set(re.findall(r"`(--[a-z][a-z0-9-]*)", text)) - known_flags() == set()
 
@@ -135,8 +134,8 @@ def test_flags_exist(document: Path) -> None:
 def test_command_lines_are_understood(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parsed, not run. A synopsis may have [optional] flags and end in "..."."""
-    monkeypatch.chdir(tmp_path)  # away from somebody's .env
+    """Parse the commands. A synopsis may have [optional] flags and end in "..."."""
+    monkeypatch.chdir(tmp_path)  # without a .env
     blocks = code_blocks(document).replace("\\\n", " ")
     for command, rest in re.findall(COMMAND_LINE, blocks, flags=re.MULTILINE):
         words = shlex.split(rest.translate({ord("["): None, ord("]"): None}), comments=True)
@@ -145,14 +144,14 @@ def test_command_lines_are_understood(
         parsed(command, *given)
 
 
-def test_changelog_begins_with_this_version() -> None:
+def test_changelog_starts_with_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", text, flags=re.MULTILINE)
     assert versions[0] == VERSION
 
 
 def test_sources_name_files_that_exist() -> None:
-    """After the folders were regrouped, seven docstrings sent their reader to files of before."""
+    """Docstrings name files by their paths, which may move."""
     folders = ("model", "service", "logitd", "benchmarks", "deploy", "tests")
     sources = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     paths = [

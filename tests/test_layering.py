@@ -25,184 +25,91 @@ ROOMS: dict[str, set[str]] = {
     "model.memory": {"model.device", "model.transformer"},
     "model.text": {"model.files"},
     "model.checkpoint": {
-        "model.device",
-        "model.dtypes",
-        "model.files",
-        "model.memory",
-        "model.text",
+        "model.device", "model.dtypes", "model.files", "model.memory", "model.text",
         "model.transformer",
     },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
     "model.inference.errors": set(),
     "model.inference.options": {"model.dtypes"},
-    "model.inference.constraints": {"model.text", "model.inference.errors"},
-    "model.inference.sampling": {
-        "model.inference.constraints.protocol",
-        "model.inference.errors",
-    },
-    "model.inference.selection": {"model.transformer", "model.inference.errors"},
+    "model.inference.constraints": {"model.inference.errors", "model.text"},
+    "model.inference.sampling": {"model.inference.constraints.protocol", "model.inference.errors"},
+    "model.inference.selection": {"model.inference.errors", "model.transformer"},
     "model.inference.interventions": {
-        "model.transformer",
-        "model.inference.errors",
-        "model.inference.selection",
+        "model.inference.errors", "model.inference.selection", "model.transformer",
     },
     "model.inference.sweep": {
-        "model.transformer",
-        "model.inference.errors",
-        "model.inference.interventions",
+        "model.inference.errors", "model.inference.interventions", "model.transformer",
     },
     "model.inference.attribution": {"model.device", "model.transformer"},
     "model.inference.kv_cache": {"model.inference.options", "model.transformer"},
     "model.inference.kernels": {
-        "model.device",
-        "model.dtypes",
-        "model.processor",
+        "model.device", "model.dtypes", "model.inference.interventions", "model.inference.kv_cache",
+        "model.inference.options", "model.inference.sampling", "model.processor",
         "model.transformer",
-        "model.inference.interventions",
-        "model.inference.kv_cache",
-        "model.inference.options",
-        "model.inference.sampling",
     },
     "model.inference.engine": {
-        "model.device",
-        "model.transformer",
-        "model.inference.attribution",
-        "model.inference.constraints.protocol",
-        "model.inference.errors",
-        "model.inference.interventions",
-        "model.inference.kernels.base",
-        "model.inference.kernels.eager",
-        "model.inference.kv_cache",
-        "model.inference.options",
-        "model.inference.sampling",
-        "model.inference.selection",
+        "model.device", "model.inference.attribution", "model.inference.constraints.protocol",
+        "model.inference.errors", "model.inference.interventions", "model.inference.kernels.base",
+        "model.inference.kernels.eager", "model.inference.kv_cache", "model.inference.options",
+        "model.inference.sampling", "model.inference.selection", "model.transformer",
     },
     "model.inference.memory": {
-        "model.device",
-        "model.inference.options",
-        "model.memory",
-        "model.transformer",
+        "model.device", "model.inference.options", "model.memory", "model.transformer",
     },
     "model.inference.sharing": {
-        "model.device",
-        "model.inference.memory",
-        "model.inference.options",
-        "model.memory",
+        "model.device", "model.inference.memory", "model.inference.options", "model.memory",
         "model.transformer",
     },
     "model.inference.load": {
-        "model.checkpoint",
-        "model.device",
-        "model.dtypes",
-        "model.transformer",
-        "model.inference.kernels.select",
-        "model.inference.memory",
-        "model.inference.options",
-        "model.memory",
+        "model.checkpoint", "model.device", "model.dtypes", "model.inference.kernels.select",
+        "model.inference.memory", "model.inference.options", "model.memory", "model.transformer",
     },
-    "model.inference.reference": {"model.transformer", "model.inference.sampling"},
+    "model.inference.reference": {"model.inference.sampling", "model.transformer"},
     "model.operations": {
-        "model.checkpoint",
-        "model.text",
-        "model.transformer",
-        "model.inference.attribution",
-        "model.inference.constraints.compiler",
-        "model.inference.engine",
-        "model.inference.errors",
-        "model.inference.interventions",
-        "model.inference.sampling",
-        "model.inference.selection",
-        "model.inference.sweep",
+        "model.checkpoint", "model.inference.attribution", "model.inference.constraints.compiler",
+        "model.inference.engine", "model.inference.errors", "model.inference.interventions",
+        "model.inference.sampling", "model.inference.selection", "model.inference.sweep",
+        "model.text", "model.transformer",
     },
     "model.llm": {
-        "model.checkpoint",
-        "model.device",
-        "model.dtypes",
-        "model.inference",
-        "model.operations",
+        "model.checkpoint", "model.device", "model.dtypes", "model.inference", "model.operations",
         "model.text",
     },
     "model.benchmark": {"model.inference", "model.machine", "model.transformer"},
     # Data: what finds documents, which imports of models use too, is below what prepares them.
     "model.data.errors": set(),
     "model.data.shards": {"model.data.errors", "model.files"},
-    "model.data.sources": {
-        "model.data.errors",
-        "model.data.shards",
-        "model.extras",
-        "model.files",
-    },
+    "model.data.sources": {"model.data.errors", "model.data.shards", "model.extras", "model.files"},
     "model.convert": {
-        "model.checkpoint",
-        "model.data.errors",
-        "model.data.sources",
-        "model.dtypes",
-        "model.extras",
-        "model.files",
-        "model.text",
-        "model.transformer",
+        "model.checkpoint", "model.data.errors", "model.data.sources", "model.dtypes",
+        "model.extras", "model.files", "model.text", "model.transformer",
     },
     "model.data": {
-        "model.convert.foreign",
-        "model.convert.hf.tokenizer",
-        "model.data.errors",
-        "model.data.shards",
-        "model.data.sources",
-        "model.extras",
-        "model.files",
-        "model.text",
+        "model.convert.foreign", "model.convert.hf.tokenizer", "model.data.errors",
+        "model.data.shards", "model.data.sources", "model.extras", "model.files", "model.text",
     },
     "model.training": {
-        "model.checkpoint",
-        "model.convert.exportable",
-        "model.convert.family",
-        "model.convert.foreign",
-        "model.data",
-        "model.device",
-        "model.extras",
-        "model.files",
-        "model.folder_lock",
-        "model.machine",
-        "model.optional_fields",
-        "model.text",
+        "model.checkpoint", "model.convert.exportable", "model.convert.family",
+        "model.convert.foreign", "model.data", "model.device", "model.extras", "model.files",
+        "model.folder_lock", "model.machine", "model.optional_fields", "model.text",
         "model.transformer",
     },
     "model.evaluation": {
-        "model.checkpoint",
-        "model.data",
-        "model.device",
-        "model.text",
-        "model.training",
-        "model.transformer",
-        "model.inference",
+        "model.checkpoint", "model.data", "model.device", "model.inference", "model.text",
+        "model.training", "model.transformer",
     },
     "model.extraction": {
-        "model.openmp",
-        "model.checkpoint",
-        "model.data",
-        "model.device",
-        "model.dtypes",
-        "model.extras",
-        "model.files",
-        "model.folder_lock",
-        "model.inference",
-        "model.text",
-        "model.transformer",
-        "model.version",
+        "model.checkpoint", "model.data", "model.device", "model.dtypes", "model.extras",
+        "model.files", "model.folder_lock", "model.inference", "model.openmp", "model.text",
+        "model.transformer", "model.version",
     },
     "service.log": set(),
     "service.client": set(),
     "service.settings": {
-        "model.checkpoint.run_folder",
-        "model.convert.by_role.computation",
-        "model.data.sources.read_options",
-        "model.dtypes",
-        "model.inference.engine.config",
-        "model.inference.options",
-        "model.optional_fields",
-        "model.training.configuration.config",
-        "model.training.configuration.presets",
-        "model.transformer.config",
+        "model.checkpoint.run_folder", "model.convert.by_role.computation",
+        "model.data.sources.read_options", "model.dtypes", "model.inference.engine.config",
+        "model.inference.options", "model.optional_fields", "model.training.configuration.config",
+        "model.training.configuration.presets", "model.transformer.config",
     },
     "service.cli.program_name": set(),
     "service.cli.busy": set(),
@@ -216,82 +123,43 @@ ROOMS: dict[str, set[str]] = {
     "service.metrics": {"model", "service.engine"},
     "service.access": {"model", "service.engine", "service.errors", "service.settings"},
     "service.models": {
-        "model",
-        "service.access",
-        "service.engine",
-        "service.errors",
-        "service.metrics",
+        "model", "service.access", "service.engine", "service.errors", "service.metrics",
         "service.settings",
     },
     "service.http": {
-        "model",
-        "service.access",
-        "service.engine",
-        "service.errors",
-        "service.metrics",
+        "model", "service.access", "service.engine", "service.errors", "service.metrics",
         "service.models",
     },
     "service.openai": {
-        "model",
-        "service.access",
-        "service.errors",
-        "service.http",
-        "service.models",
+        "model", "service.access", "service.errors", "service.http", "service.models",
     },
     "service.generate_client": {"model.operations", "service.http.schemas"},
     "service.connections": {"service.errors", "service.metrics", "service.settings"},
     "service.tracing": {
-        "model",
-        "service.access",
-        "service.engine",
-        "service.http",
-        "service.metrics",
-        "service.models",
-        "service.settings",
+        "model", "service.access", "service.engine", "service.http", "service.metrics",
+        "service.models", "service.settings",
     },
     "service.application": {
-        "model",
-        "service.access",
-        "service.connections",
-        "service.engine",
-        "service.errors",
-        "service.http",
-        "service.log",
-        "service.metrics",
-        "service.models",
-        "service.openai",
-        "service.settings",
-        "service.tracing",
+        "model", "service.access", "service.connections", "service.engine", "service.errors",
+        "service.http", "service.log", "service.metrics", "service.models", "service.openai",
+        "service.settings", "service.tracing",
     },
     "service.cli.commands": {
-        "model",
-        "service.access",
-        "service.application",
-        "service.client",
-        "service.cli.busy",
-        "service.cli.program_name",
-        "service.cli.terminal",
-        "service.errors",
-        "service.models",
-        "service.settings",
+        "model", "service.access", "service.application", "service.cli.busy",
+        "service.cli.program_name", "service.cli.terminal", "service.client", "service.errors",
+        "service.models", "service.settings",
     },
     "service.cli.interrupts": set(),
     "service.cli.main": {
-        "model.openmp",
-        "model.version",
-        "service.cli.commands",
-        "service.cli.interrupts",
-        "service.cli.settings_command",
-        "service.cli.terminal",
-        "service.cli.variables",
+        "model.openmp", "model.version", "service.cli.commands", "service.cli.interrupts",
+        "service.cli.settings_command", "service.cli.terminal", "service.cli.variables",
         "service.settings",
     },
     "service.cli.start": {"service.cli.interrupts", "service.cli.main"},
     "logitd": {"model.llm", "service.cli.start", "service.client"},
-}
-"""Each room, a folder or a lone module, with those that it may import besides itself. A room
-imports from rooms above it in this list alone, so there is no circle. Names are written without
-the import name, as paths in the repository are."""
+}  # fmt: skip
+"""Each room, a folder or a single module, with the rooms that it may import. A room imports only
+earlier rooms of this list. Names are paths in the repository."""
 ORDER = {room: place for place, room in enumerate(ROOMS)}
 ONE_ROOM = {
     "torch": {"model"},
@@ -324,18 +192,18 @@ ONE_ROOM = {
         "service.tracing.otlp",
     },
 }
-"""What few places may import."""
+"""Libraries that only some rooms may import."""
 SAME_AS = {"queue": "threading", "concurrent": "threading"}
 ENGINE = "model.inference.engine"
 ENGINE_TENSORS = {f"{ENGINE}.runner", f"{ENGINE}.outputs"}
-"""The modules of the engine that know torch and NumPy."""
+"""Modules of the engine that may import torch and NumPy."""
 CLIENT_NEEDS = sys.stdlib_module_names | {"httpx", "numpy"}
-"""What the Python client may import besides itself: who asks a server need not have one."""
+"""Libraries of the Python client, which is usable without a server's."""
 PACKAGES = ("model", "service", "logitd")
 
 
 def modules(package: str) -> Iterator[tuple[str, set[str]]]:
-    """Modules below a package with the modules that each imports."""
+    """Modules of a package, each with its imports."""
     for path in sorted((ROOT / package).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         yield name, imports(path.read_text(encoding="utf-8"))
@@ -343,7 +211,7 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
 
 @cache  # several tests read all of them
 def imports(source: str) -> set[str]:
-    """Modules that a source imports, also inside functions, and names of them as `module.name`."""
+    """Imports of a source, also within functions, with imported names as `module.name`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -357,18 +225,18 @@ def imports(source: str) -> set[str]:
 
 
 def inside(name: str, rooms: Iterable[str]) -> bool:
-    """True if a module is one of some rooms, or in one of them."""
+    """True if a module is in one of the rooms."""
     return any(name == room or name.startswith(room + ".") for room in rooms)
 
 
 def room_of(name: str) -> str:
-    """The innermost room that holds a module; itself where there is none."""
+    """The innermost room of a module; the module itself if there is none."""
     return max((room for room in ROOMS if inside(name, {room})), key=len, default=name)
 
 
 def may_import(room: str, target: str) -> bool:
-    """Whether a room may import a module. A room within another one that is listed before it, such
-    as `service.api.openai` within `service.api`, is above it."""
+    """True if a room may import a module. A room within an earlier one is above it, such as
+    `service.api.openai` above `service.api`."""
     above = ORDER.get(room_of(target), -1) > ORDER.get(room, len(ORDER))
     return inside(target, ROOMS.get(room, set()) | {room}) and not above
 
@@ -384,13 +252,13 @@ def forbidden(name: str, imported: set[str]) -> Iterator[str]:
         if owners is not None and not inside(name, owners):
             yield f"{name} imports {library}: only {sorted(owners)} may"
         if inside(name, {"service.client"}) and library not in (*CLIENT_NEEDS, "service"):
-            yield f"{name} imports {library}: the client stands for itself"
+            yield f"{name} imports {library}: the client needs httpx and NumPy alone"
         if library in ("torch", "numpy") and inside(name, {ENGINE}) and name not in ENGINE_TENSORS:
             yield f"{name} imports {library}: only {sorted(ENGINE_TENSORS)} may"
 
 
 def violations() -> list[str]:
-    """Every import that a wall forbids."""
+    """All forbidden imports."""
     return [
         wrong
         for package in PACKAGES
@@ -406,8 +274,8 @@ def test_imports_run_one_way() -> None:
     }, "every module lies in a room"  # fmt: skip
 
 
-def test_rooms_stand_in_order() -> None:
-    """A room's imports are listed before it, so no arrow runs back up."""
+def test_rooms_are_listed_after_their_imports() -> None:
+    """So there is no circle."""
     listed: list[str] = []
     for room, below in ROOMS.items():
         for target in below - set(PACKAGES):
@@ -418,8 +286,8 @@ def test_rooms_stand_in_order() -> None:
         listed.append(room)
 
 
-def test_serving_loads_nothing_of_the_trainer() -> None:
-    """Every module that a server comes to import, followed from the command."""
+def test_serving_imports_nothing_of_the_trainer() -> None:
+    """Follow all imports of the command."""
     sources = {name: imported for package in PACKAGES for name, imported in modules(package)}
     loaded: set[str] = set()
     ahead = {"service.cli.commands.serve"}
@@ -437,7 +305,7 @@ def test_serving_loads_nothing_of_the_trainer() -> None:
 
 
 def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong import anywhere, even inside a function, is found."""
+    """Find wrong imports anywhere, even within functions."""
     for file, source in {
         "model/a.py": "def f():\n    from logitd.service import app\n",
         "model/reading.py": "from concurrent.futures import ThreadPoolExecutor\n",
@@ -473,9 +341,9 @@ def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_no_pickle_is_loaded_where_checkpoints_are_served() -> None:
-    """Loading never executes code: torch.load appears in the trainer and where foreign files are
-    imported, weights only."""
+def test_serving_loads_no_pickle() -> None:
+    """Loading executes no code: only the trainer and the import of foreign files call torch.load,
+    for weights alone."""
     for path in sorted([*(ROOT / "model").rglob("*.py"), *(ROOT / "service").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

@@ -31,7 +31,10 @@ def python(code: str, cwd: Path) -> str:
 
 
 def test_logitd_exports_the_client_and_the_llm() -> None:
-    assert set(logitd.__all__) == IN_PROCESS | set(client.__all__)
+    assert set(logitd.__all__) == IN_PROCESS | set(client.NAMES)
+    aliases = {"TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds"}
+    assert aliases | {"Client", "AsyncStream", "Logits", "Generation"} < set(client.NAMES)
+    assert not {"Any", "np", "dataclass", "errors", "BlockingWire"} & set(client.NAMES)
     assert len(logitd.__all__) == len(set(logitd.__all__))
     for name in logitd.__all__:
         assert getattr(logitd, name) is getattr(llm if name in IN_PROCESS else client, name)
@@ -42,7 +45,7 @@ def test_logitd_has_no_other_names() -> None:
         _ = logitd.no_such_name
 
 
-def test_logitd_has_types_for_those_who_install_it() -> None:
+def test_logitd_is_marked_as_typed() -> None:
     """Type checkers look for py.typed in the package that a name is imported from."""
     assert (ROOT / "logitd" / "py.typed").exists()
 

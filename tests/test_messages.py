@@ -1,6 +1,6 @@
-"""Error messages of `model/`: a sample of the sentences, held against `messages.golden`.
+"""Error messages of `model/`: a sample of the sentences, compared with `messages.golden`.
 
-All other tests assert the field, the code and the numbers. After a message was reworded on purpose:
+Other tests assert the field, the code and the numbers. After rewording a message:
 
     .venv/bin/python -m pytest tests/test_messages.py --update-golden
 """
@@ -173,7 +173,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Messages with the name of what provokes each; without paths and hashes of this run."""
+    """Messages by the name of their provocation, without paths and hashes of this run."""
 
     def message(provoke: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, ConstraintError)) as caught:
@@ -194,7 +194,7 @@ def provoked(folder: Path) -> Iterator[str]:
     yield f"adapter: {message(partial(read_adapter, whole))}"
 
 
-def test_messages_are_those_of_the_golden_file(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_messages_equal_the_golden_file(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     found = "".join(f"{line}\n" for line in provoked(tmp_path))
     if pytestconfig.getoption("--update-golden"):
         GOLDEN.write_text(found, encoding="utf-8")

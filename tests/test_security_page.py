@@ -1,4 +1,4 @@
-"""SECURITY.md: its list of dependencies is the one of pyproject.toml, and its tests exist."""
+"""SECURITY.md: its dependencies are those of pyproject.toml, and its tests exist."""
 
 import importlib.metadata
 import re
@@ -12,7 +12,7 @@ PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
 SLOW_ALONE = {"ray"}
-"""Extras that are too large for `make test`."""
+"""Extras that only `make test-slow` installs."""
 
 
 def dependencies() -> set[str]:
@@ -23,25 +23,25 @@ def dependencies() -> set[str]:
 
 
 def licences() -> dict[str, str]:
-    """Licence that the page states of each dependency."""
+    """The licence of each dependency on the page."""
     rows = PAGE.partition("| dependency | licence |")[2].splitlines()[2:]
     cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("|")]
     return {name: licence for names, licence in cells for name in names.split(", ")}
 
 
-def test_every_dependency_has_its_licence() -> None:
+def test_all_dependencies_have_a_licence() -> None:
     assert licences().keys() == dependencies()
 
 
 @pytest.mark.parametrize("name", sorted(dependencies()))
-def test_licence_is_what_the_package_says(name: str) -> None:
+def test_licences_equal_the_packages(name: str) -> None:
     try:
-        said = importlib.metadata.metadata(name)
+        metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         assert name in SLOW_ALONE, f"{name} is not installed"
         pytest.skip("`make test-slow` installs it")
     fields = ("License-Expression", "License", "Classifier")
-    texts = [text for field in fields for text in said.get_all(field) or ()]
+    texts = [text for field in fields for text in metadata.get_all(field) or ()]
     known = " ".join(text for text in texts if text)
     kinds = {"MIT": "MIT", "Apache": "Apache", "BSD": "BSD", "MPL": "MPL", "its own": "matplotlib"}
     claimed = [word for kind, word in kinds.items() if kind in licences()[name]]
@@ -49,7 +49,7 @@ def test_licence_is_what_the_package_says(name: str) -> None:
     assert all(word in known for word in claimed), known[:300]
 
 
-def test_every_row_of_the_bounds_names_a_test_that_is_there() -> None:
+def test_rows_of_bounds_name_existing_tests() -> None:
     rows = PAGE.partition("## Bounds")[2].partition("## What the operator")[0].splitlines()
     bounds = [row for row in rows if row.startswith("| ") and not row.startswith("| resource")]
     assert len(bounds) > 10

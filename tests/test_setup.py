@@ -1,7 +1,6 @@
-"""`make setup` from the first try to the one that works: the Makefile's rule, with interpreters
-that pretend to be of any version and note what they are asked to install.
+"""`make setup`: the Makefile's rule, with fake interpreters of any version that log installations.
 
-Not here: that what is pinned can be installed; whoever runs these tests has done that.
+Real installations of the pinned packages are not tested: these tests run in one.
 """
 
 import os
@@ -52,7 +51,7 @@ match sys.argv[1:]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with what the rule reads, and a path on which there is no other Python."""
+    """A folder with the files of the rule, and a path without Python."""
     for name in ("Makefile", "requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     tools = tmp_path / "tools"
@@ -65,7 +64,7 @@ def clone(tmp_path: Path) -> Path:
 def interpreter(
     clone: Path, version: str, *, without_pip: bool = False, index_gone: bool = False
 ) -> None:
-    """Put a pretended Python on the path. `index_gone`: torch cannot be fetched."""
+    """Put a fake Python on the path. `index_gone`: torch cannot be downloaded."""
     script = clone / "tools" / f"python{version}"
     numbers = tuple(map(int, version.split(".")))
     script.write_text(
@@ -90,7 +89,7 @@ def installed(clone: Path) -> str:
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.10", "3.14"])
-def test_python_that_does_not_fit_is_refused_and_nothing_is_left(clone: Path, version: str) -> None:
+def test_unsupported_python_is_refused_and_leaves_nothing(clone: Path, version: str) -> None:
     interpreter(clone, version)
     before = set(clone.iterdir())
     done = make(clone, "setup", f"PYTHON=python{version}")
@@ -107,7 +106,7 @@ def test_refusal_names_the_command_that_works(clone: Path, target: str) -> None:
     assert f"make {target} PYTHON=python3.12" in done.stderr
 
 
-def test_python_that_is_not_there_is_said_so(clone: Path) -> None:
+def test_missing_python_is_named(clone: Path) -> None:
     done = make(clone, "setup")
     assert done.returncode == 2
     assert re.search(r"3\.11 to 3\.13.*python3 is not", done.stderr)
@@ -115,7 +114,7 @@ def test_python_that_is_not_there_is_said_so(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_same_with_a_python_that_fits_works(clone: Path, version: str) -> None:
+def test_supported_python_works(clone: Path, version: str) -> None:
     interpreter(clone, "3.10")
     interpreter(clone, version)
     assert make(clone, "setup", "PYTHON=python3.10").returncode == 2
@@ -130,9 +129,8 @@ def test_same_with_a_python_that_fits_works(clone: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize("left", ["another Python", "no pip", "no interpreter", "a dead link"])
-def test_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str) -> None:
-    """The environment was left by an unsuitable Python, an interruption, or an interpreter that was
-    removed since."""
+def test_unfinished_environments_are_created_again(clone: Path, left: str) -> None:
+    """The environment of an unsupported Python, an interrupted setup, or a removed interpreter."""
     interpreter(clone, "3.10")
     interpreter(clone, "3.11")
     python = "3.10" if left == "another Python" else "3.11"
@@ -155,7 +153,7 @@ def test_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str
 
 
 def test_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
-    """Debian's Python says itself that python3-venv is missing."""
+    """Debian's Python names the missing python3-venv itself."""
     interpreter(clone, "3.11", without_pip=True)
     done = make(clone, "setup", "PYTHON=python3.11")
     assert done.returncode == 2
@@ -171,7 +169,7 @@ def test_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
         ("file:///wheels", r"^pip .* install --quiet --index-url file:///wheels torch=="),
     ],
 )
-def test_torch_comes_from_where_it_was_said(clone: Path, index: str, line: str) -> None:
+def test_torch_comes_from_the_given_index(clone: Path, index: str, line: str) -> None:
     interpreter(clone, "3.11")
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
     assert done.returncode == 0, done.stderr
@@ -179,9 +177,8 @@ def test_torch_comes_from_where_it_was_said(clone: Path, index: str, line: str) 
 
 
 @pytest.mark.parametrize("index", ["cpu", "https://example.org/whl", ""])
-def test_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, index: str) -> None:
-    """The first line of the tutorial failed behind a mirror of packages, and did not say what
-    works."""
+def test_unreachable_index_of_torch_is_not_fatal(clone: Path, index: str) -> None:
+    """The message names the way out, for networks with a mirror of packages."""
     interpreter(clone, "3.11", index_gone=True)
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
     assert done.returncode != 0
@@ -193,8 +190,8 @@ def test_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, index
     assert done.returncode == 0, done.stderr
 
 
-def test_every_place_says_the_same_versions() -> None:
-    """The Makefile, the package, and what people read."""
+def test_all_files_have_the_same_versions() -> None:
+    """The Makefile, the package and the documents."""
     listed = re.search(r"^PYTHONS := (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert listed is not None
     versions = listed[1].split()
@@ -207,7 +204,7 @@ def test_every_place_says_the_same_versions() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_machine_without_a_compiler_gets_one(clone: Path, there: bool) -> None:
+def test_missing_compiler_is_installed(clone: Path, there: bool) -> None:
     interpreter(clone, "3.12")
     if there:
         (clone / "tools" / "g++").symlink_to("/bin/true")

@@ -99,7 +99,7 @@ class EncodedText(ReplyBody):
     pieces: list[Piece] | None
 
 
-class TokenizeReply(EncodedText, Reply):
+class TokenizeReply(Reply, EncodedText):
     """The ids of one text."""
 
 
@@ -140,7 +140,7 @@ class DecodedText(ReplyBody):
     bytes: list[int]
 
 
-class DetokenizeReply(DecodedText, Reply):
+class DetokenizeReply(Reply, DecodedText):
     """The text of one list of ids."""
 
 

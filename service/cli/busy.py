@@ -6,21 +6,21 @@ from pathlib import Path
 
 LOAD = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 5, 0.01
-"""Readings of the runnable threads, and the seconds between two."""
+"""Number of samples of the runnable threads, and seconds between two."""
 
 
 def busy_notice(file: Path = LOAD) -> str | None:
-    """A sentence if other programs take at least one processor and a quarter of all, both on
-    average over the last minute and now; else None, also where Linux's `file` is missing.
+    """A sentence if other programs use at least one processor and a quarter of all, both on average
+    over the last minute and now. None otherwise, and without Linux's `file`.
 
-    The average alone also counts a command that has just ended, the threads of now a short burst.
+    The average alone includes a command that has just ended, the current threads a short burst.
     """
     processors = os.cpu_count() or 1
     others = []
     try:
         for _ in range(SAMPLES):
             average, _, _, threads, _ = file.read_text(encoding="ascii").split()
-            others.append(int(threads.partition("/")[0]) - 1)  # this one is running
+            others.append(int(threads.partition("/")[0]) - 1)  # without this one
             time.sleep(INTERVAL)
     except (OSError, ValueError):
         return None

@@ -1,7 +1,6 @@
-"""Flags: parameters of click from the fields of a settings model, and settings from their values.
+"""Flags: click parameters from the fields of a settings model, and settings from their values.
 
-click checks the words of a command line; the model checks every value. Does not read variables:
-the model does.
+click checks the words of a command line; the model reads variables and checks all values.
 """
 
 import json
@@ -26,7 +25,7 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 class Word(click.Choice[str]):
-    """One of some words, or several with commas between them, which the settings model checks."""
+    """One of several words, or a comma-separated list of them; the settings model checks them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
@@ -45,14 +44,14 @@ class Json(click.ParamType[Any]):
 
 
 def parameters(settings: type[CommandSettings]) -> list[click.Parameter]:
-    """A flag or an argument for each field, in their order."""
+    """A flag or an argument for each field, in order."""
     fields = settings.model_fields.items()
     return [_parameter(settings, name, field) for name, field in fields]
 
 
 def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> CommandSettings:
-    """The settings of a parsed command line, of variables and of .env. Raises UsageError, which
-    names the flag or the variable."""
+    """The settings from a parsed command line, variables and .env. Raises UsageError, which names
+    the flag or the variable."""
     given: dict[str, Any] = {}
     for param in ctx.command.get_params(ctx):
         name = str(param.name)
@@ -65,8 +64,8 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
         return settings(**given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        said = "\n".join(_sentence(ctx, settings, problem) for problem in problems)
-        raise click.UsageError(said, ctx) from error
+        text = "\n".join(_sentence(ctx, settings, problem) for problem in problems)
+        raise click.UsageError(text, ctx) from error
     except SettingsError as error:  # a list in a variable that is not JSON
         raise click.UsageError(str(error), ctx) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +80,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
     choices = [
         str(word) for kind in items if get_origin(kind) is Literal for word in get_args(kind)
     ]
-    kind: click.ParamType[Any] = click.Path(readable=False)  # unchecked; shells complete files
+    kind: click.ParamType[Any] = click.Path(readable=False)  # so shells complete files
     metavar = _METAVARS.get(items[0], "TEXT")
     if choices:
         kind, metavar = Word(choices), "|".join(choices)
@@ -127,7 +126,7 @@ def _help(settings: type[CommandSettings], name: str, field: FieldInfo, position
 
 
 def _written(default: Any) -> str | None:
-    """A default as a command line has it; None if it is nothing."""
+    """A default as written on a command line; None if it is empty."""
     if default is None or default is False or default is PydanticUndefined:
         return None
     if isinstance(default, tuple):
@@ -138,7 +137,7 @@ def _written(default: Any) -> str | None:
 
 
 def _sentence(ctx: click.Context, settings: type[CommandSettings], problem: ErrorDetails) -> str:
-    """A problem, beginning with the flag or the variable whose value has it."""
+    """A problem, after the flag or the variable of its value."""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     message = problem["msg"].removeprefix("Value error, ")
     param = next((param for param in ctx.command.params if param.name == field), None)

@@ -1,7 +1,6 @@
-"""Interrupts: Ctrl-C while nothing but imports has happened ends the process in silence.
+"""Interrupts: Ctrl-C during the imports ends the process without a traceback.
 
-Importing takes seconds, and an interrupt in the middle of it would come out as some extension's
-traceback. Standard library alone, so that it stands before everything else is imported.
+Importing takes seconds. This module is imported first, so it needs the standard library alone.
 """
 
 import os
@@ -11,19 +10,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of what was interrupted, as shells count."""
+"""Exit code of an interrupted command, as in shells."""
 
 
 @contextmanager
 def quits_when_interrupted() -> Iterator[None]:
-    """While modules are imported, and nothing is there to be cleaned up: an interrupt ends the
-    process at once. Leaves alone what somebody has decided on interrupts (nohup, a test)."""
+    """Within this context, an interrupt ends the process at once, without cleaning up. Other
+    handlers of interrupts stay (nohup, a test)."""
     usual = signal.default_int_handler
     replaced = signal.getsignal(signal.SIGINT) is usual
     if replaced:
         try:
             signal.signal(signal.SIGINT, _quit)
-        except ValueError:  # not in the main thread, which is the one that is interrupted
+        except ValueError:  # not in the main thread, the only one with signals
             replaced = False
     try:
         yield

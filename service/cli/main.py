@@ -1,8 +1,8 @@
 """The command line: `logitd` and its commands.
 
-Each command is parsed with its settings model; then the module of the same name in `commands/` is
-imported. Its `run` returns the exit code; the exceptions in its `ERRORS` are printed and give 1. So
---help and a wrong flag are answered at once, without torch.
+The settings model of a command parses its flags; then the module of the same name in `commands/` is
+imported. Its `run` returns the exit code; exceptions in its `ERRORS` are printed and the code is 1.
+So --help and wrong flags need no torch and are immediate.
 """
 
 import gc
@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -28,25 +30,25 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 COMPLETE = "_LOGITD_COMPLETE"
-"""Variable by which the completion scripts ask for words."""
+"""Variable by which completion scripts request words."""
 MODULES = {"import": "import_model"}
-"""Modules of commands whose names are keywords."""
+"""Modules of commands whose names are keywords of Python."""
 COMMANDS = (
     SettingsCommand(
         "serve",
         "serve:ServeSettings",
-        "Serve a checkpoint over HTTP, or several.",
+        "Serve one or several checkpoints over HTTP.",
         """
         logitd serve                                  the bundled checkpoint
         logitd serve runs/mine --port 9000            the best checkpoint of a run
         logitd serve checkpoints/mine --quantize int4
-        logitd serve small=runs/a large=runs/b        two, which requests choose by name
+        logitd serve small=runs/a large=runs/b        two, chosen by name in requests
         """,
     ),
     SettingsCommand(
         "train",
         "train:TrainSettings",
-        "Train a GPT on text; without --data on the text that every Python carries.",
+        "Train a GPT on text; without --data on the text that Python carries.",
         """
         logitd train --minutes 2 --out runs/mine      on the text that Python carries
         logitd train --data my-texts/ --preset tiny --out runs/mine
@@ -81,7 +83,7 @@ COMMANDS = (
     SettingsCommand(
         "inspect",
         "tools:InspectSettings",
-        "Show a checkpoint and the shapes of its forward pass, or how training runs went.",
+        "Show a checkpoint and the shapes of its forward pass, or the course of training runs.",
         "logitd inspect runs/mine runs/other",
     ),
     SettingsCommand(
@@ -108,7 +110,7 @@ COMMANDS = (
     SettingsCommand(
         "health",
         "tools:HealthSettings",
-        "Ask a server whether it answers requests: exit code 0 if it does, 1 if not.",
+        "Ask a server if it answers requests: exit code 0 if it does, 1 if not.",
         """
         logitd health --port 9000
         logitd health https://gpt.example
@@ -118,7 +120,7 @@ COMMANDS = (
 
 
 class Commands(click.Group):
-    """The commands, listed in their own order."""
+    """The commands, in their own order."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -171,9 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
-    except KeyboardInterrupt:  # a command that has more to say catches it itself
+    except KeyboardInterrupt:  # in commands that do not handle it
         code = INTERRUPTED
-    except BrokenPipeError:  # as of `logitd generate ... | head`: the reader has enough
+    except BrokenPipeError:  # `logitd generate ... | head`: the reader has closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     sys.exit(code)
@@ -195,24 +197,36 @@ def run(arguments: Sequence[str]) -> int:
         return settings
     os.environ.update(spin_variables(os.environ))
     clock: tuple[float, ...] = ()
-    if settings.command == "train":  # its minutes count from here
+    if settings.command == "train":  # --minutes counts from here
         clock = (began,)
-        if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+        if os.environ.get("RANK", "0") == "0":  # the first of several processes
             say("loading PyTorch")
     command = import_command(settings.command)
     try:
         code: int = command.run(settings, *clock)
     except command.ERRORS as error:
-        say(f"logitd {settings.command}: {error}", file=sys.stderr)
-        return 1
+        problem = f"{error}{_suggestion(settings)}"
     except PermissionError as error:
-        say(f"logitd {settings.command}: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 1
-    return code
+        problem = f"{error.strerror}: {error.filename}"
+    else:
+        return code
+    say(f"logitd {settings.command}: {problem}", file=sys.stderr)
+    return 1
+
+
+def _suggestion(settings: "CommandSettings") -> str:
+    """Paths that may be meant, if the command's checkpoint does not exist."""
+    for path in (getattr(settings, "checkpoint", None), *getattr(settings, "paths", ())):
+        if isinstance(path, Path) and not os.path.exists(path):
+            servable = importlib.import_module("logitd.service.cli.commands.servable")
+            with suppress(OSError):  # an unreadable folder
+                if found := servable.similar(path):
+                    return f"; did you mean {' or '.join(map(str, found))}?"
+    return ""
 
 
 def _settings(words: list[str]) -> "CommandSettings | int":
-    """The settings of a command, or an exit code if it has run. Raises ClickException."""
+    """The settings of a command; the exit code of `help` and the like. Raises ClickException."""
     settings = logitd.main(words, "logitd", complete_var=COMPLETE, standalone_mode=False) or 0
     if not isinstance(settings, int):
         from logitd.service.cli.variables import check_variables
@@ -222,12 +236,10 @@ def _settings(words: list[str]) -> "CommandSettings | int":
 
 
 def import_command(name: str) -> ModuleType:
-    """Import the module of a command: torch takes seconds, and only a command that computes needs
-    it.
+    """Import the module of a command; torch takes seconds.
 
-    Modules stay until the process ends. Searching them for garbage makes an import an eighth
-    longer, and each later full collection: so none is made meanwhile, and later ones leave them
-    out.
+    The import is an eighth shorter without garbage collection. Later collections leave the modules
+    out, which stay until the process ends.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -238,7 +250,3 @@ def import_command(name: str) -> ModuleType:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-if __name__ == "__main__":
-    main()

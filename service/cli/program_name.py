@@ -1,4 +1,4 @@
-"""The name and command lines of this program in hints, so that users can paste them."""
+"""This program's name and command lines in hints, for users to paste."""
 
 import os
 import shlex
@@ -10,8 +10,8 @@ NAME = "logitd"
 
 
 def program_name() -> str:
-    """`logitd` if that name finds this program, else the path by which it was called, relative to
-    the working directory if it is below it: `.venv/bin/logitd`."""
+    """`logitd` if the shell finds this program under that name, else the path of the call, relative
+    to the working directory if it is below it: `.venv/bin/logitd`."""
     script = Path(sys.argv[0])
     if script.name != NAME:  # `python -m logitd`, or a program that imports logitd
         return NAME

@@ -1,8 +1,8 @@
 """SettingsCommand: a click command whose flags are the fields of a settings model.
 
-click parses, writes the help, completes words and suggests flags. The settings model reads the
-variables and validates every value. It is imported when it is first needed, because the list of
-commands needs none: so is `flags.py`, which makes parameters of its fields.
+click parses, writes the help, completes words and suggests flags; the settings model reads the
+variables and validates all values. The model and `flags.py` are imported on first use, because the
+list of commands needs neither.
 """
 
 import importlib
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 WIDTH = 100
-"""Columns of a help text, at most."""
+"""Most columns of a help text."""
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
 
 
 class SettingsCommand(click.Command):
-    """A command that returns its settings when it is invoked."""
+    """A command that returns its settings when invoked."""
 
     def __init__(
         self, name: str, settings: "type[CommandSettings] | str", summary: str, examples: str = ""
     ) -> None:
-        """`settings` is the model, or `module:Class` below `service/settings/`. `examples` are
-        command lines that can be pasted."""
+        """`settings`: a model, or `module:Class` in `service/settings/`; `examples`: commands."""
         super().__init__(
             name,
             help=summary,
@@ -40,7 +39,6 @@ class SettingsCommand(click.Command):
 
     @cached_property
     def settings(self) -> "type[CommandSettings]":
-        """The settings model."""
         if not isinstance(self._source, str):
             return self._source
         module, _, name = self._source.partition(":")
@@ -57,7 +55,7 @@ class SettingsCommand(click.Command):
         return super().get_params(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Accept `--checkpoint PATH` for a positional checkpoint, as earlier versions wrote it."""
+        """Accept `--checkpoint PATH` as an older spelling of a positional checkpoint."""
         names = {param.name for param in self.get_params(ctx) if isinstance(param, click.Argument)}
         end = args.index("--") if "--" in args else len(args)
         flags, rest = args[:end], args[end:]
@@ -71,7 +69,7 @@ class SettingsCommand(click.Command):
         return read_settings(ctx, self.settings)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Arguments are listed in the groups of `format_options`."""
+        """Write the examples; `format_options` lists arguments in their groups."""
         if self._examples:
             with formatter.section("Examples"):
                 formatter.write(textwrap.indent(self._examples, "  ") + "\n")

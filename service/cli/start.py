@@ -1,4 +1,4 @@
-"""The first moments of `logitd`: an interrupt while modules are imported ends it in silence."""
+"""Start of `logitd`, with silent interrupts from the first import on."""
 
 import importlib
 
@@ -10,7 +10,3 @@ def main() -> None:
     with quits_when_interrupted():
         cli = importlib.import_module("logitd.service.cli.main")
     cli.main()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Terminal: text of models and files, printed so that it cannot control the terminal."""
+"""Terminal: text of models and files without control characters."""
 
 import sys
 import unicodedata
@@ -21,8 +21,7 @@ def visible(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print a text to `file`, standard output by default: as `visible` on a terminal, elsewhere as
-    it is."""
+    """Print a text to `file`, by default standard output; on a terminal as `visible` text."""
     file = file or sys.stdout
     print(visible(text) if file.isatty() else text, end=end, file=file, flush=True)
 

@@ -1,4 +1,4 @@
-"""Variables: those of LOGITD_* in the environment and in .env that no command has."""
+"""Variables: LOGITD_* in the environment and in .env that belong to no command."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from logitd.service.settings.common import PREFIX, CommandSettings
 NOT_SETTINGS = {"LOGITD_API_KEY", "LOGITD_BASE_URL"}
 """Variables of the Python client and of `logitd bench`."""
 KUBERNETES = ("LOGITD_SERVICE_", "LOGITD_PORT_")
-"""Prefixes of what Kubernetes sets in every container if a service is called logitd."""
+"""Prefixes of variables that Kubernetes sets in containers if a service is named logitd."""
 NEAR = 0.7
 """Least similarity of a suggestion, from 0 to 1."""
 
@@ -21,9 +21,9 @@ NEAR = 0.7
 def check_variables(
     settings: type[CommandSettings], every: Iterator[type[CommandSettings]]
 ) -> None:
-    """Refuse variables that no command has: a mistyped LOGITD_API_KEYS would leave a server open.
-    Those of other commands are accepted, since a .env serves several; `every` command is read only
-    if there are some. Raises UsageError, with the nearest variable of this command, else of all."""
+    """Refuse variables of no command: a mistyped LOGITD_API_KEYS would leave a server open. Those
+    of other commands are accepted, because a .env serves several; `every` command is read only if
+    there are some. Raises UsageError with the nearest variable of this command, else of all."""
     own = _variables(settings)
     known: set[str] | None = None
     problems = []
@@ -42,7 +42,7 @@ def check_variables(
 
 
 def places() -> Iterator[tuple[str, Mapping[str, str | None]]]:
-    """Places of variables, the first one wins: name, and the variables there."""
+    """Names and contents of the places of variables; the first one wins."""
     yield "the environment", os.environ
     yield ".env", dotenv_values(".env") if Path(".env").is_file() else {}
 
@@ -52,7 +52,7 @@ def _variables(settings: type[CommandSettings]) -> set[str]:
 
 
 def _nearest(variable: str, known: set[str]) -> str | None:
-    """The nearest known variable, by what follows the prefix."""
+    """The nearest known variable, compared without the prefix."""
     names = sorted(name.removeprefix(PREFIX) for name in known)
     near = get_close_matches(variable.removeprefix(PREFIX), names, 1, NEAR)
     return PREFIX + near[0] if near else None

@@ -1,18 +1,23 @@
 """The Python client: `Client`, `AsyncClient`, their results and their errors.
 
-Import it as `logitd`. It needs httpx and NumPy, neither torch nor anything of the server.
+Import it as `logitd`. It needs httpx and NumPy, but neither torch nor modules of the server.
 """
 
-from logitd.service.client import arrays, errors, fields, results
-from logitd.service.client.arrays import *  # noqa: F403
-from logitd.service.client.async_client import AsyncClient, AsyncStream
-from logitd.service.client.client import Client, Stream
-from logitd.service.client.errors import *  # noqa: F403
-from logitd.service.client.fields import *  # noqa: F403
-from logitd.service.client.results import *  # noqa: F403
+# ruff: noqa: F403
+from logitd.service.client.arrays import *
+from logitd.service.client.async_client import AsyncClient as AsyncClient
+from logitd.service.client.client import Client as Client
+from logitd.service.client.errors import *
+from logitd.service.client.fields import *
+from logitd.service.client.results import *
+from logitd.service.client.streaming import AsyncStream as AsyncStream
+from logitd.service.client.streaming import Stream as Stream
 
-__all__ = ["Client", "AsyncClient", "Stream", "AsyncStream"]
-__all__ += arrays.__all__
-__all__ += errors.__all__
-__all__ += fields.__all__
-__all__ += results.__all__
+_ALIASES = ("TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds")
+# Not __all__: mypy reads only its literals, and hides all other names.
+NAMES = [
+    name
+    for name, value in vars().copy().items()
+    if name in _ALIASES or (isinstance(value, type) and value.__module__.startswith(__name__))
+]
+"""Public names: all classes of the client, and aliases of types."""

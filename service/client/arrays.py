@@ -1,7 +1,7 @@
 """Results that are arrays, and the chunks of a stream.
 
-Arrays are the caller's own and may be written to. Shapes: `P` positions asked for, `T` tokens of
-the prompt, `C` columns.
+Arrays belong to the caller and are writable. Shapes: `P` requested positions, `T` tokens of the
+prompt, `C` columns.
 """
 
 from collections.abc import Mapping
@@ -11,91 +11,74 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from logitd.service.client.results import Checkpoint, Choice, ScoredPrompt
+from logitd.service.client.results import Checkpoint, Choice, Reply, ScoredPrompt
 
 Floats = npt.NDArray[np.floating[Any]]
-"""float32; float16 if that was asked for."""
+"""float32, or float16 if the request names it."""
 Integers = npt.NDArray[np.int64]
-
-__all__ = ["Activations", "Attention", "Chunk", "HiddenStates", "Logits", "TopLogits"]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """What is new in a stream: of the choices that grew, and of the prompts' logprobs."""
+class Chunk(Reply):
+    """The news of a stream: pieces of choices, and logprobs of prompts."""
 
-    id: str
-    created: int
-    model: str
-    checkpoint: Checkpoint
     choices: tuple[Choice, ...]
-    request_id: str
     prompts: tuple[ScoredPrompt, ...] | None = None
 
     @property
     def text(self) -> str:
-        """What is new of the first completion; often nothing where there are several."""
+        """The new text of the first completion; often empty if there are several."""
         return "".join(choice.text for choice in self.choices if choice.index == 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Logits:
-    """`logits` (P, C) of one prompt: row i predicts the token after `positions[i]`."""
+class ArrayResult:
+    """Members of the results for one prompt."""
 
-    logits: Floats
     positions: Integers  # (P,)
     token_ids: Integers  # (T,)
-    stage: str
     checkpoint: Checkpoint
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TopLogits:
-    """The k largest logits of each row (P, k), descending. Where processing has left fewer than k,
-    the rest are -inf, with the id -1."""
+class Logits(ArrayResult):
+    """`logits` (P, C): row i predicts the token after `positions[i]`."""
+
+    logits: Floats
+    stage: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogits(ArrayResult):
+    """The k largest logits of each row (P, k), descending. If processing leaves fewer than k, the
+    others are -inf with the id -1."""
 
     top_ids: Integers
     top_logits: Floats
-    positions: Integers  # (P,)
-    token_ids: Integers  # (T,)
     stage: str
-    checkpoint: Checkpoint
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HiddenStates:
-    """`hidden_states` (layers, P, d_model) of one prompt: the residual stream, before the final
-    norm; of all layers, 0 is after the embeddings and i after block i."""
+class HiddenStates(ArrayResult):
+    """`hidden_states` (layers, P, d_model): the residual stream before the final norm. Of all
+    layers, 0 is after the embeddings and i after block i."""
 
     hidden_states: Floats
-    positions: Integers  # (P,)
-    token_ids: Integers  # (T,)
-    checkpoint: Checkpoint
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attention:
-    """`attention` (layers, heads, P, T) of one prompt; each row sums to 1."""
+class Attention(ArrayResult):
+    """`attention` (layers, heads, P, T); each row sums to 1."""
 
     attention: Floats
-    positions: Integers  # (P,)
-    token_ids: Integers  # (T,)
-    checkpoint: Checkpoint
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Activations:
-    """The values of stages (P, ...) of one prompt, by their names."""
+class Activations(ArrayResult):
+    """Values of stages (P, ...), by stage name."""
 
     stages: Mapping[str, Floats]
-    positions: Integers  # (P,)
-    token_ids: Integers  # (T,)
-    checkpoint: Checkpoint
-    request_id: str
 
     def __getitem__(self, stage: str) -> Floats:
         return self.stages[stage]

@@ -1,9 +1,9 @@
-"""Errors of the client: one class for each thing that can be wrong, `LogitdError` above them all.
+"""Errors of the client: `LogitdError` and its subclasses, one per kind of failure.
 
-A refusal of the server is an `APIStatusError` with the server's own sentence; without an answer
-there is an `APIConnectionError`; an answer that breaks off or makes no sense is a `StreamError` or
-a `MalformedReplyError`. Arguments that no request can be made of raise ValueError or TypeError
-before anything is sent. Errors can be pickled; none holds an API key.
+A refusal of the server is an `APIStatusError` with the server's message, and a missing answer an
+`APIConnectionError`. An answer that breaks off is a `StreamError`, an unreadable one a
+`MalformedReplyError`. Unusable arguments raise ValueError or TypeError before anything is sent.
+Errors can be pickled; none contains an API key.
 """
 
 import json
@@ -12,33 +12,12 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-__all__ = [
-    "LogitdError",
-    "APIStatusError",
-    "BadRequestError",
-    "AuthenticationError",
-    "PermissionDeniedError",
-    "NotFoundError",
-    "ConflictError",
-    "RequestTooLargeError",
-    "UnsupportedMediaTypeError",
-    "QueueFullError",
-    "ServerError",
-    "UnavailableError",
-    "DeadlineExceededError",
-    "APIConnectionError",
-    "APITimeoutError",
-    "StreamError",
-    "MalformedReplyError",
-]
-
 MAX_QUOTED = 200
-"""Characters that are repeated of a reply that is not the server's own."""
+"""Characters that an error quotes of a foreign reply, at most."""
 
 
 class LogitdError(Exception):
-    """Whatever a call can end with, but a result. `request_id` is what the server's log calls the
-    request, if there was one."""
+    """A failed call. `request_id` names the request in the server's log, if one was sent."""
 
     def __init__(self, message: str, request_id: str | None = None) -> None:
         super().__init__(message, request_id)
@@ -53,11 +32,11 @@ class LogitdError(Exception):
 class APIStatusError(LogitdError):
     """The server answered with an error.
 
-    status       of HTTP; for an error in the middle of a stream, the one it would have had
-    message      the server's sentence: what is wrong, with numbers, and the way out
-    type, code   from the server's closed sets; None where something else answered, such as a proxy
-    param        the field that is wrong, where it is one
-    retry_after  seconds after which to ask again, where the server said so
+    status       HTTP status; within a stream, the status that the error has outside of one
+    message      the server's sentence: the fault, its numbers, and the fix
+    type, code   members of the server's fixed sets; None if something else answered, like a proxy
+    param        the wrong field, if there is one
+    retry_after  seconds before the next try, if the server named them
     """
 
     def __init__(
@@ -87,44 +66,43 @@ class AuthenticationError(APIStatusError):
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: the server lets nobody do that."""
+    """403: the server allows this to no client."""
 
 
 class NotFoundError(APIStatusError):
-    """404: another model was asked for, or another kind of server answers there."""
+    """404: the server has no such model or path."""
 
 
 class ConflictError(APIStatusError):
-    """409: the state of the server is in the way, which the sentence says."""
+    """409: the state of the server prevents it; the message explains how."""
 
 
 class RequestTooLargeError(APIStatusError):
-    """413: the body is larger than the server takes."""
+    """413: the body is too large for the server."""
 
 
 class UnsupportedMediaTypeError(APIStatusError):
-    """415: the body's content type was changed on its way."""
+    """415: a proxy changed the content type of the body."""
 
 
 class QueueFullError(APIStatusError):
-    """429: more is waiting than the server takes, or the API key has asked for as much as it may;
-    see `retry_after`."""
+    """429: the server's queue is full, or the API key is at its limit; see `retry_after`."""
 
 
 class ServerError(APIStatusError):
-    """500: the server's own fault; its log has the request under `request_id`."""
+    """500: a fault of the server; its log has the request under `request_id`."""
 
 
 class UnavailableError(APIStatusError):
-    """503: loading, shutting down, or failed; see `retry_after`."""
+    """503: the server is loading, shutting down, or failed; see `retry_after`."""
 
 
 class DeadlineExceededError(APIStatusError):
-    """504: the request's `timeout` passed, or that of a proxy."""
+    """504: the `timeout` of the request or of a proxy passed."""
 
 
 class APIConnectionError(LogitdError):
-    """No whole answer: the server cannot be reached, or the connection was lost."""
+    """The server is unreachable, or the connection was lost before the end of the answer."""
 
 
 class APITimeoutError(APIConnectionError):
@@ -132,7 +110,7 @@ class APITimeoutError(APIConnectionError):
 
 
 class StreamError(LogitdError):
-    """A stream ended before its end; `tokens` of it had come, and stay in the stream's `text`."""
+    """A stream broke off after `tokens` tokens, which stay in the stream's `text`."""
 
     def __init__(self, message: str, tokens: int, request_id: str | None = None) -> None:
         super().__init__(message, request_id)
@@ -140,8 +118,8 @@ class StreamError(LogitdError):
 
 
 class MalformedReplyError(LogitdError):
-    """A reply that is not what this client can read: from another kind of server, or from a newer
-    one that has dropped what this client needs."""
+    """A reply that this client cannot read: that of another kind of server, or of a newer one
+    without a member that this client needs."""
 
 
 BY_STATUS: Mapping[int, type[APIStatusError]] = {
@@ -168,13 +146,13 @@ STATUS_OF_TYPE: Mapping[str, int] = {
     "unavailable_error": 503,
     "timeout_error": 504,
 }
-"""The status that an error event would have had."""
+"""Status of an error event's type."""
 
 
 def from_reply(
     status: int, headers: Mapping[str, str], body: bytes | bytearray, request_id: str
 ) -> APIStatusError:
-    """The error that a reply says, whoever wrote it."""
+    """The error of a reply, which may be that of a proxy."""
     retry_after = _seconds(headers.get("retry-after", ""))
     try:
         detail = json.loads(body)["error"]
@@ -187,9 +165,9 @@ def from_reply(
 
 
 def from_event(detail: Any, request_id: str) -> APIStatusError:
-    """The error that an event of a stream says."""
+    """The error of an event in a stream."""
     known = detail if isinstance(detail, dict) else {}
-    message = _text(known.get("message")) or "the stream ended with an error that says nothing"
+    message = _text(known.get("message")) or "the stream ended with an error without a message"
     status = STATUS_OF_TYPE.get(_text(known.get("type")) or "", 200)
     return _status_error(status, message, known, request_id, None)
 
@@ -207,7 +185,7 @@ def _status_error(
 
 
 def _foreign_message(status: int, body: bytes | bytearray) -> str:
-    """A sentence for an answer that is not logitd's, such as a proxy's page."""
+    """The message of an answer that is not logitd's, such as a proxy's page."""
     try:
         named = f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
@@ -216,11 +194,11 @@ def _foreign_message(status: int, body: bytes | bytearray) -> str:
     page = re.sub(r"<(style|script)\b.*?</\1>", " ", page, flags=re.DOTALL | re.IGNORECASE)
     words = " ".join(re.sub(r"<[^>]*>", " ", page).split())
     quoted = words if len(words) <= MAX_QUOTED else f"{words[:MAX_QUOTED]}..."
-    return f"{named}, and not in logitd's words: {quoted or 'an empty body'}"
+    return f"{named}, and the reply is not logitd's: {quoted or 'an empty body'}"
 
 
 def _seconds(retry_after: str) -> float | None:
-    """What a Retry-After header says in seconds; a date is not understood."""
+    """The seconds of a Retry-After header; None for a date."""
     return float(retry_after) if re.fullmatch(r"[0-9]{1,9}", retry_after) else None
 
 

@@ -1,21 +1,35 @@
 """Reading: from parsed JSON to frozen dataclasses, by their annotations.
 
-A member that is missing or of another kind is named with its place (`choices.0.text`); one that is
-not known is passed over, for a newer server may say more. Annotations are scalars, `bytes` (a list
-of integers in JSON), unions, `tuple[X, ...]`, `dict[str, X]`, `Any` and dataclasses of these.
+Errors name the place of a missing or wrong member (`choices.0.text`). Unknown members are ignored,
+because a newer server may have more. Annotations are scalars, `bytes` (a list of integers in JSON),
+unions, `tuple[X, ...]`, `dict[str, X]`, `Any` and dataclasses of these.
 """
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
+KINDS: Mapping[Any, str] = {
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    bytes: "a list of bytes",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+}
+"""Kinds of values and of annotations in messages."""
+
 
 class WrongShape(ValueError):
-    """JSON that is not what was to be read. The message says where."""
+    """JSON of another form than expected. The message names the place."""
 
 
 def read(form: Any, value: Any, where: str = "") -> Any:
-    """`value`, which was JSON, as a `form`; `where` is its place in the reply."""
+    """The parsed JSON `value` as a `form`; `where` is its place in the reply."""
     if is_dataclass(form):
         return _object(form, value, where)
     match get_origin(form):
@@ -46,7 +60,7 @@ def _object(form: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(forms: tuple[Any, ...], value: Any, where: str) -> Any:
-    """The first form that fits; with one besides None, its own complaint."""
+    """The value as the first form that fits. The error is that of the last form."""
     if value is None and NoneType in forms:
         return None
     *firsts, last = (form for form in forms if form is not NoneType)
@@ -59,29 +73,18 @@ def _one_of(forms: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _scalar(form: Any, value: Any, where: str) -> Any:
-    try:
-        if form is Any or type(value) is form:
-            return value
+    if form is Any or type(value) is form:
+        return value
+    with suppress(TypeError, ValueError, OverflowError):  # no bytes, or too large for a float
         if form is float and type(value) is int:
             return float(value)
         if form is bytes and type(value) is list:
             return bytes(value)
-    except (TypeError, ValueError, OverflowError):  # no bytes, or an integer beyond any float
-        pass
     raise _wrong(form, value, where)
 
 
 def _wrong(form: Any, value: Any, where: str) -> WrongShape:
-    wanted = {str: "a text", int: "an integer", float: "a number", bool: "true or false",
-              bytes: "a list of bytes"}  # fmt: skip
-    kind = "a list" if get_origin(form) is tuple else wanted.get(form, "an object")
-    return WrongShape(f"{where or 'the reply'} is {_described(value)}; it should be {kind}")
-
-
-def _described(value: Any) -> str:
-    """A JSON value in a few words, of which none is the value's own."""
-    if value is None:
-        return "null"
-    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a text",
-             list: "a list", dict: "an object"}  # fmt: skip
-    return kinds[type(value)]
+    """The error, which names kinds and repeats nothing of the value."""
+    wanted = KINDS.get(get_origin(form) or form, "an object")
+    found = "null" if value is None else KINDS[type(value)]
+    return WrongShape(f"{where or 'the reply'} is {found}; it should be {wanted}")

@@ -1,14 +1,15 @@
 """Streaming: from the bytes of a stream to chunks, and to the generation that they add up to.
 
-`StreamState` is what `Stream` and `AsyncStream` share: bytes go in, chunks come out, and it knows
-what has come so far. It reads events as the server writes them (lines that end in LF, or CRLF from
-a proxy) and passes over comments. Nothing is received here.
+`StreamState` parses what `AsyncStream` and `Stream` receive.
+Events end lines in LF, or in CRLF behind some proxies; comments are skipped.
 """
 
 import json
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Self
+
+import httpx
 
 from logitd.service.client import errors
 from logitd.service.client.arrays import Chunk
@@ -16,19 +17,21 @@ from logitd.service.client.calls import with_request_id
 from logitd.service.client.errors import LogitdError, MalformedReplyError, StreamError
 from logitd.service.client.reading import WrongShape, read
 from logitd.service.client.results import Choice, Generation, ScoredPrompt, Timings, Token, Usage
+from logitd.service.client.transport import Exchange
+from logitd.service.client.wire import Reply, Wire, begin, finish
 
 END = b"[DONE]"
 
 
 class EventDecoder:
-    """The data of server-sent events, however the bytes are cut."""
+    """The data of server-sent events, from pieces cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""  # of a line
         self._data: list[bytes] = []  # of an event
 
     def push(self, piece: bytes) -> list[bytes]:
-        """The events that are whole now."""
+        """The events that the piece completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events = []
         for line in lines:
@@ -41,44 +44,9 @@ class EventDecoder:
         return events
 
 
-@dataclass(slots=True)
-class _Growing:
-    """A choice so far."""
-
-    index: int
-    prompt_index: int
-    seed: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    tokens: list[Token] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, new: Choice) -> None:
-        self.texts.append(new.text)
-        self.token_ids += new.token_ids
-        if new.tokens is not None:
-            self.tokens = self.tokens or []
-            self.tokens += new.tokens
-        if new.finish_reason is not None:
-            self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
-
-    def choice(self) -> Choice:
-        return Choice(
-            index=self.index,
-            prompt_index=self.prompt_index,
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
-            seed=self.seed,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            tokens=None if self.tokens is None else tuple(self.tokens),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What the last chunk says of the whole."""
+    """Members that the last chunk alone has."""
 
     usage: Usage
     seed: int | None
@@ -86,25 +54,25 @@ class _Tail:
 
 
 class StreamState:
-    """A stream as far as it has come. `ended` is True behind the server's last word."""
+    """The received part of a stream. `ended` is True after the server's last event."""
 
     def __init__(self) -> None:
         self.request_id = ""
         self.ended = False
         self._decoder = EventDecoder()
         self._events: deque[bytes] = deque()
-        self._choices: dict[int, _Growing] = {}
+        self._choices: dict[int, list[Choice]] = {}  # the pieces of each
         self._prompts: dict[int, list[Token]] = {}
         self._last: Chunk | None = None
         self._tail: _Tail | None = None
 
     def push(self, piece: bytes) -> None:
-        """Take in what came."""
+        """Add received bytes."""
         self._events += self._decoder.push(piece)
 
     def next(self) -> Chunk | None:
-        """The next chunk with something new; None until more has come, or behind the end. Raises
-        the error that an event says."""
+        """The next chunk with something new; None if more bytes are needed, or after the end.
+        Raises the error of an error event."""
         while self._events and not self.ended:
             data = self._events.popleft()
             if data == END:
@@ -116,56 +84,62 @@ class StreamState:
         return None
 
     def cut(self) -> StreamError:
-        """The error of a stream that stops without its end."""
-        message = f"the stream ended without its end after {self.tokens} tokens"
+        """The error of a stream that stops before its end."""
+        message = f"the stream stopped before its end, after {self.tokens} tokens"
         return StreamError(message, self.tokens, self.request_id)
 
     @property
     def text(self) -> str:
         """The first choice's text so far."""
-        return "".join(self._choices[0].texts) if 0 in self._choices else ""
+        return "".join(piece.text for piece in self._choices.get(0, ()))
 
     @property
     def tokens(self) -> int:
-        """Tokens that have come, of all choices."""
-        return sum(len(choice.token_ids) for choice in self._choices.values())
+        """Number of tokens so far, of all choices."""
+        return sum(len(piece.token_ids) for pieces in self._choices.values() for piece in pieces)
 
     @property
     def tail(self) -> _Tail:
-        """Usage, seed and timings; LogitdError before the end."""
+        """Usage, seed and timings. Raises LogitdError before the end."""
         if self._tail is None:
             raise LogitdError(
-                f"the stream has not come to its end, where its usage, seed and timings are; "
-                f"{self.tokens} tokens have come",
+                f"the stream has not ended, after {self.tokens} tokens: usage, seed and timings "
+                "come at its end",
                 self.request_id,
             )
         return self._tail
 
     def result(self) -> Generation:
-        """What an answer in one piece would have been; StreamError before the end."""
+        """The reply that a request without streaming has. Raises StreamError before the end."""
         last, tail = self._last, self._tail
         if not self.ended or last is None or tail is None:
             raise StreamError(
-                f"the stream was left after {self.tokens} tokens, so there is no whole result",
+                f"the stream was left after {self.tokens} tokens, so its result is incomplete",
                 self.tokens,
                 self.request_id,
             )
+        prompts = tuple(
+            ScoredPrompt(index, tuple(tokens)) for index, tokens in sorted(self._prompts.items())
+        )
         return Generation(
             id=last.id,
             created=last.created,
             model=last.model,
             checkpoint=last.checkpoint,
-            choices=tuple(self._choices[index].choice() for index in sorted(self._choices)),
+            choices=tuple(_joined(pieces) for _, pieces in sorted(self._choices.items())),
             usage=tail.usage,
             seed=tail.seed,
             timings=tail.timings,
             request_id=self.request_id,
-            prompts=self._scored_prompts(),
+            prompts=prompts or None,
         )
 
     def _read(self, data: bytes) -> Chunk:
-        """One event of the stream, added to what has come."""
-        value = self._json(data)
+        """Parse an event and keep its pieces."""
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self._malformed("it is not JSON") from error
         if isinstance(value, dict) and "error" in value:
             raise errors.from_event(value["error"], self.request_id)
         try:
@@ -175,9 +149,8 @@ class StreamState:
         except WrongShape as error:
             raise self._malformed(str(error)) from error
         self._last = chunk
-        for new in chunk.choices:
-            growing = _Growing(new.index, new.prompt_index, new.seed)
-            self._choices.setdefault(new.index, growing).add(new)
+        for piece in chunk.choices:
+            self._choices.setdefault(piece.index, []).append(piece)
         for prompt in chunk.prompts or ():
             self._prompts.setdefault(prompt.index, []).extend(prompt.tokens)
         return chunk
@@ -185,20 +158,179 @@ class StreamState:
     def _end(self) -> None:
         self.ended = True
         if self._tail is None or not self._choices:
-            raise self._malformed("it ended without its usage, or without any choice")
+            raise self._malformed("the last one came before the usage, or before any choice")
 
-    def _json(self, data: bytes) -> Any:
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self._malformed("it is not JSON") from error
-
-    def _scored_prompts(self) -> tuple[ScoredPrompt, ...] | None:
-        scored = tuple(
-            ScoredPrompt(index, tuple(tokens)) for index, tokens in sorted(self._prompts.items())
-        )
-        return scored or None
-
-    def _malformed(self, what: str) -> MalformedReplyError:
-        message = f"an event of the stream cannot be read: {what}"
+    def _malformed(self, reason: str) -> MalformedReplyError:
+        message = f"this client cannot read an event of the stream: {reason}"
         return MalformedReplyError(message, self.request_id)
+
+
+def _joined(pieces: list[Choice]) -> Choice:
+    """The choice of these pieces."""
+    first = pieces[0]
+    ended = next((piece for piece in reversed(pieces) if piece.finish_reason is not None), first)
+    with_tokens = [piece.tokens for piece in pieces if piece.tokens is not None]
+    return replace(
+        first,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=ended.finish_reason,
+        stop_reason=ended.stop_reason,
+        tokens=tuple(token for tokens in with_tokens for token in tokens) if with_tokens else None,
+    )
+
+
+class AsyncStream:
+    """A generation that is being received: iterate over its chunks within an `async with` block,
+    whose end closes it. Closing it early ends the request on the server.
+
+    An error of the server is raised in its place among the chunks, and StreamError if the stream
+    breaks off. `text` keeps what has arrived.
+    """
+
+    def __init__(self, wire: Wire, exchange: Exchange) -> None:
+        self._wire = wire
+        self._exchange = exchange
+        self._state = StreamState()
+        self._reply: Reply | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        if not self._closed:
+            await self._open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            while not self._closed:
+                if (chunk := self._state.next()) is not None:
+                    return chunk
+                await self._receive()
+        except BaseException:
+            await self.close()
+            raise
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """End the request, if the server has not finished it."""
+        self._closed = True
+        if self._reply is not None:
+            await self._reply.close()
+
+    async def result(self) -> Generation:
+        """The whole reply, as that of `generate`; reads the chunks that are left."""
+        async for _ in self:
+            continue
+        return self._state.result()
+
+    @property
+    def text(self) -> str:
+        """The first completion so far."""
+        return self._state.text
+
+    @property
+    def usage(self) -> Usage:
+        """Known at the end. Raises LogitdError before."""
+        return self._state.tail.usage
+
+    @property
+    def seed(self) -> int | None:
+        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
+        before the end."""
+        return self._state.tail.seed
+
+    @property
+    def timings(self) -> Timings:
+        """Known at the end. Raises LogitdError before."""
+        return self._state.tail.timings
+
+    @property
+    def request_id(self) -> str:
+        return self._exchange.request_id
+
+    async def _open(self) -> Reply:
+        """The reply of the request, which is sent once."""
+        if self._reply is None:
+            self._reply = await begin(self._wire, self._exchange)
+            self._state.request_id = self._exchange.request_id
+        return self._reply
+
+    async def _receive(self) -> None:
+        """Read the next piece. httpx reuses the connection only if the last byte was read, so close
+        after it."""
+        reply = await self._open()
+        try:
+            piece = await reply.read()
+        except httpx.RequestError as error:
+            if not self._state.ended:
+                tokens = self._state.tokens
+                raise self._exchange.broken_off(error, tokens, stream=True) from error
+            piece = None
+        if self._state.ended:
+            await self.close()
+        elif piece is None:
+            raise self._state.cut()
+        else:
+            self._state.push(piece)
+
+
+class Stream:
+    """`AsyncStream` without `await`, within a `with` block."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        finish(self._stream.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            return finish(self._stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End the request, if the server has not finished it."""
+        finish(self._stream.close())
+
+    def result(self) -> Generation:
+        """The whole reply, as that of `generate`; reads the chunks that are left."""
+        return finish(self._stream.result())
+
+    @property
+    def text(self) -> str:
+        """The first completion so far."""
+        return self._stream.text
+
+    @property
+    def usage(self) -> Usage:
+        """Known at the end. Raises LogitdError before."""
+        return self._stream.usage
+
+    @property
+    def seed(self) -> int | None:
+        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
+        before the end."""
+        return self._stream.seed
+
+    @property
+    def timings(self) -> Timings:
+        """Known at the end. Raises LogitdError before."""
+        return self._stream.timings
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id

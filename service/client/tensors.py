@@ -1,8 +1,8 @@
-"""Tensors: the safetensors replies of the server, as NumPy arrays and the checkpoint they are from.
+"""Tensors: the safetensors replies of the server, as NumPy arrays and their checkpoint.
 
-The arrays are views of the reply's own bytes: a large reply is held once. NumPy has no bfloat16, so
-that becomes float32, exactly. The safetensors package would copy each tensor, refuses bfloat16
-without torch and does not give the metadata of a file in memory.
+The arrays are views of the reply's bytes, so a large reply is in memory once. NumPy has no
+bfloat16, which becomes float32 exactly. The safetensors package copies each tensor, refuses
+bfloat16 without torch, and cannot read the metadata of a file in memory.
 """
 
 import json
@@ -23,7 +23,7 @@ DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8"}
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor is, as the header says it; offsets in bytes from the header's end."""
+    """A tensor's entry in the header; offsets are bytes from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorPlace:
 
 
 class TensorFile:
-    """A whole safetensors file. WrongShape, here and below, if it is none."""
+    """A whole safetensors file. All methods raise WrongShape if it is damaged."""
 
     def __init__(self, content: bytearray) -> None:
         size = int.from_bytes(content[:8], "little")
@@ -48,11 +48,11 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the file's order."""
+        """Names of all tensors, in the file's order."""
         return [name for name in self._header if name != "__metadata__"]
 
     def array(self, name: str) -> Array:
-        """The tensor of this name, over the file's own bytes."""
+        """The tensor of this name, as a view of the file's bytes."""
         if name not in self._header:
             raise WrongShape(f"{name} is missing")
         place: TensorPlace = read(TensorPlace, self._header[name], name)
@@ -61,12 +61,12 @@ class TensorFile:
         flat = self._numbers(name, place, np.dtype(DTYPES[place.dtype]))
         try:
             array = flat.reshape(place.shape)
-        except (ValueError, OverflowError) as error:  # no array has such a shape, not even empty
+        except (ValueError, OverflowError) as error:  # too many axes, or too large even if empty
             raise WrongShape(f"{name}.shape is not a shape") from error
         return _widened(array) if place.dtype == "BF16" else array
 
     def _numbers(self, name: str, place: TensorPlace, dtype: np.dtype[Any]) -> Array:
-        """The tensor as a flat array, once its place is known to fit its shape and the file."""
+        """The tensor as a flat array, if its place fits its shape and the file."""
         match place.data_offsets:
             case (start, end) if (
                 0 <= start <= end <= len(self._data)
@@ -84,7 +84,7 @@ class TensorFile:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """From the metadata, where everything is text."""
+        """The checkpoint in the metadata, whose values are all texts."""
         name, step, val_loss, weights_sha256 = (
             self._metadata(f"checkpoint_{field}")
             for field in ("name", "step", "val_loss", "weights_sha256")
@@ -103,5 +103,5 @@ class TensorFile:
 
 
 def _widened(bits: Array) -> npt.NDArray[np.float32]:
-    """bfloat16, given as the uint16 of its bits, as float32: the same numbers."""
+    """bfloat16 numbers, as the uint16 of their bits, in float32."""
     return (bits.astype("<u4") << 16).view("<f4")

@@ -1,10 +1,11 @@
-"""Transport: what both clients do around httpx, less the waiting.
+"""Transport: the settings of a client, the rules for further tries, and errors of httpx as ours.
 
-Where the server is and how it is asked; when a call is tried again; which of our errors an error of
-httpx is. A call is tried again only before any of its reply has come, so never in the middle of a
-stream, and only where another try can help: 429, 502, 503, or a connection that was not made or was
-lost. Never after 504, whoever says it, nor after a timeout: the request ran for all that time and
-would run again. Every request computes and changes nothing, so one that ran unseen does no harm.
+A call is tried again only before any part of its reply has arrived, so never in the middle of a
+stream, and only if another try can help: after 429, 502 or 503, or if the connection failed or was
+lost. It is never tried again after 504 or a timeout: the request ran for all that time and would
+run again. Requests only compute, so one that ran unseen does no harm.
+
+`wire.py` sends and waits.
 """
 
 import os
@@ -28,14 +29,14 @@ from logitd.service.client.errors import (
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
 CONNECT_SECONDS = 10.0
-"""To make a connection takes no longer than this, whatever the timeout for a reply."""
+"""Limit of making a connection, in seconds, for any timeout of a reply."""
 MAX_WAIT_SECONDS = 60.0
-"""A server that wants more before the next try gets none."""
+"""Longest wait before the next try that a server may ask for; a longer one is an error."""
 FIRST_WAIT_SECONDS = 0.5
-"""Without a word of the server; twice as long before each further try, up to the next."""
+"""Wait before the second try if the server names none; it doubles before each further try."""
 MAX_OWN_WAIT_SECONDS = 8.0
 MAX_REFUSAL_BYTES = 2**16
-"""Of a refusal no more is read."""
+"""Bytes that are read of a refusal."""
 
 RETRIED_STATUSES = (429, 502, 503)
 CONNECTION_LOST = (
@@ -47,27 +48,28 @@ CONNECTION_LOST = (
     httpx.RemoteProtocolError,
 )
 
-_KEY = re.compile(r"[!-~]+")  # what a header can hold without quotes or encodings
+_KEY = re.compile(r"[!-~]+")  # characters of a header's value without quotes or encodings
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a client asks. `key` stands in no repr, and httpx hides it in that of its headers."""
+    """Settings of a client. No repr shows `key`; httpx hides it in the repr of its headers."""
 
     base_url: str
     timeout: float | None
     max_retries: int
+    model: str | None
     key: str | None = field(repr=False)
 
     @property
     def limits(self) -> httpx.Timeout:
-        """Seconds without a byte of the reply; less for making the connection."""
+        """Limits in seconds without a byte of the reply, and of making the connection."""
         connect = CONNECT_SECONDS if self.timeout is None else min(self.timeout, CONNECT_SECONDS)
         return httpx.Timeout(self.timeout, connect=connect)
 
     def headers(self, request: Request, request_id: str) -> httpx.Headers:
         headers = httpx.Headers({"Accept": request.accept, "X-Request-ID": request_id})
-        if request.body is not None:
+        if request.method == "POST":
             headers["Content-Type"] = "application/json"
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -75,14 +77,15 @@ class Settings:
 
 
 def settings_of(
-    base_url: str | None,
-    api_key: str | None,
-    timeout: float | None,
-    max_retries: int,
-    http: httpx.Client | httpx.AsyncClient | None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    timeout: float | None = None,
+    max_retries: int = 0,
+    model: str | None = None,
+    http: httpx.Client | httpx.AsyncClient | None = None,
 ) -> Settings:
-    """The settings of a client: arguments, then the caller's own httpx client, then LOGITD_BASE_URL
-    and LOGITD_API_KEY, then the defaults. ValueError if they cannot be used."""
+    """Settings from the arguments, the caller's own httpx client, LOGITD_BASE_URL and
+    LOGITD_API_KEY, and the defaults, in this order. Raises ValueError for unusable ones."""
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout}; it is a number of seconds above 0, or None")
     if max_retries < 0:
@@ -92,10 +95,10 @@ def settings_of(
     key = api_key or os.environ.get("LOGITD_API_KEY") or None
     if key is not None and not _KEY.fullmatch(key):
         raise ValueError(
-            f"the API key has {len(key)} characters, of which a header cannot hold all: line "
-            "breaks, blanks and letters beyond ASCII have no place in it"
+            f"the API key has {len(key)} characters, and a header cannot contain all of them: "
+            "remove line breaks, blanks and letters beyond ASCII"
         )
-    return Settings(_checked(url), timeout, max_retries, key)
+    return Settings(_checked(url), timeout, max_retries, model, key)
 
 
 def _checked(base_url: str) -> str:
@@ -103,10 +106,10 @@ def _checked(base_url: str) -> str:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
         raise ValueError(f"base_url is not a URL: {error}") from None
-    if url.userinfo:  # not repeated: it may hold a password
+    if url.userinfo:  # not repeated: it may contain a password
         raise ValueError(
-            "base_url holds a user name or a password; leave them out, and give http= an "
-            "httpx.Client with auth= if a proxy wants them"
+            "base_url contains a user name or a password; remove them, and pass http= an "
+            "httpx.Client with auth= if a proxy needs them"
         )
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
         raise ValueError(
@@ -116,42 +119,43 @@ def _checked(base_url: str) -> str:
 
 
 class Exchange:
-    """One call on its way: its request id, how often it was tried, and which error is which."""
+    """One call under way: its request id, its tries, and the errors of each."""
 
     def __init__(self, settings: Settings, request: Request) -> None:
-        self._sent_id = uuid.uuid4().hex  # each try has the same
-        self.request_id = self._sent_id  # by which the server's log names it
+        self.request_id = uuid.uuid4().hex  # the same for each try; the server may name another
         self._settings = settings
-        self._request = request
+        self._request = request.to_model(settings.model)
+        self._headers = settings.headers(request, self.request_id)
+        self._body = self._request.body
         self._tries = 0
         self._began = time.monotonic()
 
     def next_try(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The request as it is sent."""
+        """The request to send."""
         self._tries += 1
         return http.build_request(
             self._request.method,
-            self._settings.base_url + self._request.path,
-            content=self._request.body,
-            headers=self._settings.headers(self._request, self._sent_id),
+            self._settings.base_url + self._request.target,
+            content=self._body,
+            headers=self._headers,
             timeout=self._settings.limits,
         )
 
     def begun(self, response: httpx.Response) -> bool:
-        """Take note of a reply that begins. True if it is an answer, False if it is a refusal."""
-        self.request_id = response.headers.get("x-request-id", self._sent_id)
+        """Note the beginning of a reply. Returns False for a refusal."""
+        self.request_id = response.headers.get("x-request-id", self._headers["x-request-id"])
         return response.status_code in self._request.answers
 
     def wait_after_error(self, error: httpx.RequestError) -> float:
-        """Seconds until the next try; raises the error if there is none."""
+        """Seconds until the next try. Raises the error if there is none."""
         failure = self._no_answer(error)
         if not isinstance(error, CONNECTION_LOST):
             raise failure from error
         return self._wait(failure, None)
 
     def wait_after_refusal(self, response: httpx.Response, body: bytes) -> float:
-        """The same after a reply that says no."""
-        if self._settings.key is not None:  # some proxies' pages repeat a request's headers
+        """Seconds until the next try. Raises the error if there is none."""
+        if self._settings.key is not None:  # pages of some proxies repeat the request's headers
             body = body.replace(self._settings.key.encode(), b"[API key]")
         status = response.status_code
         failure = errors.from_reply(status, response.headers, body, self.request_id)
@@ -164,63 +168,54 @@ class Exchange:
         content_type = response.headers.get("content-type", "").partition(";")[0]
         return Answer(response.status_code, content_type, body, self.request_id)
 
-    def broken_off(self, error: httpx.RequestError, received: int) -> APIConnectionError:
-        """The error of a reply that has no end."""
+    def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
+        """The error of a reply that ended early, after `received` bytes, or tokens of a stream."""
+        kind, unit = ("stream", "tokens") if stream else ("reply", "bytes")
         if isinstance(error, httpx.TimeoutException):
-            message = f"the reply stood still for {self._seconds} s after {received} bytes"
+            message = f"the {kind} stalled for {self._settings.timeout:g} s after {received} {unit}"
             return APITimeoutError(message, self.request_id)
-        message = f"the reply broke off after {received} bytes: {_said(error)}"
+        message = f"the {kind} broke off after {received} {unit}: {_reason(error)}"
+        if stream:
+            return StreamError(message, received, self.request_id)
         return APIConnectionError(message, self.request_id)
-
-    def stream_broken_off(self, error: httpx.RequestError, tokens: int) -> LogitdError:
-        """The same of a stream."""
-        if isinstance(error, httpx.TimeoutException):
-            message = f"the stream stood still for {self._seconds} s after {tokens} tokens"
-            return APITimeoutError(message, self.request_id)
-        message = f"the stream broke off after {tokens} tokens: {_said(error)}"
-        return StreamError(message, tokens, self.request_id)
 
     def _no_answer(self, error: httpx.RequestError) -> APIConnectionError:
         """The error of a request whose reply never began."""
-        url = self._settings.base_url
+        url, seconds = self._settings.base_url, self._settings.timeout
         match error:
             case httpx.ConnectTimeout():
-                limit = self._settings.limits.connect
-                return APITimeoutError(f"no connection to {url} within {limit} s", self.request_id)
+                message = f"no connection to {url} within {self._settings.limits.connect} s"
             case httpx.PoolTimeout():
-                message = f"too many calls at once: none of them ended within {self._seconds} s"
-                return APITimeoutError(message, self.request_id)
+                message = f"too many calls at once: none of them ended within {seconds:g} s"
             case httpx.TimeoutException():
-                message = f"{url} did not answer within {self._seconds} s"
-                return APITimeoutError(message, self.request_id)
+                message = f"{url} did not answer within {seconds:g} s"
             case httpx.ConnectError():
-                message = f"no connection to {url}: {_said(error)}. Is the server running?"
+                message = f"no connection to {url}: {_reason(error)}. Is the server running?"
             case _:
-                message = f"{url} gave no answer: {_said(error)}"
-        return APIConnectionError(message, self.request_id)
+                message = f"{url} did not answer: {_reason(error)}"
+        kind = APITimeoutError if isinstance(error, httpx.TimeoutException) else APIConnectionError
+        return kind(message, self.request_id)
 
     def _wait(self, failure: LogitdError, asked: float | None) -> float:
-        """As long as the server asked for, and a little more so that those who were refused
-        together do not come back together; never beyond the client's own timeout."""
-        if self._tries > self._settings.max_retries:
-            raise failure
+        """The wait that the server asked for and a random fraction more, so that clients refused
+        together return apart. Raises the failure if no try is left, or none within the client's
+        timeout."""
         spread = random.uniform(0.5, 1.0)
         if asked is None:
             own = FIRST_WAIT_SECONDS * 2 ** (self._tries - 1)
             wait = min(own, MAX_OWN_WAIT_SECONDS) * spread
-        elif asked > MAX_WAIT_SECONDS:
-            raise failure
         else:
             wait = asked + FIRST_WAIT_SECONDS * (spread - 0.5)
         waited = time.monotonic() - self._began
-        if self._settings.timeout is not None and waited + wait > self._settings.timeout:
+        limit = self._settings.timeout
+        if (
+            self._tries > self._settings.max_retries
+            or (asked is not None and asked > MAX_WAIT_SECONDS)
+            or (limit is not None and waited + wait > limit)
+        ):
             raise failure
         return wait
 
-    @property
-    def _seconds(self) -> str:
-        return f"{self._settings.timeout:g}"
 
-
-def _said(error: httpx.RequestError) -> str:
+def _reason(error: httpx.RequestError) -> str:
     return str(error) or type(error).__name__

@@ -1,6 +1,6 @@
-"""Settings: one model per command gives its flags, environment variables, .env keys and --help.
+"""Settings of the commands: flags, environment variables, .env keys and --help from one model each.
 
-Command line > `LOGITD_*` environment > `.env` > default. Every default of the command line stands
-here or in the trainer's `TrainingConfig`, and nowhere else. Imports neither torch nor fastapi, so
-that --help is immediate. `serve.py` imports nothing of the trainer, so that a server does not.
+Command line > `LOGITD_*` environment > `.env` > default. Defaults are here or in the trainer's
+`TrainingConfig`, and nowhere else. Imports neither torch nor fastapi, so --help is immediate;
+`serve.py` imports nothing of the trainer.
 """

@@ -1,4 +1,4 @@
-"""Shared by the settings of all commands: where values come from, and flags of one meaning."""
+"""The base of all settings: sources of values, and flags that several commands have."""
 
 import csv
 from collections.abc import Callable, Mapping
@@ -24,15 +24,15 @@ BUNDLED_CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "python-small"
 
 
 class CommandSettings(BaseSettings):
-    """Settings of a command. The first source that has a value wins: flags, then
-    `LOGITD_COMMAND_FLAG` in the environment and in .env, then `LOGITD_FLAG` in both, then defaults.
-    So one .env can give two commands different values of a flag that both have.
+    """Settings of a command. The first source with a value wins: flags, then `LOGITD_COMMAND_FLAG`
+    in the environment and in .env, then `LOGITD_FLAG` in both, then defaults. So one .env can have
+    different values of a flag for two commands.
 
     command     name of the command
     groups      titles of the groups of flags in the help, by the first field of each
     flag_names  additional flags of fields, without dashes
-    needs       fields that do nothing unless earlier fields have some values: a test of these, and
-                the reason, with the way out
+    needs       fields that only act with some values of earlier fields: a test of these, and the
+                reason with the fix
     """
 
     model_config = SettingsConfigDict(
@@ -59,7 +59,7 @@ class CommandSettings(BaseSettings):
 
     @classmethod
     def variables(cls, field: str) -> tuple[str, str]:
-        """The variables of a field: that of this command alone, which wins, and that of all."""
+        """The variables of a field: that of this command, which wins, and that of all commands."""
         return f"{PREFIX}{cls.command}_{field}".upper(), f"{PREFIX}{field}".upper()
 
     @classmethod
@@ -99,7 +99,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 CheckpointPath = Annotated[
-    Path, Field(description="directory of a checkpoint, or of a run, of which the best is used")
+    Path, Field(description="directory of a checkpoint, or of a run, whose best one is used")
 ]
 Device = Annotated[
     str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
@@ -107,8 +107,8 @@ Device = Annotated[
 DType = Annotated[
     DTypeName,
     Field(
-        description="dtype of the computation; auto is bfloat16 on CUDA, and on a CPU that "
-        "multiplies it where decoding is native, else float32"
+        description="dtype of the computation; auto is bfloat16 on CUDA, and in native decoding on "
+        "a CPU that multiplies it, else float32"
     ),
 ]
 StoredDType = Annotated[
@@ -117,28 +117,28 @@ StoredDType = Annotated[
 Kernels = Annotated[
     KernelChoice,
     Field(
-        description="how decode steps are computed on a CPU: native is built for this processor, "
-        "torch needs no compiler; auto is native where it is available"
+        description="decode steps on a CPU: native is built for this processor, torch needs no "
+        "compiler; auto is native if it is available"
     ),
 ]
 Target = Annotated[
     KernelTarget,
     Field(
-        description="kind of processor whose native kernels compute, prompts included: a lower one "
-        "than this gives the bits that it gives on every processor; auto is the best one here"
+        description="kind of processor whose native kernels compute, prompts included: one below "
+        "this processor's computes the same bits on all processors; auto is the best one here"
     ),
 ]
 Quantize = Annotated[
     Quantization,
     Field(
-        description="int8 quantizes the matrices to 8 bits when loading, int4 to 4 but for the head"
+        description="int8 quantizes the matrices to 8 bits when loading, int4 to 4 except the head"
     ),
 ]
 KVCacheCells = Annotated[
     KVCacheDType,
     Field(
-        description="what keys and values are kept in: int8 rounds them to 8 bits, which takes a "
-        "quarter of float32's memory and time to read, half of bfloat16's; auto is --dtype"
+        description="dtype of keys and values: int8 needs a quarter of the memory and reading time "
+        "of float32, half of bfloat16's; auto is --dtype"
     ),
 ]
 Threads = Annotated[
@@ -146,7 +146,7 @@ Threads = Annotated[
     Field(
         ge=0,
         le=1024,
-        description="compute threads; 0 is one per available processor, which is the most",
+        description="compute threads; 0 is one per available processor, which is the maximum",
     ),
 ]
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]

@@ -1,4 +1,4 @@
-"""Settings of `logitd import`: where a model is, and answers to what its tensors do not say.
+"""Settings of `logitd import`: the model, and answers about what its tensors do not show.
 
 Each field of a `Computation` is a flag of the same name.
 """
@@ -26,7 +26,7 @@ from logitd.service.settings.common import CommandSettings, StoredDType
 
 
 class _Source(CommandSettings):
-    """Where the model is, and how it is read."""
+    """Paths of the model, and how to read it."""
 
     command = "import"
     groups: ClassVar = {
@@ -42,42 +42,43 @@ class _Source(CommandSettings):
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     tokenizer: str | None = Field(
         None,
-        description="vocabulary to use instead of the source's: gpt2, cl100k_base, o200k_base; a "
-        "file of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
-        "characters:TEXT, the sorted characters of a text, with ,first=N or ,last=N for more ids "
-        "before or after; words:FILE, a token a line or a JSON list; none, token ids alone",
+        description="vocabulary instead of the source's: gpt2, cl100k_base, o200k_base; a file of "
+        "ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); characters:TEXT, "
+        "the sorted characters of a text, with ,first=N or ,last=N for more ids before or after; "
+        "words:FILE, a token per line or a JSON list; none, token ids alone",
     )
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
-        None, ge=1, description="positions to keep; all unless given"
+        None, ge=1, description="positions to keep; if not given all"
     )
     skip_normalizer: bool = Field(
         False,
-        description="leave out the source tokenizer's normalizer: texts that it would change get "
-        "other ids than in the source",
+        description="drop the source tokenizer's normalizer: texts that it changes get other ids "
+        "than in the source",
     )
     unused_rows: bool = Field(
         False,
-        description="let the vocabulary have fewer ids than the model has rows of the embedding, "
-        "beyond what is usual as padding",
+        description="accept a vocabulary with fewer ids than the embedding has rows, beyond usual "
+        "padding",
     )
     code: str | None = Field(
         None,
-        description="FILE.py:NAME, the owner's own class, or FILE.py:EXPRESSION: it is run, in a "
-        "process without network, and what names do not say is taken so that its logits agree",
+        description="FILE.py:NAME, the model's own class, or FILE.py:EXPRESSION. It runs in a "
+        "process without network, and open questions are decided so that its logits agree",
     )
     check: Path | None = Field(
         None,
-        description="a text that the model should predict: what names do not say is taken so that "
-        "the loss on it is lowest",
+        description="a text that the model should predict: open questions are decided so that the "
+        "loss on it is lowest",
     )
     ignore_setting: tuple[str, ...] = Field(
         (),
-        description="a number or flag of the source's settings that changes no logit; those that "
-        "are not understood stop the import",
+        description="a number or flag of the source's settings that changes no logit; unknown ones "
+        "stop the import",
     )
     map: Path | None = Field(
-        None, description="TOML file that says which tensor is what (a draft is written on need)"
+        None,
+        description="TOML file with the role of each tensor (the import writes a draft if needed)",
     )
 
 
@@ -87,7 +88,7 @@ ANSWERS = [
     for name, kind in _COMPUTED.items()
     if _SHAPE.get(name) == kind and name not in _Source.model_fields
 ]
-"""Fields of a `Computation` that are fields of a `GPTConfig`, which declares them."""
+"""Fields of a `Computation` that a `GPTConfig` declares."""
 if TYPE_CHECKING:
     _Answers = _Source
 else:
@@ -97,29 +98,29 @@ else:
 class ImportSettings(_Answers):
     """Settings of `logitd import`."""
 
-    positions: Positions | None = Field(None, description="how positions are told apart")
+    positions: Positions | None = Field(None, description="encoding of positions")
     rotary_layout: RotaryLayout | None = Field(
-        None, description="channels that turn together: i and i + D/2, or 2i and 2i + 1"
+        None, description="channels that rotate together: i and i + D/2, or 2i and 2i + 1"
     )
     score_scale: ScoreScale | None = Field(
-        None, description="attention scores are divided by the square root of this width, or not"
+        None, description="width whose square root divides attention scores, if any"
     )
     qkv_layout: QkvLayout | None = Field(
-        None, description="order of the rows of a fused query, key and value matrix"
+        None, description="order of the rows in a fused query, key and value matrix"
     )
     gate_order: GateOrder | None = Field(
-        None, description="which of the two matrices before the product is the gate"
+        None, description="the gate among the two matrices before the product"
     )
     qk_norm: QkNorm | None = Field(
         None, description="RMS norm of queries and keys: none, with weights, or without"
     )
     qk_norm_eps: float | None = Field(None, gt=0, lt=1, description="eps of that norm")
     embedding_scale: EmbeddingScale | None = Field(
-        None, description="what token embeddings are multiplied by"
+        None, description="factor of the token embeddings"
     )
 
     def answers(self) -> dict[str, Any]:
-        """The fields of a `Computation` that were given."""
+        """The given fields of a `Computation`."""
         names = [
             field.name for field in fields(Computation) if field.name in type(self).model_fields
         ]

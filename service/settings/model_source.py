@@ -1,7 +1,7 @@
-"""ModelSource: a model to be served, as `NAME=PATH` or PATH. Without torch.
+"""ModelSource: a model to serve, written as `NAME=PATH` or PATH. Imports no torch.
 
-What stands before the first `=` is a name, unless there is a slash in it: `runs/lr=0.1` is a path,
-and so is `./lr=0.1`. Not here: what lies at a path (`service/cli/commands/servable.py`).
+The text before the first `=` is a name, unless it contains a slash: `runs/lr=0.1` and `./lr=0.1`
+are paths. `service/cli/commands/servable.py` looks at the paths.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's checkpoint is, or the run whose best is meant, and what the model is called;
-    None: as the checkpoint's folder is, or its run."""
+    """The path of a checkpoint, or of a run for its best one, and the model's name; None: the name
+    of the checkpoint's folder, or of its run."""
 
     path: Path
     name: str | None = None
@@ -28,20 +28,20 @@ class ModelSource:
         return self.name or name_of(self.path)
 
     def __str__(self) -> str:
-        """As it is written on a command line."""
+        """As written on a command line."""
         here = Path.cwd()
         path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
         return str(path) if self.name is None else f"{self.name}={path}"
 
 
 def model_source(given: Any) -> ModelSource:
-    """What one word means. Raises ValueError."""
+    """The model of one word. Raises ValueError."""
     if isinstance(given, ModelSource):
         return given
     if isinstance(given, Path):
         return ModelSource(given)
     if not isinstance(given, str) or not given:
-        raise ValueError("a model is the path of its checkpoint, or NAME=PATH")
+        raise ValueError("a model is the path of a checkpoint, or NAME=PATH")
     name, equals, path = given.partition("=")
     if not equals or "/" in name:
         return ModelSource(Path(given))
@@ -51,15 +51,15 @@ def model_source(given: Any) -> ModelSource:
 
 
 def checked_name(text: str) -> str:
-    """A model's name, as replies and metrics can say it. Raises ValueError."""
+    """A model's name that replies and metrics can contain. Raises ValueError."""
     if not text.strip() or not text.isprintable() or len(text) > MAX_NAME:
         raise ValueError(f"a name has 1 to {MAX_NAME} printable characters, not only spaces")
     return text
 
 
 def listed(given: Any) -> Any:
-    """The words of a setting: a list as it is, one path by itself, and of a variable's text, where
-    each part has a name, what stands between commas."""
+    """The words of a setting. The text of a variable is split at its commas if each part has a
+    name; other texts are one path."""
     if isinstance(given, (ModelSource, Path)):
         return [given]
     if not isinstance(given, str):
@@ -70,8 +70,8 @@ def listed(given: Any) -> Any:
 
 
 def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
-    """The models of a server. Several have each a name of its own, by which requests choose; one
-    keeps what it has. Raises ValueError where two would be called the same."""
+    """The models of a server, each with its own name if there are several. Raises ValueError if two
+    have the same name."""
     sources = tuple(sources)
     if len(sources) < 2:
         return sources
@@ -79,7 +79,5 @@ def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     names = [source.name for source in result]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
-                f"two models would be called {name!r}: give each a name of its own, as NAME=PATH"
-            )
+            raise ValueError(f"two models have the name {name!r}: give each its own, as NAME=PATH")
     return result

@@ -25,7 +25,7 @@ from logitd.service.settings.common import (
 
 def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(sizes)) < len(sizes):
-        raise ValueError("a size is there twice")
+        raise ValueError("a size occurs twice: give each once")
     return sizes
 
 
@@ -36,18 +36,18 @@ BatchSizes = Annotated[
     AfterValidator(_distinct),
     Field(
         min_length=1,
-        description="how many sequences decode together; several numbers are separated by commas",
+        description="numbers of sequences that decode together, separated by commas",
     ),
 ]
 
 
 _NOT_GREEDY = (
     lambda given: given.get("temperature") != 0,
-    "it does nothing with temperature 0, which is greedy: give one of them",
+    "it has no effect with temperature 0, which is greedy: give only one of them",
 )
 _WITHOUT_URL = (
     lambda given: given.get("url") is None,
-    "the address of the server has it: give either the address or --host and --port",
+    "the address of the server has it already: give the address, or --host and --port",
 )
 
 
@@ -59,15 +59,17 @@ class GenerateSettings(CommandSettings):
     needs: ClassVar = dict.fromkeys(("top_k", "top_p", "seed"), _NOT_GREEDY)
 
     prompt: CliPositionalArg[str] = Field(
-        description='text to continue; token ids, "0 1 2", where the model has no vocabulary'
+        description='text to continue; token ids, "0 1 2", for a model without a vocabulary'
     )
     checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
-    max_tokens: int = Field(200, ge=1, description="tokens to generate at most")
+    max_tokens: int = Field(200, ge=1, description="most tokens to generate")
     temperature: float = Field(0.8, ge=0, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 is all")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest that make up p")
-    seed: int = Field(-1, ge=-1, lt=2**64, description="same seed, same text; -1 draws one")
-    n: int = Field(1, ge=1, le=64, description="completions")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the likeliest tokens with probability p together"
+    )
+    seed: int = Field(-1, ge=-1, lt=2**64, description="same seed, same text; -1 is a random one")
+    n: int = Field(1, ge=1, le=64, description="number of completions")
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
@@ -88,8 +90,8 @@ class InspectSettings(CommandSettings):
     )
     text: str = Field(
         "def main():",
-        description="text to run through the model of a checkpoint, or of the best of a run; token "
-        'ids, "0 1 2", where it has no vocabulary, of which these are usual',
+        description="text to run through a checkpoint, or the best one of a run; token ids, by "
+        'default "0 1 2", for a model without a vocabulary',
     )
     as_json: AsJson = False
 
@@ -102,7 +104,7 @@ class ExportSettings(CommandSettings):
     needs: ClassVar = {
         "pre": (
             lambda given: given.get("to") == "gguf",
-            "it names a split pattern in GGUF files: give --to gguf",
+            "it names a split pattern of GGUF files: add --to gguf",
         ),
     }
 
@@ -116,8 +118,8 @@ class ExportSettings(CommandSettings):
     dtype: StoredDType = "auto"
     pre: str | None = Field(
         None,
-        description="for gguf: the llama.cpp split pattern to name, where it has no name for this "
-        "checkpoint's",
+        description="for gguf: name of a llama.cpp split pattern, if llama.cpp has none for the "
+        "checkpoint's own",
     )
 
 
@@ -129,16 +131,16 @@ class HealthSettings(CommandSettings):
     needs: ClassVar = dict.fromkeys(("host", "port"), _WITHOUT_URL)
 
     url: CliPositionalArg[str | None] = Field(
-        None, description="of the server; if not given the one of --host and --port"
+        None, description="address of the server; if not given that of --host and --port"
     )
     host: str = Field(
-        "127.0.0.1", min_length=1, description="address that it binds; 0.0.0.0 is this machine"
+        "127.0.0.1", min_length=1, description="address it binds; 0.0.0.0 is this machine"
     )
-    port: int = Field(8000, ge=1, le=65535, description="port that it binds")
+    port: int = Field(8000, ge=1, le=65535, description="port it binds")
     live: bool = Field(
-        False, description="ask whether it has to be restarted, not whether it answers requests"
+        False, description="ask if the server needs a restart, instead of if it answers requests"
     )
-    timeout: float = Field(2, gt=0, description="seconds to wait for the answer")
+    timeout: float = Field(2, gt=0, description="most seconds to wait for the answer")
 
 
 class BenchSettings(CommandSettings):
@@ -159,15 +161,15 @@ class BenchSettings(CommandSettings):
     prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of each prompt; if not given 256, or what the model's context leaves",
+        description="tokens per prompt; if not given 256, or what the model's context leaves",
     )
-    tokens: int = Field(64, ge=2, description="tokens that each sequence generates")
+    tokens: int = Field(64, ge=2, description="tokens generated per sequence")
     rounds: int = Field(
-        3, ge=1, le=1000, description="runs of each case, of which the median counts"
+        3, ge=1, le=1000, description="runs of each case; the result is their median"
     )
     url: str | None = Field(
         None,
         pattern=r"^https?://[^\s/]+",
-        description="also measure streams of a running server of the same checkpoint at this "
-        "address; its API key, if it needs one, comes from LOGITD_API_KEY",
+        description="address of a running server of the same checkpoint whose streams are measured "
+        "too; its API key comes from LOGITD_API_KEY",
     )

@@ -1,4 +1,4 @@
-"""A real `logitd serve` in a process of its own, for tests from the outside."""
+"""A real `logitd serve` in a process of its own."""
 
 import re
 import resource
@@ -10,18 +10,17 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
 from tests.zygote import ForkedProcess
 
 STARTUP_SECONDS = 60
-"""A start takes seconds; this long only on a machine that is busy with other things."""
+"""Limit of a start, for a busy machine."""
 
 
 class ServedProcess:
-    """`logitd serve` on a free port of the loopback, from making this to leaving its block.
+    """`logitd serve` on a free port of the loopback, from construction to the end of the block.
     Entering the block waits until it is ready."""
 
     def __init__(
@@ -32,9 +31,9 @@ class ServedProcess:
         descriptors: int | None = None,
         cold: bool = False,
     ) -> None:
-        """`descriptors`: how many files and connections the process may have open.
-        `cold`: by an interpreter of its own, as on a command line; not by the zygote."""
-        # To a file: nobody empties a pipe while a test waits for an answer.
+        """`descriptors`: limit of open files and connections. `cold`: start an interpreter of its
+        own, like a command line, instead of a fork."""
+        # A file, because a full pipe would block the server.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         arguments = ("serve", "--port", "0", *flags)
         self.process: subprocess.Popen[bytes] | ForkedProcess
@@ -56,12 +55,12 @@ class ServedProcess:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return Path(self._log.name).read_text(encoding="utf-8")
 
     @property
     def address(self) -> str:
-        """Where it listens, as far as it has said so."""
+        """Host and port, once they are printed."""
         port = re.search(r"listening on port (\d+)", self.output)
         return f"127.0.0.1:{port[1]}" if port else ""
 
@@ -75,7 +74,7 @@ class ServedProcess:
         return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
 
     def wait_for(self, text: str) -> None:
-        """Until it has printed this."""
+        """Wait until the output contains a text."""
         deadline = time.monotonic() + STARTUP_SECONDS
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
@@ -92,7 +91,7 @@ class ServedProcess:
         self.process.send_signal(number)
 
     def exit_code(self) -> int:
-        """Wait until it has ended."""
+        """Wait for the exit code."""
         return self.process.wait(timeout=STARTUP_SECONDS)
 
     def __enter__(self) -> "ServedProcess":
@@ -100,12 +99,7 @@ class ServedProcess:
         self.wait_for("try it:")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.process.terminate()
         try:
             self.process.wait(timeout=30)
@@ -113,7 +107,7 @@ class ServedProcess:
             self.close()
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         self._log.close()

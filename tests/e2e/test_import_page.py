@@ -1,5 +1,5 @@
-"""The page for somebody with a .pt in hand (model/convert/README.md): each line of it, run as it
-stands there, on a model that a script of a few lines trained."""
+"""The page about importing a model (model/convert/README.md): its command lines, run on a model of
+a short training script."""
 
 import math
 import os
@@ -96,12 +96,12 @@ with torch.no_grad():
     targets = data[1 : len(windows) * block + 1].view(-1, block)
     print(F.cross_entropy(model(windows).flatten(0, 1), targets.flatten()).item())
 """
-"""A training script as people write it, all in one file; prints the loss on its whole text."""
+"""A training script in one file; it prints the loss on its whole text."""
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A folder with the script, its text and what it saved, and the loss that it printed."""
+    """A folder with the script, its text and its output files, and the printed loss."""
     folder = tmp_path_factory.mktemp("desk")
     # Words of three letters and the same three in reverse: something to learn for every part.
     draw = random.Random(1)
@@ -115,14 +115,14 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 
 
 def lines_of_the_page() -> list[str]:
-    """The commands of its first part, in order."""
+    """The commands of the page's first part, in order."""
     part = PAGE.read_text(encoding="utf-8").split("## What is recognised")[0]
     blocks = re.findall(r"^```sh\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
 def run(folder: Path, line: str) -> str:
-    """One line of the page, to its end."""
+    """Run a line of the page and return its output."""
     words = shlex.split(line)
     assert words[0] == "logitd", line
     done = completed(words[1:], cwd=folder)
@@ -131,7 +131,7 @@ def run(folder: Path, line: str) -> str:
 
 
 def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
-    """A line that serves: a client of it, until the test is done with it."""
+    """Run a line that serves, with a client of its server."""
     server = subprocess.Popen(
         [*LOGITD, *shlex.split(line)[1:], "--port", "0"],
         cwd=folder,
@@ -150,9 +150,8 @@ def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.slow
-def test_each_line_of_the_page_does_what_it_says(desk: tuple[Path, float]) -> None:
-    """By text, by the class, by an expression and by flags the same model comes out; it is served,
-    and its loss on the text is the one that the script printed."""
+def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
+    """Text, class, expression and flags lead to the same weights, whose loss is the script's."""
     folder, loss = desk
     lines = lines_of_the_page()
     assert len(lines) == 7, lines
@@ -180,11 +179,11 @@ def test_each_line_of_the_page_does_what_it_says(desk: tuple[Path, float]) -> No
         name: (folder / "checkpoints" / name / "model.safetensors").read_bytes()
         for name in ("mine", "mine-by-code", "mine-by-expression", "mine-by-flags")
     }
-    assert len(set(weights.values())) == 1, "four ways to the same weights"
+    assert len(set(weights.values())) == 1
 
 
 @pytest.mark.slow
-def test_to_serve_a_foreign_file_names_the_command_or_does_it(desk: tuple[Path, float]) -> None:
+def test_serving_a_foreign_file_names_or_runs_the_import(desk: tuple[Path, float]) -> None:
     folder, _ = desk
     done = completed(["serve", "my_gpt.pt"], cwd=folder)
     assert done.returncode == 1

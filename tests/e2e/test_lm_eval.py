@@ -1,9 +1,8 @@
-"""The evaluation harness against a real server: its numbers are those of the model itself.
+"""The evaluation harness lm-eval against a real server.
 
-lm-eval is given the server as `local-completions` with a remote tokenizer, and three tasks made
-here: multiple choice, rolling perplexity and generation until a stop text. What it reports is
-compared with the same quantities computed from the checkpoint by the plain forward, with nothing
-of the service in between.
+lm-eval uses the server as `local-completions` with a remote tokenizer, for three tasks: multiple
+choice, rolling perplexity and generation until a stop text. Its results equal those of the plain
+forward of the checkpoint.
 """
 
 import json
@@ -26,7 +25,7 @@ from tests.e2e.server import ServedProcess
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "python-small"
 WINDOW = 128
-"""Tokens that lm-eval sends at once at most: a text of the perplexity task takes several."""
+"""Most tokens per request of lm-eval; a text of the perplexity task needs several."""
 
 CHOICES: list[dict[str, Any]] = [
     {"text": "import os\n\ndef main(", "choices": ["):", " import", "\n\n\n(("], "answer": 0},
@@ -83,8 +82,7 @@ def plain_logprobs(gpt: GPT, ids: list[int]) -> torch.Tensor:
 
 
 def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuation: str) -> float:
-    """As lm-eval cuts it: after the context's ids come those of both together, less as many as the
-    context has."""
+    """Like lm-eval, take the ids of both texts together, after as many as the context has."""
     tokenizer, gpt = model
     ids = tokenizer.encode(context)
     start = len(ids)
@@ -94,8 +92,8 @@ def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuatio
 
 
 def rolling_logprob(model: tuple[Tokenizer, GPT], text: str) -> float:
-    """Every token once, in windows that follow each other, the first after an end of text; what a
-    window lacks at its beginning is filled from the one before."""
+    """Score each token once in consecutive windows, the first after an end of text. The last window
+    starts earlier if it is short."""
     tokenizer, gpt = model
     assert tokenizer.end_of_text is not None
     ids = tokenizer.encode(text)
@@ -138,7 +136,7 @@ def write_tasks(folder: Path, documents: dict[str, list[dict[str, Any]]]) -> Non
 
 
 def evaluate(folder: Path, url: str) -> Any:
-    """What lm-eval reports, task by task."""
+    """The results and samples of lm-eval."""
     arguments = ",".join(
         [
             f"base_url={url}/v1/completions",
@@ -175,7 +173,7 @@ def evaluate(folder: Path, url: str) -> Any:
 
 
 @pytest.mark.slow
-def test_its_numbers_are_the_models_own(tmp_path: Path, model: tuple[Tokenizer, GPT]) -> None:
+def test_numbers_equal_the_models(tmp_path: Path, model: tuple[Tokenizer, GPT]) -> None:
     generations = [{"text": prompt, "answer": completion(model, prompt)} for prompt in PROMPTS]
     generations.append({"text": "while", "answer": "this is not what it says"})
     write_tasks(

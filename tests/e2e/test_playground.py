@@ -1,7 +1,7 @@
-"""The playground as a person uses it: headless Chromium, and a real server on the bundled model.
+"""The playground in headless Chromium, with a real server of the bundled model.
 
-Needs a Chromium (Debian's, for example) and the package playwright; skipped without. What the page
-shows is held against what the API says.
+Needs a Chromium (Debian's, for example) and the package playwright; skipped without. Each test
+compares the page with the API.
 """
 
 import json
@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
     if BROWSER is None:
         pytest.skip("no chromium is installed")
     with sync_api.sync_playwright() as playwright:
-        # Without its own sandbox, which needs rights that a container does not give.
+        # Containers lack the rights for its sandbox.
         opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield opened
         opened.close()
@@ -80,7 +80,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def new_page(browser: Any) -> Iterator[NewPage]:
-    """Opens pages, which may not fail by themselves and may ask no other host for anything."""
+    """Open pages, which must not fail and must not request other hosts."""
     contexts, problems = [], []
 
     def opened(url: str, *, quiet: bool = True, **options: Any) -> Page:
@@ -95,9 +95,9 @@ def new_page(browser: Any) -> Iterator[NewPage]:
             if urlsplit(request.url).netloc not in (host, ""):
                 problems.append(f"asked {request.url}")
 
-        def note_error(said: Any) -> None:
-            if said.type == "error":
-                problems.append(said.text)
+        def note_error(message: Any) -> None:
+            if message.type == "error":
+                problems.append(message.text)
 
         page.on("request", note_request)
         page.on("pageerror", lambda error: problems.append(f"failed: {error}"))
@@ -135,6 +135,12 @@ def ready(page: Page) -> Page:
     return page
 
 
+def open_tab(page: Page, name: str, shown: str) -> None:
+    """Open a tab and wait for an element of it."""
+    page.click(f"#tab-{name}")
+    page.wait_for_selector(shown)
+
+
 def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
     reply = httpx.post(f"{server.url}{path}", json=body, timeout=60, trust_env=False)
     reply.raise_for_status()
@@ -142,9 +148,9 @@ def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
 
 
 def wait_for_slots(page: Page, slots: int) -> None:
-    """The Model tab says how many there are."""
-    said = f"of {slots} in use"
-    page.wait_for_function(f"document.querySelector('#live').textContent.includes('{said}')")
+    """Wait until the Model tab shows the number of slots."""
+    text = f"of {slots} in use"
+    page.wait_for_function(f"document.querySelector('#live').textContent.includes('{text}')")
 
 
 def slots_of(server: ServedProcess) -> int:
@@ -153,7 +159,7 @@ def slots_of(server: ServedProcess) -> int:
 
 
 def generate(page: Page, **fields: Any) -> str:
-    """Fill in, press the button, wait for the end; the whole text."""
+    """Fill in the form, generate, and return the whole text."""
     for name, value in fields.items():
         page.locator(f"#{name}").fill(str(value))
     page.click("#go")
@@ -179,7 +185,7 @@ def body_of(command: str) -> dict[str, Any]:
 
 
 def branch(page: Page, at: int) -> str:
-    """Continue with another token in the place of the one at `at` of the completion; the text."""
+    """Replace the token at index `at` of the completion, and return the new text."""
     page.locator(".tokens .token").nth(page.locator(".tokens .of-prompt").count() + at).click()
     page.wait_for_selector("#distribution .mark")
     page.locator("#distribution tbody tr:not(.chosen) button").first.click()
@@ -211,7 +217,7 @@ def shown(text: str) -> str:
     return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
 
 
-def test_what_it_streams_is_what_the_api_says(server: ServedProcess, page: Page) -> None:
+def test_stream_equals_the_api(server: ServedProcess, page: Page) -> None:
     text = generate(page, seed=5, max_tokens=30, temperature=0.7)
     body = {"prompt": PROMPT, "seed": 5, "max_tokens": 30, "temperature": 0.7, "echo": True}
     assert text == asked(server, "/generate", **body)["choices"][0]["text"]
@@ -223,7 +229,7 @@ def test_what_it_streams_is_what_the_api_says(server: ServedProcess, page: Page)
     assert text_of(page) == text
 
 
-def test_a_token_shows_where_it_was_drawn_from_and_sliders_reshape_it(
+def test_tokens_show_their_distribution_and_sliders_reshape_it(
     server: ServedProcess, page: Page
 ) -> None:
     generate(page, seed=5, max_tokens=20, temperature=1)
@@ -251,7 +257,7 @@ def test_a_token_shows_where_it_was_drawn_from_and_sliders_reshape_it(
     assert [row[0] for row in bars(page)[:3]] == [shown(entry["text"]) for entry in plain]
 
 
-def test_another_token_begins_a_branch_and_branches_can_be_walked(page: Page) -> None:
+def test_other_tokens_start_branches(page: Page) -> None:
     first = generate(page, seed=5, max_tokens=12, temperature=1)
     place = page.locator(".tokens .of-prompt").count() + 4
     page.locator(".tokens .token").nth(place).click()
@@ -271,7 +277,7 @@ def test_another_token_begins_a_branch_and_branches_can_be_walked(page: Page) ->
     assert text_of(page) == branched
 
 
-def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, page: Page) -> None:
+def test_links_open_the_same_page_with_the_same_text(new_page: NewPage, page: Page) -> None:
     text = generate(page, seed=9, max_tokens=15, temperature=0.9)
     other = ready(new_page(copied(page, "copy-link")))
     finished(other)
@@ -279,8 +285,7 @@ def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, p
     assert other.input_value("#temperature") == "0.9"
 
 
-def test_what_is_copied_runs(server: ServedProcess, page: Page) -> None:
-    """The body of curl's command and of the Python program, sent as it stands."""
+def test_copied_commands_run(server: ServedProcess, page: Page) -> None:
     text = generate(page, seed=9, max_tokens=15)
     body = body_of(copied(page, "copy-curl"))
     assert PROMPT + asked(server, "/generate", **body)["choices"][0]["text"] == text
@@ -295,9 +300,7 @@ def printed_by(program: str) -> str:
     return printed[0]
 
 
-def test_what_is_copied_of_a_branch_is_that_branch(
-    server: ServedProcess, new_page: NewPage, page: Page
-) -> None:
+def test_copied_branches_are_the_same(server: ServedProcess, new_page: NewPage, page: Page) -> None:
     generate(page, seed=5, max_tokens=14, temperature=1)
     text = branch(page, 4)
     written = text.removesuffix("<|endoftext|>")
@@ -322,10 +325,9 @@ def test_what_is_copied_of_a_branch_is_that_branch(
 def test_changes_of_a_branch_stay_at_their_positions(
     server: ServedProcess, new_page: NewPage, page: Page, positions: str
 ) -> None:
-    """The tokens before a branch are sent as its prompt, and are none of the page's prompt."""
+    """The request of a branch includes earlier tokens, which are not the page's prompt."""
     change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
-    page.click("#tab-inside")
-    page.wait_for_selector("#change form")
+    open_tab(page, "inside", "#change form")
     page.select_option("#change-way", "scale")
     page.select_option("#change-stage", "blocks.N.mlp.out")
     page.select_option("#change-layer", "*")
@@ -352,9 +354,7 @@ def test_changes_of_a_branch_stay_at_their_positions(
     assert other.evaluate(surprise) == pytest.approx(page.evaluate(surprise), abs=0.25)
 
 
-def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
-    server: ServedProcess, page: Page
-) -> None:
+def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, page: Page) -> None:
     text = generate(page, seed=5, max_tokens=70, temperature=1)
     prompt = page.locator(".tokens .of-prompt").count()
     count = page.locator("#completion .token").count()
@@ -362,16 +362,13 @@ def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
     place = prompt + 2
     page.locator("#completion .token").nth(place).click()
     assert f"token {place}, " in page.inner_text("#distribution h3")
-    page.click("#tab-tokens")
-    page.wait_for_selector("#pieces li")
+    open_tab(page, "tokens", "#pieces li")
     size = len(text.encode())
     assert page.inner_text("#pieces p").startswith(f"{count} tokens of {size} bytes")
-    page.click("#tab-attention")
-    page.wait_for_selector("#attention .heat")
+    open_tab(page, "attention", "#attention .heat")
     assert "".join(page.locator("#attention .token").all_text_contents()) == text
-    assert f"Where token {place}, " in page.inner_text("#attention")
-    page.click("#tab-lens")
-    page.wait_for_selector("#lens td[aria-pressed=true]")
+    assert f"Attention of token {place}, " in page.inner_text("#attention")
+    open_tab(page, "lens", "#lens td[aria-pressed=true]")
     assert f"at token {place}, " in page.inner_text("#lens h3")
     chosen = page.locator("#lens td[aria-pressed=true]").bounding_box()
     table = page.locator("#lens .scroll").bounding_box()
@@ -380,8 +377,7 @@ def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
     page.wait_for_function(
         f"document.querySelector('#lens h3').textContent.includes('{count - 1}')"
     )
-    page.click("#tab-inside")
-    page.wait_for_selector("#view .heat")
+    open_tab(page, "inside", "#view .heat")
     ids = [token["id"] for token in asked(server, "/tokenize", prompt=text)["pieces"]]
     if len(ids) == count:  # what was drawn is not always how a text is split
         likeliest = asked(server, "/probs", prompt=ids, top_k=1)["prompts"][0]["tokens"][0]
@@ -393,7 +389,7 @@ def test_tabs_look_at_the_whole_text_or_at_the_prompt_alone(
     page.wait_for_selector("#scope", state="hidden")
 
 
-def test_an_open_page_follows_a_run(new_page: NewPage, tmp_path: Path) -> None:
+def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def save(step: int) -> None:
@@ -424,8 +420,7 @@ def test_an_open_page_follows_a_run(new_page: NewPage, tmp_path: Path) -> None:
         assert [row[1] for row in after] != [row[1] for row in before]
         likeliest = asked(server, "/probs", prompt="abc", top_k=1)["prompts"][0]["tokens"][0]
         assert share(after[0][1]) == pytest.approx(100 * likeliest["prob"], abs=0.0051)
-        page.click("#tab-model")
-        page.wait_for_selector("#training .chart")
+        open_tab(page, "model", "#training .chart")
         save(300)
         page.wait_for_function(
             "/step\\s+300/.test(document.getElementById('facts').innerText) && "
@@ -434,7 +429,7 @@ def test_an_open_page_follows_a_run(new_page: NewPage, tmp_path: Path) -> None:
         page.close()
 
 
-def test_a_refused_request_leaves_no_branch_and_is_reported_once(
+def test_refused_requests_leave_no_branch_and_are_reported_once(
     server: ServedProcess, new_page: NewPage
 ) -> None:
     page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
@@ -458,14 +453,14 @@ def test_a_refused_request_leaves_no_branch_and_is_reported_once(
     assert page.locator("#branches").is_hidden()
 
 
-def test_a_first_token_can_be_chosen(page: Page) -> None:
+def test_first_tokens_can_be_chosen(page: Page) -> None:
     token = bars(page)[3][0].replace("·", " ").replace("⏎", "\n")
     page.locator("#distribution tbody button").nth(3).click()
     finished(page)
     assert text_of(page).startswith(PROMPT + token)
 
 
-def test_seeds_are_numbers_that_javascript_holds(page: Page) -> None:
+def test_seeds_are_exact_in_javascript(page: Page) -> None:
     generate(page, max_tokens=3)
     assert 0 <= body_of(copied(page, "copy-curl"))["seed"] < 2**53
     page.fill("#seed", str(2**53 - 1))
@@ -477,7 +472,7 @@ def test_seeds_are_numbers_that_javascript_holds(page: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_labels_and_hidden_tabs_can_be_seen_on_a_telephone(
+def test_labels_and_hidden_tabs_are_visible_on_a_telephone(
     server: ServedProcess, new_page: NewPage, scheme: str
 ) -> None:
     viewport = {"width": 400, "height": 800}
@@ -494,17 +489,16 @@ def test_labels_and_hidden_tabs_can_be_seen_on_a_telephone(
     assert page.evaluate(f"{tabs}.scrollLeft") > 0
 
 
-def test_attention_is_the_apis(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-attention")
-    page.wait_for_selector("#attention .heat")
+def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
+    open_tab(page, "attention", "#attention .heat")
     page.click("[data-head='2.3']")
     reply = asked(server, "/attention", prompt=PROMPT, layers=[2], heads=[3], positions="all")
     weights = reply["prompts"][0]["attention"][0][0]
     last = len(weights) - 1
     page.locator("#attention .map").focus()
     page.keyboard.press("ArrowRight")
-    said = page.inner_text("#attention .readout")
-    assert f"{100 * weights[last][1]:.2f} %" in said or "< 0.01 %" in said
+    readout = page.inner_text("#attention .readout")
+    assert f"{100 * weights[last][1]:.2f} %" in readout or "< 0.01 %" in readout
     coloured = page.evaluate(
         "[...document.querySelectorAll('#attention .token')]"
         ".map((span) => Number(span.style.getPropertyValue('--share')))"
@@ -513,28 +507,24 @@ def test_attention_is_the_apis(server: ServedProcess, page: Page) -> None:
     page.wait_for_function("location.hash.includes('head=3')")
 
 
-def test_the_lens_is_the_apis(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-lens")
-    page.wait_for_selector("#lens table.lens")
+def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
+    open_tab(page, "lens", "#lens table.lens")
     reply = asked(server, "/lens", prompt=PROMPT, positions="all", top_k=1)
     positions = reply["prompts"][0]["positions"]
-    said = [
+    likeliest = [
         [shown(layer["top"][0]["text"]) for layer in position["layers"]] for position in positions
     ]
     rows = page.evaluate(
         "[...document.querySelectorAll('.lens tbody tr')]"
         ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))"
     )
-    assert rows[::-1] == [list(layer) for layer in zip(*said, strict=True)]
+    assert rows[::-1] == [list(layer) for layer in zip(*likeliest, strict=True)]
     page.locator(".lens tbody tr").nth(2).locator("td").nth(1).click()
     assert "After block 3" in page.inner_text("#lens")
 
 
-def test_a_head_is_switched_off_and_the_distribution_moves(
-    server: ServedProcess, page: Page
-) -> None:
-    page.click("#tab-inside")
-    page.wait_for_selector("#view .heat")
+def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page: Page) -> None:
+    open_tab(page, "inside", "#view .heat")
     page.select_option("#change-layer", "5")
     page.fill("#change-heads", "1, 3")
     page.click("#change button[type=submit]")
@@ -545,9 +535,9 @@ def test_a_head_is_switched_off_and_the_distribution_moves(
     after = asked(server, "/probs", prompt=PROMPT, token_ids=ids, interventions=[change])
     rows = {row[0]: row[1:] for row in bars(page, "#effect")}
     for entry, changed in zip(before, after["prompts"][0]["tokens"], strict=True):
-        said = rows[shown(entry["text"])]
-        assert share(said[0]) == pytest.approx(100 * entry["prob"], abs=0.0051)
-        assert share(said[1]) == pytest.approx(100 * changed["prob"], abs=0.0101)
+        shares = rows[shown(entry["text"])]
+        assert share(shares[0]) == pytest.approx(100 * entry["prob"], abs=0.0051)
+        assert share(shares[1]) == pytest.approx(100 * changed["prob"], abs=0.0101)
     page.click("#tab-generate")
     text = generate(page, seed=4, max_tokens=10, temperature=0)
     body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "interventions": [change]}
@@ -556,19 +546,17 @@ def test_a_head_is_switched_off_and_the_distribution_moves(
     assert page.locator("#changes").is_hidden()
 
 
-def test_the_other_tabs_say_what_is_served(server: ServedProcess, page: Page) -> None:
-    page.click("#tab-tokens")
-    page.wait_for_selector("#pieces li")
+def test_other_tabs_show_the_model(server: ServedProcess, page: Page) -> None:
+    open_tab(page, "tokens", "#pieces li")
     tokens = asked(server, "/tokenize", prompt=PROMPT, special_tokens="text")
     assert page.locator("#pieces li").count() == tokens["count"]
-    page.click("#tab-model")
-    page.wait_for_selector("#training .chart path")
+    open_tab(page, "model", "#training .chart path")
     facts = page.inner_text("#facts")
     assert tokens["checkpoint"]["weights_sha256"] in facts
     wait_for_slots(page, slots_of(server))
 
 
-def test_it_can_be_used_without_a_mouse(page: Page) -> None:
+def test_page_works_without_a_mouse(page: Page) -> None:
     page.locator("#prompt").focus()
     page.locator("#max_tokens").fill("8")
     page.keyboard.press("Control+Enter")
@@ -584,9 +572,7 @@ def test_it_can_be_used_without_a_mouse(page: Page) -> None:
     assert page.get_attribute("#tab-attention", "aria-selected") == "true"
 
 
-def test_its_first_prompt_is_what_the_model_would_write(
-    server: ServedProcess, new_page: NewPage
-) -> None:
+def test_first_prompt_is_text_of_the_model(server: ServedProcess, new_page: NewPage) -> None:
     prompt = ready(new_page(server.url)).input_value("#prompt")
     assert prompt.strip()
     tokens = asked(server, "/score", prompt=[prompt], logprobs=0)["prompts"][0]["score"]
@@ -594,9 +580,7 @@ def test_its_first_prompt_is_what_the_model_would_write(
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_window(
-    server: ServedProcess, new_page: NewPage, width: int
-) -> None:
+def test_tabs_fit_the_window(server: ServedProcess, new_page: NewPage, width: int) -> None:
     page = ready(new_page(server.url, viewport={"width": width, "height": 800}))
     for tab in TABS:
         page.click(f"#tab-{tab}")
@@ -606,20 +590,20 @@ def test_nothing_is_wider_than_the_window(
         assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
-def test_one_model_has_nothing_to_choose_from(page: Page) -> None:
+def test_single_models_hide_the_choice(page: Page) -> None:
     assert page.locator("#model-row").is_hidden()
     assert page.locator("#tab-compare").is_hidden()
 
 
 def compared(page: Page) -> list[str]:
-    """Press the button, wait for the end of both; the texts of A and B."""
+    """Generate both texts, and return those of A and B."""
     page.click("#compare-go")
     return both(page)
 
 
 def both(page: Page) -> list[str]:
     page.wait_for_selector("#compare-stop:disabled")
-    page.wait_for_function("document.getElementById('parting').textContent !== ''")
+    page.wait_for_function("document.getElementById('divergence').textContent !== ''")
     page.wait_for_selector("#both:not([aria-busy]) .distribution")
     texts: list[str] = page.evaluate(
         "[...document.querySelectorAll('#compare .tokens')].map((text) => text.textContent)"
@@ -627,7 +611,7 @@ def both(page: Page) -> list[str]:
     return texts
 
 
-def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: NewPage) -> None:
+def test_comparison_equals_the_api(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&seed=5&max_tokens=24"))
     assert bars(page, "#both")[0]
     texts = compared(page)
@@ -636,12 +620,13 @@ def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: 
     assert texts == [reply["choices"][0]["text"] for reply in replies]
     pairs = enumerate(zip(*texts, strict=False))
     same = next(place for place, (a, b) in pairs if a != b) - len("import")
-    said = page.inner_text("#parting")
-    assert said == f"With seed 5 they part after {same} character{'s' if same != 1 else ''}." or (
-        same == 0 and said == "With seed 5 they part at once."
+    text = page.inner_text("#divergence")
+    assert (
+        text == f"With seed 5 the texts diverge after {same} character{'s' if same != 1 else ''}."
+        or (same == 0 and text == "With seed 5 the texts diverge at once.")
     )
-    assert page.locator("#compare .parting").count() == 2
-    assert "here they part" in page.locator("#compare .parting").first.get_attribute("aria-label")
+    assert page.locator("#compare .diverging").count() == 2
+    assert "diverge here" in page.locator("#compare .diverging").first.get_attribute("aria-label")
     # Colours are those of the surprise of each.
     for index, name in enumerate(("small", "other")):
         scored = asked(pair, "/generate", model=name, **body, logprobs=0)["choices"][0]["tokens"]
@@ -653,7 +638,7 @@ def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: 
         assert shares == pytest.approx(expected, abs=6e-4)
 
 
-def test_a_chosen_token_shows_what_both_say_there(pair: ServedProcess, new_page: NewPage) -> None:
+def test_chosen_tokens_show_both_distributions(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&seed=5&max_tokens=24"))
     compared(page)
     page.locator("#compare .tokens").nth(1).locator(".token").nth(6).click()
@@ -670,7 +655,7 @@ def test_a_chosen_token_shows_what_both_say_there(pair: ServedProcess, new_page:
             assert told_share == pytest.approx(100 * entry["prob"], abs=0.0101)
 
 
-def test_another_model_is_chosen_and_stays_in_links(pair: ServedProcess, new_page: NewPage) -> None:
+def test_chosen_model_stays_in_links(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=12"))
     assert page.input_value("#model") == "small"
     options = page.locator("#model option").all_text_contents()
@@ -694,7 +679,7 @@ def test_another_model_is_chosen_and_stays_in_links(pair: ServedProcess, new_pag
     assert again.inner_text("#facts").startswith("other")
 
 
-def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> None:
+def test_comparison_works_without_a_mouse(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=8"))
     page.locator("#tab-generate").focus()
     for _ in range(5):
@@ -715,16 +700,15 @@ def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> Non
     page.select_option("#right", "small")
     page.wait_for_function("location.hash.includes('right=small')")
     assert compared(page) == [first[0], first[0]]
-    assert page.inner_text("#parting") == "With seed 5 both say the same."
+    assert page.inner_text("#divergence") == "With seed 5 both texts are equal."
 
 
 @pytest.mark.parametrize("prompt", ["import", "call(one,%0A"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_two_models_are_no_wider_than_the_window(
+def test_comparison_fits_the_window(
     pair: ServedProcess, new_page: NewPage, width: int, prompt: str
 ) -> None:
-    """The second prompt's next tokens are spaces, up to more of them than there is room for: the
-    table of both was wider than a telephone then."""
+    """The second prompt's next tokens are long runs of spaces, which once widened the table."""
     viewport = {"width": width, "height": 800}
     page = ready(
         new_page(f"{pair.url}/#tab=compare&prompt={prompt}&max_tokens=30&seed=1", viewport=viewport)
@@ -734,11 +718,11 @@ def test_two_models_are_no_wider_than_the_window(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
+def test_keys_are_requested_and_kept_out_of_links(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--api-keys", "class=the-key-of-the-class") as server:
         page = new_page(server.url, quiet=False)  # the browser notes a 401 as an error
         page.wait_for_selector("#key-row:not([hidden])")
-        assert "asks for an API key" in page.inner_text("#page-problem")
+        assert "needs an API key" in page.inner_text("#page-problem")
         page.fill("#key", "not-the-key")
         page.click("#key-form button")
         page.wait_for_function("document.querySelector('#page-problem').textContent.length > 0")
@@ -753,7 +737,7 @@ def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
         assert "the-key" not in page.evaluate("navigator.clipboard.readText()")
 
 
-def test_a_full_server_is_said_and_recovered_from(new_page: NewPage) -> None:
+def test_full_servers_are_reported_and_tried_again(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--slots", "1", "--max-queue", "63") as server:
         page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
         page.wait_for_selector("#distribution .distribution")
@@ -763,13 +747,13 @@ def test_a_full_server_is_said_and_recovered_from(new_page: NewPage) -> None:
             next(pieces)
             page.click("#go")
             page.wait_for_selector("#status .problem")
-            assert "more to do than it can take" in page.inner_text("#status")
+            assert "too busy" in page.inner_text("#status")
         page.click("#status .problem button")
         finished(page)
         assert "tokens/s" in page.inner_text("#status")
 
 
-def test_a_server_that_dies_is_said_and_the_page_goes_on_with_the_next(new_page: NewPage) -> None:
+def test_dead_servers_are_reported_and_the_next_one_is_used(new_page: NewPage) -> None:
     flags = ("--threads", "1")
     with ServedProcess(*flags) as server:
         port = server.address.rpartition(":")[2]
@@ -790,7 +774,7 @@ def test_a_server_that_dies_is_said_and_the_page_goes_on_with_the_next(new_page:
         page.wait_for_function("document.querySelectorAll('.tokens .token').length > 20")
 
 
-def test_a_page_that_is_loaded_again_frees_its_slot(server: ServedProcess, page: Page) -> None:
+def test_reloading_the_page_frees_its_slot(server: ServedProcess, page: Page) -> None:
     page.locator("#max_tokens").fill("480")
     page.locator("#prompt").fill("def again():\n")
     page.click("#go")
@@ -805,7 +789,7 @@ def test_a_page_that_is_loaded_again_frees_its_slot(server: ServedProcess, page:
         time.sleep(0.1)
 
 
-def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_path: Path) -> None:
+def test_models_without_a_vocabulary_take_ids(new_page: NewPage, tmp_path: Path) -> None:
     gpt = tiny_gpt()
     tokenizer = Tokenizer.without_text(gpt.config.vocab_size)
     path = save_tiny_checkpoint(tmp_path / "ids", gpt, tokenizer=tokenizer).path
@@ -824,10 +808,8 @@ def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_pat
         page.close()  # it would ask a server that has ended for its rates
 
 
-def test_docs_page_asks_this_server_under_its_policy(
-    server: ServedProcess, new_page: NewPage
-) -> None:
-    """No script, style or image is blocked, which would be an error of the page."""
+def test_docs_page_works_under_the_policy(server: ServedProcess, new_page: NewPage) -> None:
+    """A blocked script, style or image would be an error of the page."""
     page = new_page(f"{server.url}/docs")
     page.locator(".opblock-summary", has_text="/version").click()
     page.locator(".try-out__btn").click()
@@ -835,7 +817,7 @@ def test_docs_page_asks_this_server_under_its_policy(
     assert "200" in page.locator(".live-responses-table .response-col_status").last.inner_text()
 
 
-def test_page_runs_no_script_but_the_servers(server: ServedProcess, new_page: NewPage) -> None:
+def test_page_runs_only_scripts_of_the_server(server: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(server.url, quiet=False))
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), "
                   "{textContent: 'window.foreign = true'}))")  # fmt: skip

@@ -1,8 +1,6 @@
-"""The documents' commands do what they say: each curl line and each Python block is run against a
-real `logitd serve` with the bundled checkpoint.
+"""Curl lines and Python blocks of the documents, run against a server of the bundled checkpoint.
 
-Of the commands of a terminal, tests/service/cli/commands runs `inspect` and `generate`; that all of
-them are understood is tested in tests/test_documents.py.
+tests/test_documents.py parses the commands of a terminal; tests/service/cli/commands runs some.
 """
 
 import io
@@ -37,8 +35,7 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def curl_lines(document: Path) -> list[str]:
-    """Every command of a document that begins with curl, with the lines that continue it: after a
-    backslash, and within a quotation."""
+    """The curl commands of a document, with lines continued by a backslash or a quotation."""
     commands = []
     for block in blocks(document, "sh"):
         lines = iter(block.replace("\\\n", " ").splitlines())
@@ -70,18 +67,18 @@ def server() -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A folder that a document's command may write to, and in which it finds the checkpoints."""
+    """A writable folder with the checkpoints."""
     (tmp_path / "checkpoints").symlink_to(BUNDLED.parent)
     return tmp_path
 
 
-def test_there_is_something_to_run() -> None:
+def test_documents_have_commands() -> None:
     assert len(CURL_LINES) >= 6
     assert len(PYTHON_BLOCKS) >= 2
 
 
 @pytest.mark.parametrize("command", CURL_LINES)
-def test_curl_line(command: str, server: ServedProcess, here: Path) -> None:
+def test_curl_lines_work(command: str, server: ServedProcess, here: Path) -> None:
     found = set(here.iterdir())
     done = subprocess.run(
         ["bash", "-c", "set -o pipefail; " + command.replace(ADDRESS, server.address)],
@@ -97,13 +94,13 @@ def test_curl_line(command: str, server: ServedProcess, here: Path) -> None:
     elif '"stream": true' in command:
         assert done.stdout.endswith("data: [DONE]\n\n")
     elif " -o " in command:
-        assert set(here.iterdir()) - found, "the document says that a file is written"
+        assert set(here.iterdir()) - found
     else:
         assert json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("block", PYTHON_BLOCKS)
-def test_python_block(block: str, server: ServedProcess, here: Path) -> None:
+def test_python_blocks_work(block: str, server: ServedProcess, here: Path) -> None:
     script = here / "block.py"
     script.write_text(block.replace(ADDRESS, server.address), encoding="utf-8")
     done = subprocess.run(
@@ -115,7 +112,7 @@ def test_python_block(block: str, server: ServedProcess, here: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
-    """What the server serves, in its dtype and with its threads: the weights; by the library."""
+    """The served model as weights and as an LLM, with the server's dtype and threads."""
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
         info = http.get("/info").json()
     cpu, dtype = torch.device("cpu"), getattr(torch, info["dtype"])
@@ -125,10 +122,10 @@ def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
 
 
 @pytest.mark.parametrize("tokens", [3, 32, pytest.param(300, marks=pytest.mark.slow)])
-def test_the_numbers_are_bit_for_bit_the_models_own(
+def test_numbers_equal_the_models_to_the_bit(
     server: ServedProcess, model: tuple[GPT, LLM], tokens: int
 ) -> None:
-    """Of whatever dtype and decoder this machine chose."""
+    """In the dtype and with the decoder that this machine chooses."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     gpt, llm = model
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:

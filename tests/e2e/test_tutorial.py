@@ -1,5 +1,4 @@
-"""The tutorial is true: its Python blocks, run one after the other against a real server, print
-what it shows, number by number."""
+"""The tutorial's Python blocks, run in order against a real server, print the shown output."""
 
 import contextlib
 import io
@@ -19,13 +18,13 @@ NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServedProcess]:
-    """As the tutorial starts it: in float32, whatever the processor multiplies."""
+    """A server in float32, like the tutorial's."""
     with ServedProcess("--dtype", "float32") as process:
         yield process
 
 
 def steps() -> list[tuple[str, str]]:
-    """Each Python block with the output that is shown after it."""
+    """Each Python block with the output after it."""
     text = TUTORIAL.read_text(encoding="utf-8")
     found = re.findall(r"^```(python|text)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     kinds = [kind for kind, _ in found]
@@ -35,15 +34,15 @@ def steps() -> list[tuple[str, str]]:
 
 
 def assert_shows(printed: str, shown: str) -> None:
-    """The same words, and the same numbers but for one in the last digit that is shown: processors
-    add in different orders."""
+    """Compare words exactly, and numbers up to one in the last shown digit: processors add in
+    different orders."""
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split(), printed
     for value, expected in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
         digits = len(expected.partition(".")[2])
         assert float(value) == pytest.approx(float(expected), abs=1.01 * 10**-digits), printed
 
 
-def test_every_step_prints_what_it_shows(server: ServedProcess) -> None:
+def test_steps_print_the_shown_output(server: ServedProcess) -> None:
     assert len(steps()) >= 6
     names: dict[str, Any] = {}
     for code, shown in steps():
@@ -54,7 +53,7 @@ def test_every_step_prints_what_it_shows(server: ServedProcess) -> None:
     names["client"].close()
 
 
-def test_another_number_is_seen() -> None:
+def test_comparison_can_fail() -> None:
     assert_shows("a 0.51 b", "a 0.52 b")
     for printed in ("a 0.49 b", "a 0.52 c", "a 0.52 b 1"):
         with pytest.raises(AssertionError):

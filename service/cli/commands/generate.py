@@ -1,6 +1,6 @@
 """`logitd generate`: text from a checkpoint, streamed to the terminal, without a server.
 
-Of a model of token ids alone, prompt and completion are ids with spaces between them.
+For a model without a vocabulary, prompt and completion are token ids separated by spaces.
 """
 
 import secrets
@@ -41,7 +41,7 @@ def run(settings: GenerateSettings) -> int:
 
 
 def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
-    """Print the first completion as it grows, the others when they are whole."""
+    """Print the first completion as it grows, the others at the end."""
     params = SamplingParams(
         max_tokens=_tokens_that_fit(llm, settings),
         seed=seed,
@@ -52,17 +52,17 @@ def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
     texts = [""] * settings.n
     for part in llm.stream([_prompt(llm, settings)], params, n=settings.n):
         text = part.text if llm.tokenizer.has_text else "".join(f" {i}" for i in part.token_ids)
-        # The prompt comes with the first part: one that cannot be continued is not shown.
+        # With the first part: a prompt that cannot be continued is not shown.
         text = text if texts[part.index] else settings.prompt + text
         texts[part.index] += text
         if part.index == 0:
-            _show(text)
+            say(text, end="")
     for text in texts[1:]:
-        _show(f"\n---\n{text}")
+        say(f"\n---\n{text}", end="")
 
 
 def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
-    """The prompt as a text, or as the ids that stand for it. Raises InvalidRequest."""
+    """The prompt as a text, or as token ids. Raises InvalidRequest."""
     if llm.tokenizer.has_text:
         return settings.prompt
     if (ids := token_ids_of(settings.prompt)) is None:
@@ -75,20 +75,15 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
 
 
 def token_ids_of(words: str) -> list[int] | None:
-    """Token ids with spaces or commas between them; None for other texts."""
+    """Token ids separated by spaces or commas; None for other texts."""
     parts = words.replace(",", " ").split()
     return list(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None
 
 
 def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
-    """As many tokens as were asked for, or as the context leaves: a terminal needs no exact
-    length."""
+    """--max-tokens, or what the context leaves if that is less."""
     room = llm.checkpoint.config.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
-
-
-def _show(text: str) -> None:
-    say(text, end="")
 
 
 def _log(line: str) -> None:

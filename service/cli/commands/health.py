@@ -1,6 +1,6 @@
-"""`logitd health`: asks a server whether it answers requests, for container checks and scripts.
+"""`logitd health`: ask a server if it answers requests, for container checks and scripts.
 
-With the standard library alone, because it runs every few seconds beside the server.
+It runs every few seconds next to the server, so it imports the standard library alone.
 """
 
 import json
@@ -13,40 +13,37 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What a server binds to be reached by all, and where it is reached from its own machine."""
+"""Addresses that bind all interfaces, and those that reach the server from its own machine."""
 ERRORS = ()
 LONGEST = 65_536
-"""Bytes of a reply that are read."""
-STRANGER = "an answer that is not logitd's"
+"""Bytes that are read of a reply."""
+FOREIGN = "an answer that is not logitd's"
 
 
 def run(settings: HealthSettings) -> int:
     """Print the server's status, or why there is none."""
     url = f"{base_url(settings)}/health{'/live' if settings.live else ''}"
-    # No proxy: a proxy that is down is not a server that is down.
+    # Without proxies: a proxy that is down is not a server that is down.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=settings.timeout) as reply:
-            said = _status(reply.read(LONGEST))
+            if (status := _status(reply.read(LONGEST))) is not None:
+                say(status)
+                return 0
+        problem = FOREIGN
     except urllib.error.HTTPError as error:
         with error:
-            said = _status(error.read(LONGEST))
-            say(f"logitd health: {url}: {error.code} {said or STRANGER}", file=sys.stderr)
-        return 1
-    except HTTPException:  # it does not speak HTTP
-        said = None
-    except (OSError, ValueError) as error:  # nobody listens, too late, no URL
-        say(f"logitd health: {url}: {getattr(error, 'reason', error)}", file=sys.stderr)
-        return 1
-    if said is None:
-        say(f"logitd health: {url}: {STRANGER}", file=sys.stderr)
-        return 1
-    say(said)
-    return 0
+            problem = f"{error.code} {_status(error.read(LONGEST)) or FOREIGN}"
+    except HTTPException:  # another protocol
+        problem = FOREIGN
+    except (OSError, ValueError) as error:  # no server, too late, no URL
+        problem = str(getattr(error, "reason", error))
+    say(f"logitd health: {url}: {problem}", file=sys.stderr)
+    return 1
 
 
 def base_url(settings: HealthSettings) -> str:
-    """Of the server that is asked."""
+    """The URL of the server."""
     if settings.url is not None:
         return settings.url.rstrip("/")
     host = ANY_ADDRESS.get(settings.host, settings.host)
@@ -54,11 +51,11 @@ def base_url(settings: HealthSettings) -> str:
 
 
 def _status(body: bytes) -> str | None:
-    """What a reply of ours says; None of another."""
+    """The status in a reply of logitd; None for other replies."""
     try:
-        said = json.loads(body)
+        reply = json.loads(body)
     except ValueError:
         return None
-    if not isinstance(said, dict) or "status" not in said:
+    if not isinstance(reply, dict) or "status" not in reply:
         return None
-    return ": ".join(str(said[key]) for key in ("status", "reason") if said.get(key))
+    return ": ".join(str(reply[key]) for key in ("status", "reason") if reply.get(key))

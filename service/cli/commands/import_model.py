@@ -1,9 +1,5 @@
-"""`logitd import`: a model trained elsewhere as a checkpoint.
+"""`logitd import`: a model trained elsewhere as a checkpoint; also for `logitd serve --import`."""
 
-Also what `logitd serve` does with one: it names the command, or imports it.
-"""
-
-import sys
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
@@ -12,13 +8,14 @@ from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
+from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.program_name import command
 from logitd.service.cli.terminal import say
 from logitd.service.settings.imports import ImportSettings
 
 ERRORS = ConvertError, CheckpointError, OSError
 IMPORTED = Path("checkpoints")
-"""Where `logitd serve --import` puts a checkpoint, below the working directory."""
+"""Folder of the checkpoints of `logitd serve --import`, below the working directory."""
 
 
 def run(settings: ImportSettings) -> int:
@@ -49,53 +46,45 @@ def run(settings: ImportSettings) -> int:
     return 0
 
 
-def for_serving(source: Path, *, may_import: bool) -> Path | None:
-    """The checkpoint of a model of somebody else's: imported now, or there already and from this
-    very source. None, with the reason on stderr, where it may not or cannot be imported."""
+def for_serving(source: Path, *, may_import: bool) -> Path:
+    """The checkpoint of a model trained elsewhere: imported now, or earlier from the same source.
+    Raises NotServable."""
     destination = IMPORTED / _name(source)
+    importing, serving = command("import", source, destination), command("serve", destination)
     try:
-        if not importable(source):
-            kinds = ", ".join(SUFFIXES)
-            say(
-                f"logitd serve: {source} is neither a checkpoint nor a model that may be imported: "
-                f"a file of weights ({kinds}) or a folder with one. The bundled checkpoint is "
-                f"served by\n\n  {command('serve')}",
-                file=sys.stderr,
-            )
-            return None
-    except (ConvertError, OSError) as error:  # its config.json is not even JSON
-        say(f"logitd serve: {error}", file=sys.stderr)
-        return None
-    if not may_import:
-        say(
-            f"logitd serve: {source} is not a checkpoint of logitd, but it may be imported:\n\n"
-            f"  {command('import', source, destination)}\n  {command('serve', destination)}\n\n"
-            f"or both in one: {command('serve', source, '--import')}",
-            file=sys.stderr,
+        known = importable(source)
+    except (ConvertError, OSError) as error:  # an unreadable config.json
+        raise NotServable(str(error)) from error
+    if not known:
+        raise NotServable(
+            f"{source} is neither a checkpoint nor an importable model: a file of weights "
+            f"({', '.join(SUFFIXES)}) or a folder with one. Serve the bundled checkpoint with"
+            f"\n\n  {command('serve')}"
         )
-        return None
+    if not may_import:
+        raise NotServable(
+            f"{source} is not a checkpoint of logitd, but may be importable:\n\n"
+            f"  {importing}\n  {serving}\n\n"
+            f"or both at once: {command('serve', source, '--import')}"
+        )
     try:
         if not destination.exists():
-            import_model(
-                source, destination, roles=RoleOptions(draft=draft_of(destination)), log=say
-            )
+            roles = RoleOptions(draft=draft_of(destination))
+            import_model(source, destination, roles=roles, log=say)
         elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
             raise CheckpointError(
-                f"{destination} exists and is not from {source}: name another destination, "
+                f"{destination} exists and is not from {source}: choose another destination, "
                 f"{command('import', source, 'DEST')}"
             )
     except ERRORS as error:
-        importing = command("import", source, destination)
-        say(
-            f"logitd serve: {error}\n\nserve takes no flags of an import; with them it is\n\n"
-            f"  {importing} ...\n  {command('serve', destination)}",
-            file=sys.stderr,
-        )
-        return None
+        raise NotServable(
+            f"{error}\n\nserve takes no flags of an import; with them run\n\n"
+            f"  {importing} ...\n  {serving}"
+        ) from error
     return destination
 
 
 def _name(source: Path) -> str:
-    """The name of a checkpoint that is imported from a file or a folder."""
+    """The name of the checkpoint of a file or a folder."""
     resolved = source.resolve()
     return resolved.name if source.is_dir() else f"{resolved.parent.name}-{resolved.stem}"

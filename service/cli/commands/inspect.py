@@ -1,5 +1,5 @@
-"""`logitd inspect`: a checkpoint's facts, and the shapes of a forward pass, stage by stage; or of
-run directories how training went (`inspect_runs.py`)."""
+"""`logitd inspect`: a checkpoint and the shapes of its forward pass, or the course of training runs
+(`inspect_runs.py`)."""
 
 import json
 from dataclasses import asdict
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from logitd.model.checkpoint.run_folder import is_run
@@ -20,8 +19,7 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import stages_of
 from logitd.model.transformer.trace import TracedStage, trace
 from logitd.service.cli.commands.generate import token_ids_of
-from logitd.service.cli.commands.inspect_runs import show_runs
-from logitd.service.cli.terminal import visible
+from logitd.service.cli.commands.inspect_runs import facts_table, folding_table, show_runs
 from logitd.service.settings.tools import InspectSettings
 
 
@@ -36,7 +34,9 @@ def run(settings: InspectSettings) -> int:
     paths = settings.paths
     asks_for_text = "text" in settings.model_fields_set
     if asks_for_text and len(paths) > 1:
-        raise InspectError(f"--text runs through one model, and {len(paths)} paths are given")
+        raise InspectError(
+            f"--text runs through a single model, and there are {len(paths)} paths: give one"
+        )
     if len(paths) > 1 or (is_run(paths[0]) and not asks_for_text):
         show_runs([summarise(path) for path in paths], as_json=settings.as_json)
         return 0
@@ -49,7 +49,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     token_ids = _token_ids(checkpoint, settings)
     limit = checkpoint.config.context_length
     if not 1 <= len(token_ids) <= limit:
-        raise TokenizerError(f"the text has {len(token_ids)} tokens; 1 to {limit} are possible")
+        raise TokenizerError(f"--text has {len(token_ids)} tokens; give 1 to {limit}")
     stages = trace(gpt, token_ids)
     if settings.as_json:
         print(json.dumps(_document(checkpoint, gpt.parameter_count(), token_ids, stages)))
@@ -74,14 +74,14 @@ def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[in
     ids = token_ids_of(settings.text)
     if ids is None:
         raise NoVocabularyError
-    tokenizer.decode_bytes(ids)  # each is one of its ids
+    tokenizer.decode_bytes(ids)  # checks them
     return ids
 
 
 def _document(
     checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[TracedStage]
 ) -> dict[str, Any]:
-    """What --json prints."""
+    """The output of --json."""
     return {
         "checkpoint": str(checkpoint.path),
         "weights_sha256": checkpoint.weights_sha256,
@@ -98,10 +98,7 @@ def _document(
 
 def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
     training = checkpoint.training
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in (
+    return facts_table(
         ("checkpoint", str(checkpoint.path)),
         ("weights sha256", checkpoint.weights_sha256),
         ("parameters", f"{parameters:,}"),
@@ -113,15 +110,11 @@ def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
         *((f"fine-tuned from: {key}", str(value)) for key, value in (training.base or {}).items()),
         *((f"data: {key}", str(value)) for key, value in training.data.items()),
         *((f"model: {key}", str(value)) for key, value in checkpoint.config.to_dict().items()),
-    ):
-        table.add_row(Text(visible(name), "bold"), Text(visible(value)))
-    return table
+    )
 
 
 def _shapes(stages: list[TracedStage]) -> Table:
-    # A narrow terminal folds; it does not cut.
-    columns = (Column(name, overflow="fold") for name in ("stage", "shape", "axes", "mean", "std"))
-    table = Table(*columns, title="a forward pass")
+    table = folding_table("a forward pass", "stage", "shape", "axes", "mean", "std")
     for stage in stages:
         shape = " x ".join(map(str, stage.shape))
         table.add_row(stage.name, shape, stage.axes, f"{stage.mean:.4f}", f"{stage.std:.4f}")
@@ -129,8 +122,7 @@ def _shapes(stages: list[TracedStage]) -> Table:
 
 
 def _meanings(config: GPTConfig) -> Table:
-    columns = (Column(name, overflow="fold") for name in ("stage", "meaning", "TransformerLens"))
-    table = Table(*columns, title="what the stages are")
+    table = folding_table("meanings of the stages", "stage", "meaning", "TransformerLens")
     for kind in dict.fromkeys(stage.kind for stage in stages_of(config)):
         table.add_row(kind.pattern, kind.meaning, kind.lens_pattern or "")
     return table

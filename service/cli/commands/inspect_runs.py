@@ -1,4 +1,4 @@
-"""`logitd inspect RUN ...`: how a training run went, or several beside each other."""
+"""`logitd inspect RUN ...`: the course of a training run, or a comparison of several."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from logitd.service.cli.terminal import visible
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
-    """Print one run in full, or a table of several and what differs in their settings."""
+    """Print one run in full, or several as a table, with the differences of their settings."""
     if as_json:
         summaries = [_document(run) for run in runs]
         print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, allow_nan=False))
@@ -34,15 +34,25 @@ def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
 
 
 def _show_one(console: Console, run: RunSummary) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in _rows(run):
-        table.add_row(Text(name, "bold"), Text(visible(value)))
-    console.print(table)
+    console.print(facts_table(*_rows(run)))
     for sample in run.samples:
         console.print(Text(f"\n--- sample at step {run.sampled_at:,}", "bold"))
         console.print(Text(visible(sample)))
+
+
+def facts_table(*rows: tuple[str, str]) -> Table:
+    """A table of names and values; a narrow terminal folds it."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(visible(name), "bold"), Text(visible(value)))
+    return table
+
+
+def folding_table(title: str, *names: str) -> Table:
+    """A table with these columns, which a narrow terminal folds instead of cutting."""
+    return Table(*(Column(Text(visible(name)), overflow="fold") for name in names), title=title)
 
 
 def _rows(run: RunSummary) -> list[tuple[str, str]]:
@@ -71,11 +81,8 @@ def _rows(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Table:
-    """A row for each run."""
-    names = ("run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte")
-    table = Table(
-        *(Column(name, overflow="fold") for name in (*names, "tokens/s", "state")), title="runs"
-    )
+    titles = "run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte"
+    table = folding_table("runs", *titles, "tokens/s", "state")
     for name, run in zip(_names(runs), runs, strict=True):
         table.add_row(
             Text(visible(name)),
@@ -92,22 +99,21 @@ def _comparison(runs: Sequence[RunSummary]) -> Table:
 
 
 def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]]) -> Table:
-    columns = (Column(Text(visible(name)), overflow="fold") for name in _names(runs))
-    table = Table(Column("setting", overflow="fold"), *columns, title="what differs")
+    table = folding_table("differences", "setting", *_names(runs))
     for name, values in different.items():
         table.add_row(name, *(Text(visible(_value(value))) for value in values))
     return table
 
 
 def _state(run: RunSummary) -> str:
-    """Nobody writes down that a run was killed: when it last wrote is what can be said."""
+    """The state of a run. A killed one looks unfinished, so show when it last wrote."""
     if run.finished:
         return "finished"
     return f"unfinished; last written {duration(run.idle_seconds)} ago"
 
 
 def _names(runs: Sequence[RunSummary]) -> list[str]:
-    """What tells the runs apart: the names of their directories, or the whole paths."""
+    """The names of the runs' directories; the whole paths if two are equal."""
     names = [run.path.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
@@ -129,7 +135,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _document(run: RunSummary) -> dict[str, Any]:
-    """A summary as JSON has it, which knows no infinite numbers."""
+    """A summary for JSON, with null for infinite numbers."""
     document = asdict(run) | {
         "path": str(run.path),
         "changes": {

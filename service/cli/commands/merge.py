@@ -1,4 +1,4 @@
-"""`logitd merge`: an adapter and the checkpoint that it was trained on, as one checkpoint."""
+"""`logitd merge`: an adapter and its base as one checkpoint."""
 
 from logitd.model.checkpoint.adapter import merge
 from logitd.model.checkpoint.checkpoint import CheckpointError

@@ -1,12 +1,12 @@
-"""Servable: which checkpoint `logitd serve PATH` means, or a sentence with the next command.
+"""The checkpoint that `logitd serve PATH` means, or a message with the next command.
 
-Knows a checkpoint, a run, a folder of either, a file within one and a name that is mistyped. Models
-of other people's making are the business of `import_model.py`.
+Knows checkpoints, runs, folders of these, files within them and mistyped names. Models trained
+elsewhere are the task of `import_model.py`.
 """
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
@@ -15,90 +15,89 @@ from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
 from logitd.service.cli.program_name import command
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
-"""Where checkpoints and runs usually are, below the working directory."""
+"""Usual folders of checkpoints and runs, below the working directory."""
 MOST_NAMED = 6
 TEXTS = (".txt", ".md", ".py", ".jsonl", ".parquet")
-"""How names of files end that are trained on and not served."""
+"""Suffixes of files to train on."""
 
 
 class NotServable(Exception):
-    """The path is not of a checkpoint; the message says what it is, and a command that gets on."""
+    """The path cannot be served; the message says what it is, with a command that helps."""
 
 
-class NotFollowed(NotServable):
-    """What is to be followed is not a run, whatever else it is."""
+class NotFollowed(Exception):
+    """--follow needs a run, and the path is none."""
 
 
 def checkpoint_at(path: Path, follow: str | None = None) -> Path:
-    """The folder of the checkpoint that a path means: itself, or the best of a run, or the one to
-    which the link `follow` of a run leads. A run that is followed may have saved none: then it is
-    the run itself, for which the server waits.
+    """The folder of the checkpoint to serve: the path itself, the best one of a run, or the one to
+    which the link `follow` of a run leads. A followed run without a checkpoint is returned itself:
+    the server waits for it. So are unreadable paths and possible models of other programs.
 
-    What may be somebody else's model, and what cannot be looked at, is returned as it is. Raises
-    NotServable.
+    Raises NotServable and NotFollowed.
     """
     try:
         if is_run(path):
             return _of_run(path, follow)
-        if follow is not None:
-            if not may_become_run(path):
-                raise NotFollowed(_not_followed(path, follow))
-            return path
-        if is_checkpoint(path):
-            return path if not _is_adapter(path) else _refuse_adapter(path, "BASE")
-        if not path.exists():
-            raise NotServable(_mistyped(path))
-        if path.is_file():
-            return _not_within(path)
-        return _not_above(path)
+        if follow is not None and not may_become_run(path):
+            raise NotFollowed(_not_a_run(path, follow))
+        if follow is None and (problem := _problem(path)) is not None:
+            raise NotServable(problem)
     except PermissionError:
         return path
+    return path
 
 
 def _of_run(run: Path, link: str | None) -> Path:
-    """The checkpoint of a run that would be served now."""
+    """The checkpoint of a run to serve now."""
     checkpoint = checkpoint_of(run, link)
     if (checkpoint / CONFIG).exists():
         if _is_adapter(checkpoint):
-            return _refuse_adapter(run / (link or BEST), _base_of(run))
+            raise NotServable(_adapter(run / (link or BEST), _base_of(run)))
         return checkpoint
     if link is not None:
         return run
     raise NotServable(
-        f"{run} is a run that has not saved a checkpoint yet. While it trains, the first one is "
-        f"awaited by\n\n  {command('serve', run, '--follow', BEST)}\n\n"
-        f"Otherwise it goes on with\n\n  {command('train', '--resume', '--out', run)}"
+        f"{run} is a run without a checkpoint so far. While it trains, wait for the first one with"
+        f"\n\n  {command('serve', run, '--follow', BEST)}\n\n"
+        f"Otherwise continue it with\n\n  {command('train', '--resume', '--out', run)}"
     )
 
 
-def _not_followed(path: Path, link: str) -> str:
-    """What is to be followed is not a run."""
+def _not_a_run(path: Path, link: str) -> str:
     if is_run(path.parent):
         follow = command("serve", path.parent, "--follow", link)
-        return f"{path} is one checkpoint of a run; what is followed is the run:\n\n  {follow}"
-    return (
-        f"--follow {link} serves what a training saves next, and {path} is not the folder of a run"
-    )
+        return f"{path} is one checkpoint of a run; follow the run:\n\n  {follow}"
+    return f"--follow {link} serves the checkpoints of a run, and {path} is not the folder of a run"
+
+
+def _problem(path: Path) -> str | None:
+    """The reason why a path that is no run cannot be served; None if it may be."""
+    if is_checkpoint(path):
+        return _adapter(path, "BASE") if _is_adapter(path) else None
+    if not path.exists():
+        return _mistyped(path)
+    return _file(path) if path.is_file() else _folder(path)
 
 
 def _is_adapter(path: Path) -> bool:
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except (OSError, ValueError):
-        return False  # loading says what is wrong with it
+        return False  # loading names the fault
     return isinstance(document, dict) and document.get("kind") == "adapter"
 
 
-def _refuse_adapter(path: Path, base: str) -> Path:
+def _adapter(path: Path, base: str) -> str:
     merged = path.resolve().with_name("merged") if base == "BASE" else path.parent / "merged"
-    raise NotServable(
-        f"{path} is an adapter, which is served when it is merged with its base:\n\n"
+    return (
+        f"{path} is an adapter; merge it with its base first:\n\n"
         f"  {command('merge', base, path, merged)}\n  {command('serve', merged)}"
     )
 
 
 def _base_of(run: Path) -> str:
-    """The checkpoint that a run adapts, as it was named to it."""
+    """The checkpoint that a run adapts, as written on its command line."""
     try:
         document = json.loads(read_regular(run / RUN, CONFIG_BYTES))
         return str(document["config"]["from_checkpoint"] or "BASE")
@@ -106,59 +105,70 @@ def _base_of(run: Path) -> str:
         return "BASE"
 
 
-def _not_within(path: Path) -> Path:
-    """A file: a text and one of a checkpoint's own are taken for mistakes, others may be models."""
+def _file(path: Path) -> str | None:
+    """The problem of a text or of a checkpoint's file; other files may be models."""
     if path.name in (CONFIG, WEIGHTS, RANKS, CARD) and is_checkpoint(path.parent):
-        raise NotServable(
-            f"{path} is one file of a checkpoint, which is a folder:\n\n"
+        return (
+            f"{path} is one file of a checkpoint; serve its folder:\n\n"
             f"  {command('serve', path.parent)}"
         )
     if path.suffix in TEXTS:
         run = Path("runs") / path.stem
-        raise NotServable(
-            f"{path} is a text, and what is served is a model; one is trained on it by\n\n"
+        return (
+            f"{path} is a text; train a model on it first:\n\n"
             f"  {command('train', '--data', path, '--out', run)}\n  {command('serve', run)}"
         )
-    return path
+    return None
 
 
-def _not_above(path: Path) -> Path:
-    """A folder: one that holds checkpoints or runs is taken for a mistake."""
+def _folder(path: Path) -> str | None:
+    """The problem of an empty folder, of one with checkpoints or runs, or of a part of a run."""
     children = sorted(path.iterdir())
     if not children:
-        raise NotServable(
-            f"{path} is empty. The bundled checkpoint is served by\n\n  {command('serve')}\n\n"
-            f"and one of your own by\n\n  {command('train', '--out', path)}\n"
+        return (
+            f"{path} is empty. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
+            f"or one of your own with\n\n  {command('train', '--out', path)}\n"
             f"  {command('serve', path)}"
         )
     if within := [child for child in children if is_checkpoint(child) or is_run(child)]:
-        raise NotServable(f"{path} is not a checkpoint, but has some in it:\n\n{_listed(within)}")
+        return f"{path} is not a checkpoint, but contains some:\n\n{_listed(within)}"
     if is_run(path.parent):
-        raise NotServable(f"{path} is a part of a run:\n\n  {command('serve', path.parent)}")
-    return path
+        return f"{path} is a part of a run; serve the run:\n\n  {command('serve', path.parent)}"
+    return None
 
 
 def _mistyped(path: Path) -> str:
-    """There is nothing of this name: what may have been meant, or what there is."""
-    known = [
+    """The problem of a missing path, with similar names or all that can be served."""
+    if meant := similar(path):
+        return f"{path} does not exist; did you mean\n\n{_listed(meant)}"
+    if known := _near(path):
+        return f"{path} does not exist. These can be served:\n\n{_listed(known)}"
+    return (
+        f"{path} does not exist. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
+        f"or train one of your own with\n\n  {command('train', '--out', path)}"
+    )
+
+
+def similar(path: Path) -> list[Path]:
+    """Checkpoints and runs with similar names."""
+    known = _near(path)
+    close = difflib.get_close_matches(path.name, [child.name for child in known], MOST_NAMED, 0.6)
+    return [child for child in known if child.name in close]
+
+
+def _near(path: Path) -> list[Path]:
+    """Checkpoints and runs next to a path, and in the usual folders."""
+    return [
         child
         for folder in dict.fromkeys((path.parent, *KEPT_IN))
         if folder.is_dir()
         for child in sorted(folder.iterdir())
         if is_checkpoint(child) or is_run(child)
     ]
-    close = difflib.get_close_matches(path.name, [child.name for child in known], MOST_NAMED, 0.6)
-    if meant := [child for child in known if child.name in close]:
-        return f"{path} does not exist; did you mean\n\n{_listed(meant)}"
-    if known:
-        return f"{path} does not exist. Here is what can be served:\n\n{_listed(known)}"
-    return (
-        f"{path} does not exist. The bundled checkpoint is served by\n\n  {command('serve')}\n\n"
-        f"and one of your own after\n\n  {command('train', '--out', path)}"
-    )
 
 
-def _listed(paths: Iterable[Path]) -> str:
-    lines = [f"  {command('serve', path)}" for path in paths]
-    more = "" if len(lines) <= MOST_NAMED else f"\n  ... and {len(lines) - MOST_NAMED} more"
-    return "\n".join(lines[:MOST_NAMED]) + more
+def _listed(paths: Sequence[Path]) -> str:
+    lines = [f"  {command('serve', path)}" for path in paths[:MOST_NAMED]]
+    if len(paths) > MOST_NAMED:
+        lines.append(f"  ... and {len(paths) - MOST_NAMED} more")
+    return "\n".join(lines)

@@ -1,9 +1,8 @@
-"""`logitd serve`: the service, and the banner that says what is served where.
+"""`logitd serve`: the service, and the banner with its models and addresses.
 
-Of a run the best checkpoint is served (`servable.py`); a run that is followed may have saved none
-yet. A model of somebody else's in place of a checkpoint is answered with the command that imports
-it, or, with --import, imported first. Of several models one that is not there leaves the others
-alone, as one that cannot be loaded does.
+The best checkpoint of a run is served (`servable.py`); a followed run may have none so far. For a
+model trained elsewhere the command prints how to import it, or imports it with --import. Of several
+models, a missing one leaves the others alone, as one that fails to load does.
 """
 
 import importlib
@@ -39,49 +38,51 @@ def run(settings: ServeSettings) -> int:
     found = [_servable(source, settings) for source in settings.models]
     if not any(found):
         return 1
-    # What is not there is still named: loading fails, for /info and the metrics to say.
-    sources = tuple(there or named for there, named in zip(found, settings.models, strict=True))
-    disable_created_metrics()  # one series less for every counter and histogram
+    # Missing ones keep their place: loading them fails, which /info and the metrics show.
+    sources = tuple(there or missing for there, missing in zip(found, settings.models, strict=True))
+    if missing := [source.served_name for source in sources if source not in found]:
+        say(
+            f"logitd serve: starting without {', '.join(missing)}: requests for the other models "
+            "are answered, those get 503",
+            file=sys.stderr,
+        )
+    disable_created_metrics()  # one series less per counter and histogram
     settings = settings.model_copy(update={"checkpoint": sources, "served_model_name": None})
     return serve(settings, announce=partial(print_banner, busy=busy_notice()))
 
 
 def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | None:
-    """What can be loaded for a model; None where there is nothing, and stderr has the reason.
-    Raises NotFollowed."""
+    """The model to load; None if there is none, with the reason on stderr. Raises NotFollowed."""
     try:
         checkpoint = checkpoint_at(source.path, settings.follow)
-    except NotFollowed:
-        raise
+        if checkpoint != source.path:
+            say(
+                f"logitd serve: {source.path} is a run; serving its checkpoint {checkpoint.name}",
+                file=sys.stderr,
+            )
+        if settings.follow is not None or is_checkpoint(checkpoint):
+            return source
+        # Imported by name: most servers need nothing that reads models of other programs.
+        foreign = importlib.import_module("logitd.service.cli.commands.import_model")
+        path: Path = foreign.for_serving(checkpoint, may_import=settings.import_model)
+        return replace(source, path=path)
     except NotServable as problem:
-        say(f"logitd serve: {problem}{_perhaps_a_path(source)}", file=sys.stderr)
+        model = f"model {source.served_name}: " if len(settings.models) > 1 else ""
+        say(f"logitd serve: {model}{problem}{_perhaps_a_path(source)}", file=sys.stderr)
         return None
-    if checkpoint != source.path:
-        say(
-            f"logitd serve: of the run {source.path}, the checkpoint {checkpoint.name}",
-            file=sys.stderr,
-        )
-    if settings.follow is not None or is_checkpoint(checkpoint):
-        return source
-    # Imported by name: a server has no use for what reads other people's models.
-    foreign = importlib.import_module("logitd.service.cli.commands.import_model")
-    imported: Path | None = foreign.for_serving(checkpoint, may_import=settings.import_model)
-    return None if imported is None else replace(source, path=imported)
 
 
 def _perhaps_a_path(source: ModelSource) -> str:
-    """A hint where NAME=PATH is the path of something."""
+    """A hint if NAME=PATH is an existing path."""
     whole = f"{source.name}={source.path}"
-    return (
-        f"\n{whole} is written {shlex.quote(f'./{whole}')}"
-        if source.name and Path(whole).exists()
-        else ""
-    )
+    if source.name is None or not Path(whole).exists():
+        return ""
+    return f"\nwrite the path {whole} as {shlex.quote(f'./{whole}')}"
 
 
 def print_banner(models: Models, port: int, busy: str | None = None) -> None:
-    """Print what is served, with which weights, where, and a line to try. `busy` is a notice of
-    when the command began: loading takes the processors too."""
+    """Print the models, their weights, the addresses, and a command to try. `busy` is the notice
+    from the start of the command, because loading uses the processors as well."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings
@@ -100,7 +101,7 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
     body: dict[str, Any] = {"model": first.name} if models.several else {}
     body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}
-    # In one write: a reader of "try it" has the line to try.
+    # One write, so that no reader sees "try it" without its command.
     console.print(
         f"try it:\n  curl {url}/generate -H 'Content-Type: application/json' {key}"
         f"-d {shlex.quote(json.dumps(body))}",
@@ -109,8 +110,8 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
 
 
 def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that every vocabulary takes: that of the checkpoint's own sample, which is from its
-    training's held-out text, or else the token that begins a document."""
+    """A prompt that the vocabulary has: that of the checkpoint's sample, from its held-out text, or
+    else the token that begins a document."""
     prompt = sampled_prompt(read_card(checkpoint.path))
     if prompt and checkpoint.tokenizer.has_text:
         return prompt
@@ -118,7 +119,7 @@ def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
 
 
 def _models(models: Models) -> Iterator[tuple[str, str]]:
-    """The lines of each model, then those that all share."""
+    """The lines of each model, then those of the server."""
     for number, model in enumerate(models.every):
         if models.several:
             yield "model", model.name + (" (default)" if number == 0 else "")
@@ -149,12 +150,10 @@ def _checkpoint(served: ServedModel) -> str:
     checkpoint, settings = served.checkpoint, served.settings
     training = checkpoint.training
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
-    follows = (
-        ""
-        if settings.follow is None
-        else f"; following {settings.follow} of {settings.source.path}"
-    )
-    return f"{checkpoint.name}, step {training.step:,}, validation loss {loss}{follows}"
+    text = f"{checkpoint.name}, step {training.step:,}, validation loss {loss}"
+    if settings.follow is not None:
+        text += f"; following {settings.follow} of {settings.source.path}"
+    return text
 
 
 def _decoding(served: ServedModel) -> str:

@@ -1,8 +1,8 @@
-// This server's endpoints: JSON, arrays and streams, and what went wrong in a sentence.
+// This server's endpoints: JSON, arrays and streams, with errors as sentences.
 
 const KEY = "logitd-api-key";
 
-// A request that failed, in a sentence. `param`: the field of its body that is to blame, if one is.
+// A failed request. `param`: the wrong field of its body, if there is one.
 export class Problem extends Error {
   constructor(status, message, param = null) {
     super(message);
@@ -13,13 +13,13 @@ export class Problem extends Error {
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 
-// Kept for as long as the tab is open, and sent to this server alone.
+// The key is kept until the tab closes, and sent only to this server.
 export function setApiKey(key) {
   if (key === "") sessionStorage.removeItem(KEY);
   else sessionStorage.setItem(KEY, key);
 }
 
-// Of a server of several models the one that is asked, unless a body names another.
+// The model for requests whose body names none; null is the server's first.
 let model = null;
 export const chooseModel = (name) => {
   model = name;
@@ -27,8 +27,8 @@ export const chooseModel = (name) => {
 export const chosenModel = () => model;
 
 const sentences = {
-  401: (message) => `This server asks for an API key: enter one at the top of the page. (${message})`,
-  429: (message, wait) => `The server has more to do than it can take: ${message}. Try again in ${wait ?? 1} s.`,
+  401: (message) => `This server needs an API key: enter one at the top of the page. (${message})`,
+  429: (message, wait) => `The server is too busy: ${message}. Try again in ${wait ?? 1} s.`,
   503: (message) => `The server is not ready: ${message}.`,
 };
 
@@ -41,12 +41,12 @@ async function problem(response) {
     message = reply.error?.message ?? reply.reason ?? reply.status ?? message;
     param = reply.error?.param;
   } catch {
-    // What stands between the page and the server may answer with HTML.
+    // A proxy may answer with HTML.
   }
   if (response.status === 401) document.dispatchEvent(new CustomEvent("key-needed"));
   const sentence = sentences[response.status];
-  const said = sentence ? sentence(message, response.headers.get("retry-after")) : message;
-  return new Problem(response.status, said, param);
+  const whole = sentence ? sentence(message, response.headers.get("retry-after")) : message;
+  return new Problem(response.status, whole, param);
 }
 
 const named = (path, name) => (name === null ? path : `${path}?model=${encodeURIComponent(name)}`);
@@ -62,7 +62,7 @@ async function ask(path, { body, signal, accept }) {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(withModel(body)), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem(0, "The server does not answer: it has ended, or the network has.");
+    throw new Problem(0, "The server does not answer: it has stopped, or the network is down.");
   }
   if (!response.ok) throw await problem(response);
   return response;
@@ -72,7 +72,7 @@ export const get = async (path, signal, name = model) => (await ask(named(path, 
 export const getText = async (path, signal) => (await ask(path, { signal })).text();
 export const post = async (path, body, signal) => (await ask(path, { body, signal })).json();
 
-// The events of a stream, however the network cuts its bytes. What ends without saying so was cut.
+// The events of a stream. One without a last event was cut off.
 export async function* events(path, body, signal) {
   const response = await ask(path, { body: { ...body, stream: true }, signal });
   let rest = "";
@@ -82,7 +82,7 @@ export async function* events(path, body, signal) {
       rest = parts.pop();
       for (const part of parts) {
         if (part === "data: [DONE]") return;
-        if (!part.startsWith("data: ")) continue; // a comment that keeps the connection awake
+        if (!part.startsWith("data: ")) continue; // a comment that keeps the connection open
         const event = JSON.parse(part.slice(6));
         if (event.error) throw new Problem(200, event.error.message, event.error.param);
         yield event;
@@ -91,7 +91,7 @@ export async function* events(path, body, signal) {
   } catch (error) {
     if (error instanceof Problem || error.name === "AbortError") throw error;
   }
-  throw new Problem(0, "The stream was cut off before its end: the server has ended, or the network has.");
+  throw new Problem(0, "The stream was cut off before its end: the server has stopped, or the network is down.");
 }
 
 // An array as npy: { shape, values }, values in C order.
@@ -106,7 +106,7 @@ export function readNpy(buffer) {
   const head = new TextDecoder("latin1").decode(new Uint8Array(buffer, 10, start - 10));
   const [, kind] = /'descr': '([^']+)'/.exec(head);
   const [, sizes] = /'shape': \(([^)]*)\)/.exec(head);
-  if (kind !== "<f4") throw new Problem(200, `an array of ${kind} came, and float32 was asked for`);
+  if (kind !== "<f4") throw new Problem(200, `the reply is an array of ${kind}, not of float32`);
   const shape = sizes.split(",").filter((size) => size.trim() !== "").map(Number);
   return { shape, values: new Float32Array(buffer.slice(start)) };
 }

@@ -1,4 +1,4 @@
-// Attention: where each head looks. A grid of all heads, one of them in large, its rows in the text.
+// Attention: the weights of each head. A grid of all heads, a large map of one, and its rows in the text.
 
 import { postArray } from "./api.js";
 import { button, element, find, heading, hint } from "./dom.js";
@@ -20,7 +20,7 @@ export class Attention {
   update() {
     return this.#app.look(find("attention"), async ({ prompt, tokens, interventions }, signal) => {
       const layers = [];
-      // Layer by layer: each reply stays within what the server gives at once.
+      // One layer per request stays within the limits of a reply.
       for (let layer = 0; layer < this.#app.info.config.n_layer; layer++) {
         layers.push(await postArray("/attention", { prompt, positions: "all", layers: [layer], interventions }, signal));
       }
@@ -53,30 +53,30 @@ export class Attention {
     }
     show(this.#chosen.layer, this.#chosen.head);
     return [
-      hint("Every head, layer.head. A row is a token that looks, a column a token that it looks at; each row sums to 1."),
-      element("div", { class: "beside" }, grid, detail),
+      hint("All heads, as layer.head. A row is the token that attends, a column the token that it attends to; each row sums to 1."),
+      element("div", { class: "side-by-side" }, grid, detail),
     ];
   }
 
-  // One head: the map, and the text coloured by where the chosen row looks.
+  // One head: its map, and the text coloured by the weights of the chosen row.
   #detail(at, tokens) {
     const { layer, head } = this.#chosen;
     const { vocabulary } = this.#app;
     const names = tokens.map(vocabulary.named);
     const written = texts(tokens, vocabulary);
-    const text = tokenText("The text, coloured by where the chosen token looks");
+    const text = tokenText("The text, coloured by the attention of the chosen token");
     const title = hint("");
     const draw = (row) => {
       this.#app.place = row;
       const spans = tokens.map((token, column) => {
         const weight = column <= row ? at(row, column) : 0;
-        const note = `${names[row]} looks at ${names[column]}: ${percent(weight)}`;
+        const note = `${names[row]} attends to ${names[column]}: ${percent(weight)}`;
         return tokenSpan(token, written[column], { vocabulary, share: weight, note, onclick: () => draw(column) });
       });
       text.replaceChildren(...spans);
       choose(text, spans[row]);
       spans[row].tabIndex = 0;
-      title.textContent = `Where token ${row}, "${names[row]}", looks. Choose another token, or a row above.`;
+      title.textContent = `Attention of token ${row}, "${names[row]}". Choose another token, or a row above.`;
     };
     const chosen = this.#app.placeIn(tokens);
     draw(chosen);
@@ -87,7 +87,7 @@ export class Attention {
       at,
       largest: 1,
       say: (row, column) =>
-        column > row ? `${names[column]} is after ${names[row]}: no token looks ahead` : `${names[row]} (${row}) looks at ${names[column]} (${column}): ${percent(at(row, column))}`,
+        column > row ? `${names[column]} is after ${names[row]}: tokens attend to earlier ones` : `${names[row]} (${row}) attends to ${names[column]} (${column}): ${percent(at(row, column))}`,
       onrow: draw,
       selected: chosen,
     });

@@ -1,4 +1,4 @@
-// Line charts in SVG: a training curve, and rates as they are measured.
+// Line charts in SVG.
 
 const NS = "http://www.w3.org/2000/svg";
 

@@ -1,4 +1,4 @@
-// The request of the page as a command, and as a program: what a person takes along.
+// The request of the page as a curl command and as a Python program, to copy.
 
 // In single quotes of a POSIX shell.
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
@@ -8,7 +8,7 @@ export function curl(origin, path, body, hasKey) {
   return `curl ${origin}${path} -H 'Content-Type: application/json'${key} \\\n  -d ${quoted(JSON.stringify(body))}\n`;
 }
 
-// A literal of Python. JSON's strings are Python's, but for characters beyond the first plane.
+// A literal of Python. JSON's strings are Python's as well, except beyond the first plane.
 function literal(value) {
   if (value === null) return "None";
   if (value === true) return "True";

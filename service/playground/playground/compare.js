@@ -1,5 +1,5 @@
-// Compare: the same prompt, settings and seed for two models beside each other, where their texts
-// part, and what each says there.
+// Compare: the same prompt, settings and seed for two models, the place where their texts diverge, and
+// their distributions there.
 
 import { chosenModel, events, get, post, postArray } from "./api.js";
 import { bars, Vocabulary } from "./distribution.js";
@@ -10,7 +10,7 @@ import { choose, collect, drawTokens, surpriseLegend, texts, tokenText } from ".
 
 const SHOWN = 10;
 
-// One of the two: its model, and the tokens that came.
+// One of the two models, with its tokens.
 class Side {
   constructor(letter, onlook) {
     this.letter = letter;
@@ -44,7 +44,7 @@ class Side {
         collect(event, this);
         if (event.usage) {
           const bits = this.tokens.reduce((sum, { logprob }) => sum - logprob / Math.LN2, 0);
-          const per = this.tokens.length ? `, ${(bits / this.tokens.length).toFixed(2)} bits a token` : "";
+          const per = this.tokens.length ? `, ${(bits / this.tokens.length).toFixed(2)} bits per token` : "";
           this.status.textContent = `${this.tokens.length} tokens${per}, ${event.timings.tokens_per_second.toFixed(0)} tokens/s`;
         }
         drawTokens(this.text, this.prompt, this.tokens, { vocabulary: this.vocabulary, onclick: (index, span) => this.onlook(this, index, span) });
@@ -55,23 +55,23 @@ class Side {
     }
   }
 
-  // The text before a token: as its model was given it, and as the other one can read it.
+  // The text before a token: as ids of its model, and as text for the other one.
   before(index) {
     const all = [...this.prompt, ...this.tokens].slice(0, index);
     const ids = all.map((token) => token.id);
     return { ids, text: this.vocabulary.idsAlone ? ids : texts(all, this.vocabulary).join("") };
   }
 
-  // Mark the first token of the completion that is not in both texts, of which `same` characters are
-  // in both. Returns its index.
+  // Mark the first token of the completion that differs, after `same` equal characters. Returns its
+  // index.
   mark(same) {
     let end = 0;
     const found = texts(this.tokens, this.vocabulary).findIndex((text) => (end += text.length) > same);
     const at = found < 0 ? this.tokens.length : found;
     const span = this.text.children[this.prompt.length + at];
     if (!span) return at;
-    span.classList.add("parting");
-    span.title = `here they part: ${span.title}`;
+    span.classList.add("diverging");
+    span.title = `the texts diverge here: ${span.title}`;
     span.setAttribute("aria-label", span.title);
     return at;
   }
@@ -81,7 +81,7 @@ export class Compare {
   #app;
   #names;
   #running = null; // AbortController of both streams
-  #ready = null; // a promise: both models are known
+  #ready = null; // promise of the facts of both models
   #sides;
 
   constructor(app, names) {
@@ -91,14 +91,14 @@ export class Compare {
     this.#build();
   }
 
-  // What a link says of it.
+  // The part of a link about this tab.
   state() {
     return this.#names.length < 2 ? {} : { left: find("left").value, right: find("right").value };
   }
 
   open() {
     this.#ready ??= this.#choose();
-    this.#say();
+    this.#describeSettings();
     if (this.#sides.every((side) => side.tokens.length === 0)) this.update();
   }
 
@@ -106,7 +106,7 @@ export class Compare {
     this.#running?.abort();
   }
 
-  // The prompt or the changes inside are others. Texts that are there outlive a swap of the weights.
+  // The prompt or the changes inside have changed. A swap of weights keeps the texts.
   update(swapped) {
     if (this.#running === null && !swapped) this.#afterPrompt();
   }
@@ -118,7 +118,7 @@ export class Compare {
       this.#running?.abort();
       this.#app.remember();
       this.#ready = this.#choose();
-      this.#say();
+      this.#describeSettings();
       this.#afterPrompt();
     };
     const onsubmit = (event) => {
@@ -141,43 +141,43 @@ export class Compare {
       ),
       element("p", { class: "hint", id: "compare-settings" }),
       element("div", { class: "two" }, ...this.#sides.map((side) => side.place)),
-      hint("Choose a token to see what both say in its place."),
+      hint("Choose a token to compare both distributions in its place."),
       surpriseLegend(),
-      element("p", { id: "parting", role: "status" }),
+      element("p", { id: "divergence", role: "status" }),
       element("div", { id: "both", "aria-live": "polite" }),
     );
   }
 
-  // Both models as they are chosen.
+  // Load the facts of both chosen models.
   async #choose() {
-    find("parting").textContent = "";
+    find("divergence").textContent = "";
     const names = [find("left").value, find("right").value];
     await Promise.all(this.#sides.map((side, index) => side.setModel(names[index])));
   }
 
-  #say() {
+  #describeSettings() {
     const { temperature, top_k, top_p, min_p, max_tokens, seed } = this.#app.sampling();
     const filters = [`temperature ${temperature}`];
     if (top_k) filters.push(`top-k ${top_k}`);
     if (top_p < 1) filters.push(`top-p ${top_p}`);
     if (min_p) filters.push(`min-p ${min_p}`);
-    const seeded = seed === undefined ? "a drawn seed" : `seed ${seed}`;
-    find("compare-settings").textContent = `As Generate is set: ${filters.join(", ")}, ${max_tokens ?? "as many as fit"} tokens, ${seeded}, the same for both.`;
+    const seeded = seed === undefined ? "a random seed" : `seed ${seed}`;
+    find("compare-settings").textContent = `Settings of Generate: ${filters.join(", ")}, ${max_tokens ?? "as many as fit"} tokens, ${seeded}, the same for both.`;
   }
 
   async start() {
     this.#running?.abort();
     const running = (this.#running = new AbortController());
     this.#busy(true);
-    find("parting").textContent = "";
+    find("divergence").textContent = "";
     try {
       await this.#ready;
       const body = { seed: drawSeed(), ...this.#app.request() };
       for (const side of this.#sides) side.clear();
       await Promise.all(this.#sides.map((side) => side.stream(body, running.signal)));
-      if (this.#running === running) await this.#part(body.seed);
+      if (this.#running === running) await this.#diverge(body.seed);
     } catch (error) {
-      showProblem(find("parting"), error, () => this.start());
+      showProblem(find("divergence"), error, () => this.start());
     } finally {
       if (this.#running === running) {
         this.#running = null;
@@ -191,29 +191,29 @@ export class Compare {
     find("compare-stop").disabled = !busy;
   }
 
-  // Where the two texts part, and what both say there.
-  async #part(seed) {
+  // Show the place where the two texts diverge, and both distributions there.
+  async #diverge(seed) {
     const [first] = this.#sides;
     const [a, b] = this.#sides.map(({ tokens, vocabulary }) => texts(tokens, vocabulary).join(""));
     if (!a.length || !b.length) return;
     let same = 0;
     while (same < Math.min(a.length, b.length) && a[same] === b[same]) same++;
-    if (/[\uD800-\uDBFF]$/.test(a.slice(0, same))) same--; // half a character
-    if (a === b) return void (find("parting").textContent = `With seed ${seed} both say the same.`);
+    if (/[\uD800-\uDBFF]$/.test(a.slice(0, same))) same--; // half of a character
+    if (a === b) return void (find("divergence").textContent = `With seed ${seed} both texts are equal.`);
     const [at] = this.#sides.map((side) => side.mark(same));
     const [count, unit] = first.vocabulary.idsAlone ? [at, "token"] : [[...a.slice(0, same)].length, "character"];
     const after = count === 0 ? "at once" : `after ${count} ${unit}${count === 1 ? "" : "s"}`;
-    find("parting").textContent = `With seed ${seed} they part ${after}.`;
-    await this.#show("Where they part", first.before(first.prompt.length + at), first);
+    find("divergence").textContent = `With seed ${seed} the texts diverge ${after}.`;
+    await this.#show("Where the texts diverge", first.before(first.prompt.length + at), first);
   }
 
-  // After the prompt, before anything was generated.
+  // Show both distributions after the prompt.
   async #afterPrompt() {
     try {
       await this.#ready;
       const prompt = this.#app.prompt();
       for (const side of this.#sides) side.clear();
-      find("parting").textContent = "";
+      find("divergence").textContent = "";
       if (prompt.length === 0) return find("both").replaceChildren();
       await this.#show("Next token after the prompt", { ids: prompt, text: prompt }, null);
     } catch (error) {
@@ -221,18 +221,18 @@ export class Compare {
     }
   }
 
-  // A token was chosen: what both say in its place.
+  // Show both distributions in the place of a chosen token.
   #look(side, index, span) {
-    if (index === 0) return; // nothing predicts it
+    if (index === 0) return; // no distribution predicts it
     for (const other of this.#sides) choose(other.text, other === side ? span : null);
     this.#show(`In the place of "${span.textContent}" of ${side.letter}`, side.before(index), side);
   }
 
-  // Both distributions after a text; `own` is whose tokens `ids` are.
+  // Show both distributions after a text; `ids` are tokens of the side `own`.
   #show(title, { ids, text }, own) {
     return fill(find("both"), async (signal) => {
       if (this.#sides[0].vocabulary.idsAlone !== this.#sides[1].vocabulary.idsAlone) {
-        return element("p", { class: "problem" }, "One of these models has a vocabulary and the other has none: there is no prompt for both.");
+        return element("p", { class: "problem" }, "One of these models has a vocabulary and the other has none, so they have no prompt in common.");
       }
       const interventions = ofPrompt(this.#app.interventions.list);
       const probs = await Promise.all(
@@ -247,13 +247,13 @@ export class Compare {
       return [
         heading(title),
         bars(rows, { visible: (name) => name }, { heads: names, none: "no token" }),
-        hint(`Entropy ${first} bits of A, ${second} of B. Tokens are compared by their text; no token: the model's vocabulary has none of this text.`),
+        hint(`Entropy: ${first} bits for A, ${second} for B. Tokens are compared by text; no token: the model's vocabulary has no token with this text.`),
       ];
     });
   }
 
-  // The likeliest tokens of both by their text: { id: the text, before: of A, after: of B }. What is
-  // no whole character is a token of its own model alone.
+  // The likeliest tokens of both by text: { id: the text, before: prob of A, after: prob of B }. A part
+  // of a character belongs to its own model alone.
   async #rows(probs, signal) {
     const found = new Map();
     for (const [index, side] of this.#sides.entries()) {
@@ -281,7 +281,7 @@ export class Compare {
   }
 }
 
-// The ids of texts in the vocabulary of a side, where each is one token of it.
+// Find the ids of texts that are one token of a side's vocabulary.
 async function identify(side, index, missing, signal) {
   const body = { model: side.model, prompt: missing.map(({ text }) => text), special_tokens: "text", pieces: false };
   const { prompts } = await post("/tokenize", body, signal);

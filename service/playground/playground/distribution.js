@@ -1,5 +1,5 @@
-// The distribution that a token came from: before and after temperature and filters, and what else
-// could have stood there. The whole row of logits is fetched once; the sliders reshape it here.
+// The distribution of a token, before and after temperature and filters. The whole row of logits is
+// fetched once; the sliders reshape it here.
 
 import { post, postArray } from "./api.js";
 import { button, element, fill, heading, hint } from "./dom.js";
@@ -8,12 +8,12 @@ import { percent, visible } from "./tokens.js";
 
 const SHOWN = 12;
 
-// What each id says, from the vocabulary of the server; asked for once.
+// The texts of token ids, each requested from the server once.
 export class Vocabulary {
   #texts = new Map();
   #of;
 
-  // `model`: whose, where that is not the one that the page looks at.
+  // `model`: name of a model other than the page's.
   constructor(idsAlone, model = null) {
     this.idsAlone = idsAlone;
     this.#of = model === null ? {} : { model };
@@ -33,7 +33,7 @@ export class Vocabulary {
     return (await post("/tokenize", { ...this.#of, prompt, special_tokens: "text", pieces: true }, signal)).pieces;
   }
 
-  // A token as it is shown.
+  // A token as shown on the page.
   named = ({ id, text }) => (this.idsAlone ? `${id}` : visible(text));
   text = (id) => (this.idsAlone ? `id ${id}` : (this.#texts.get(id) ?? `id ${id}`));
   shown = (text) => (this.idsAlone ? text : visible(text));
@@ -46,7 +46,7 @@ export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chos
   const line = ({ id, before, after }) => {
     const name = vocabulary.visible(id);
     const label = onpick
-      ? button(name, () => onpick(id), { class: "link", title: `Continue with "${name}" instead` })
+      ? button(name, () => onpick(id), { class: "link", title: `Continue with "${name}"` })
       : element("span", {}, name);
     const bar = (share, kind) => element("div", { class: `bar ${kind}`, style: { width: `${(100 * share) / widest}%` } });
     return element(
@@ -74,14 +74,14 @@ export class Distribution {
   #settings;
   #shown = null; // { title, logits, chosen, onpick }
 
-  // `settings` gives temperature, top_k, top_p and min_p as they stand.
+  // `settings` returns the current temperature, top_k, top_p and min_p.
   constructor(place, vocabulary, settings) {
     this.#place = place;
     this.#vocabulary = vocabulary;
     this.#settings = settings;
   }
 
-  // What the model says after `ids`; `chosen` is what stands there, `onpick` is told of another.
+  // Show the distribution after `ids`. `chosen` is the token there; `onpick` gets another choice.
   show({ title, ids, chosen = null, onpick, interventions = [] }) {
     return fill(this.#place, async (signal) => {
       const body = { prompt: ids, interventions };
@@ -114,7 +114,7 @@ export class Distribution {
     return [
       heading(title),
       bars(rows, this.#vocabulary, { chosen, onpick }),
-      hint(`Entropy ${entropyBits(before).toFixed(2)} bits; with these settings ${entropyBits(after).toFixed(2)}, and ${of} can be drawn. ${onpick ? "Choose another token to continue from there." : ""}`),
+      hint(`Entropy ${entropyBits(before).toFixed(2)} bits; with these settings ${entropyBits(after).toFixed(2)}, and ${of} can be sampled. ${onpick ? "Choose another token to continue with it." : ""}`),
     ];
   }
 }

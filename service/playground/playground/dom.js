@@ -1,4 +1,4 @@
-// Making elements, and saying what went wrong where it did.
+// Elements of the page, and errors in their places.
 
 // element("td", { class: "bar", onclick }, "text", child): attributes, handlers and children.
 export function element(tag, attributes = {}, ...children) {
@@ -23,23 +23,23 @@ export const button = (text, onclick, attributes = {}) => element("button", { ty
 export const plainTable = (rows) =>
   element("table", { class: "plain" }, element("tbody", {}, ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
 
-// A field with its name before it. `input` is what is filled in.
+// An input with its name before it.
 export const labelled = (text, input) => element("label", {}, element("span", {}, text), input);
 
 export const choice = (options, attributes = {}) =>
   element("select", attributes, ...options.map(([value, text]) => element("option", { value }, text)));
 
-// Show why something failed where it was asked for; `retry` does it again. A prompt that is refused
-// is reported once, below the prompt, whichever parts of the page sent it.
+// Show an error in its place, with a button that runs `retry`. A refused prompt is reported once, below
+// the prompt.
 export function showProblem(place, error, retry) {
   const ofPrompt = error.param === "prompt";
   if (ofPrompt) place.replaceChildren();
-  const said = element("p", { class: "problem", role: "alert" }, error.message, " ", retry && !ofPrompt ? button("Try again", retry) : "");
-  (ofPrompt ? find("prompt-problem") : place).replaceChildren(said);
+  const problem = element("p", { class: "problem", role: "alert" }, error.message, " ", retry && !ofPrompt ? button("Try again", retry) : "");
+  (ofPrompt ? find("prompt-problem") : place).replaceChildren(problem);
 }
 
-// Fill a place with the result of `make`, or with why it failed; meanwhile the place is marked busy.
-// A later call replaces an earlier one. A place that shows the result for `key` already stays as it is.
+// Fill a place with the result of `make`, or with its error; the place is marked busy meanwhile. A later
+// call replaces an earlier one. A place that already shows the result of `key` stays.
 const turns = new WeakMap();
 const filled = new WeakMap();
 export async function fill(place, make, key = null) {
@@ -62,7 +62,7 @@ export async function fill(place, make, key = null) {
   }
 }
 
-// Call at most once every `milliseconds`, with the last arguments.
+// Call once `milliseconds` have passed without another call, with the last arguments.
 export function debounced(milliseconds, act) {
   let timer = null;
   return (...values) => {
@@ -71,7 +71,7 @@ export function debounced(milliseconds, act) {
   };
 }
 
-// One of several elements in a row or grid can be reached with Tab, the others with arrow keys.
+// Make one element of a row or grid reachable with Tab, and the others with arrow keys.
 export function roving(container, selector, step) {
   const all = () => [...container.querySelectorAll(selector)];
   container.addEventListener("focusin", (event) => {
@@ -95,13 +95,13 @@ export function roving(container, selector, step) {
 }
 
 export async function copy(text, button) {
-  const said = button.textContent;
+  const label = button.textContent;
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
-    // Without https and localhost a page may not write to the clipboard: show it to be copied.
+    // Pages may write to the clipboard only with https or on localhost.
     window.prompt("Copy with Ctrl+C", text);
   }
-  setTimeout(() => (button.textContent = said), 1500);
+  setTimeout(() => (button.textContent = label), 1500);
 }

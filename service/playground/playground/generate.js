@@ -1,4 +1,4 @@
-// Generate: a streamed completion. Each of its tokens can be looked into and changed.
+// Generate: a streamed completion. Each of its tokens shows its distribution and can be changed.
 
 import { apiKey, events, withModel } from "./api.js";
 import { curl, python } from "./code.js";
@@ -9,18 +9,17 @@ import { drawSeed } from "./sampling.js";
 import { Tree } from "./tree.js";
 import { choose, collect, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
-// One completion: the form as it was, the request's body, and the tokens that came.
+// One completion: the form at its start, the request's body, and the tokens.
 class Run {
-  // `begin`: ids of the first tokens of the completion, chosen instead of drawn: a branch.
-  // `promptIds`: the ids of the prompt, known if there is a `begin`.
+  // `begin`: ids of the chosen first tokens of a branch. `promptIds`: the ids of its prompt.
   constructor(form, body, begin, promptIds) {
     Object.assign(this, { form, body, begin, promptIds });
-    this.prompt = []; // tokens, as /generate writes them
+    this.prompt = []; // tokens in the form of /generate
     this.tokens = [];
     this.status = "";
   }
 
-  // The request that gives this completion, and no other.
+  // The request for exactly this completion.
   request() {
     const { begin, body, promptIds } = this;
     if (begin.length === 0) return body;
@@ -45,7 +44,7 @@ class Run {
 export class Generate {
   #app;
   #running = null; // AbortController of the stream in progress
-  #ahead = true; // whether the distribution is that after the prompt
+  #ahead = true; // the distribution after the prompt is shown
   #distribution;
   #tree;
   #text = tokenText("Prompt and completion, token by token");
@@ -54,10 +53,10 @@ export class Generate {
     this.#app = app;
     this.#distribution = new Distribution(find("distribution"), app.vocabulary, app.sampling);
     this.#tree = new Tree(find("branches"), (run) => {
-      app.restore(run.form); // the distribution of a token is that of its own settings
+      app.restore(run.form); // a token has the distribution of its own settings
       this.#show(run);
     });
-    const how = hint("Choose a token to see what it was drawn from, and to continue with another one in its place.");
+    const how = hint("Choose a token to see its distribution, and to continue with another token in its place.");
     find("completion").replaceChildren(this.#text, how, surpriseLegend());
     find("generate-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -75,7 +74,7 @@ export class Generate {
     if (this.#ahead) this.#lookAhead();
   }
 
-  // The prompt or the changes inside are others, or (`swapped`) the weights are.
+  // The prompt, the changes inside or (`swapped`) the weights have changed.
   update(swapped) {
     if (this.#running === null && (this.#ahead || !swapped)) this.#lookAhead();
   }
@@ -83,13 +82,13 @@ export class Generate {
   // The sliders have moved.
   reshape = () => this.#distribution.update();
 
-  // The completion that is shown; null if there is none, or none of the prompt as it is now.
+  // The shown completion; null if there is none for the current prompt.
   shown() {
     const run = this.#tree.current;
     return run && run.form.prompt === find("prompt").value ? run : null;
   }
 
-  // Draw a completion. A branch has a `begin` and the run that it is a branch of.
+  // Generate a completion. A branch has a `begin` and a parent run.
   async start({ form = this.#app.form(), begin = [], seed = drawSeed(), parent = null } = {}) {
     this.#running?.abort();
     const running = (this.#running = new AbortController());
@@ -106,14 +105,14 @@ export class Generate {
       for await (const event of events("/generate", { ...made.request(), logprobs: 0, prompt_logprobs: 0 }, running.signal)) {
         made.add(event);
         if (run === null) {
-          run = made; // what was refused leaves no branch
+          run = made; // a refused request leaves no branch
           this.#tree.add(run, parent);
           this.#show(run);
         } else if (this.#tree.current === run) this.#draw(run);
       }
       find("status").textContent = run.status;
     } catch (error) {
-      if (this.#running !== running) return; // another one has begun
+      if (this.#running !== running) return; // a later one has begun
       if (error.name === "AbortError") find("status").textContent = `stopped after ${(run?.tokens.length ?? begin.length) - begin.length} tokens`;
       else showProblem(find("status"), error, () => this.start({ form, begin, seed, parent }));
     } finally {
@@ -122,25 +121,25 @@ export class Generate {
         this.#busy(false);
       }
       this.#tree.render();
-      if (this.#app.tab !== "generate") this.#app.refresh(true); // it looks at the whole text
+      if (this.#app.tab !== "generate") this.#app.refresh(true); // it shows the whole text
     }
   }
 
-  // The same seed, with what the form says otherwise.
+  // Generate with the same seed and the current form.
   #again() {
     const run = this.#tree.current;
     find("seed").value = run.body.seed;
     this.start(this.shown() ? { begin: run.begin } : {});
   }
 
-  // Another token in the place of the one at `at` of a completion.
+  // Generate with another token at index `at` of a completion.
   #branch(run, at, id) {
     const begin = [...run.tokens.slice(0, at).map((token) => token.id), id];
     this.#app.restore({ ...this.#app.form(), prompt: run.form.prompt });
     return this.start({ begin, seed: run.body.seed, parent: run });
   }
 
-  // The completion that is shown, if the form still says what it was drawn with.
+  // The shown completion, if the form has not changed since.
   #unchanged() {
     const run = this.#tree.current;
     return run && JSON.stringify(run.form) === JSON.stringify(this.#app.form()) ? run : null;
@@ -149,7 +148,7 @@ export class Generate {
   #copy(write, button) {
     try {
       const run = this.#unchanged();
-      // A branch's own prompt ends in the middle of the completion: its whole text is asked for.
+      // A branch's prompt ends within the completion: request the whole text.
       const body = run === null ? this.#app.request() : { ...run.request(), ...(run.begin.length ? { echo: true } : {}) };
       copy(write(location.origin, "/generate", withModel(body), apiKey() !== ""), button);
     } catch (error) {
@@ -178,7 +177,7 @@ export class Generate {
     }
   }
 
-  // The completion becomes a part of the prompt.
+  // Append the completion to the prompt.
   #extend() {
     const run = this.#tree.current;
     const { vocabulary } = this.#app;
@@ -204,9 +203,9 @@ export class Generate {
     drawTokens(this.#text, run.prompt, run.tokens, { vocabulary: this.#app.vocabulary, onclick: (index, span) => this.#look(run, index, span) });
   }
 
-  // The distribution that a token was drawn from.
+  // Show the distribution of a token.
   #look(run, index, span) {
-    if (index === 0) return; // nothing predicts it
+    if (index === 0) return; // no distribution predicts it
     choose(this.#text, span);
     this.#ahead = false;
     this.#app.place = index;

@@ -1,9 +1,9 @@
-// A heat map on a canvas: rows and columns with names, a value under the pointer, rows one can choose.
+// A heat map on a canvas: named rows and columns, the value at the pointer, rows to choose.
 
 import { element } from "./dom.js";
 
-// Paint (rows, columns) values into a canvas, a pixel each, and let CSS make it larger. A value of
-// `largest` or its negative has the full colour, smaller ones let the page shine through.
+// Paint (rows, columns) values into a canvas, one pixel each; CSS enlarges it. `largest` and its negative
+// have the full colour, smaller values are more transparent.
 export function paint(canvas, rows, columns, at, largest) {
   canvas.width = columns;
   canvas.height = rows;
@@ -21,19 +21,18 @@ export function paint(canvas, rows, columns, at, largest) {
   context.putImageData(image, 0, 0);
 }
 
-// Where the columns are to be shown when there are more than the place has room for.
-const MOST_LABELS = 48;
+const MOST_LABELS = 48; // names of rows or columns that fit
 
-// rows, columns: names. at(row, column): the value. largest: that of the full colour.
-// say(row, column): what the value means, in words. onrow(row): it was chosen.
+// rows, columns: names. at(row, column): the value. largest: value of the full colour.
+// say(row, column): the value in words. onrow(row): called with a chosen row.
 export function heatMap({ label, rows, columns, at, largest, say, onrow, selected = null }) {
   const canvas = element("canvas", { "aria-hidden": "true" });
   paint(canvas, rows.length, columns.length, at, largest);
-  const readout = element("p", { class: "readout", "aria-live": "polite" }, "Point at a cell, or walk with the arrow keys.");
+  const readout = element("p", { class: "readout", "aria-live": "polite" }, "Point at a cell, or use the arrow keys.");
   const cross = element("div", { class: "cell" });
   const map = element(
     "div",
-    { class: "map", role: "application", tabindex: 0, "aria-label": `${label}. Arrow keys walk through it, Enter chooses a row.` },
+    { class: "map", role: "application", tabindex: 0, "aria-label": `${label}. Arrow keys move between cells, Enter chooses a row.` },
     canvas,
     cross,
   );

@@ -1,4 +1,4 @@
-// Inside: change what happens in the forward, see the distribution move, and look at any stage.
+// Inside: change the forward pass, compare the next token, and view any stage.
 
 import { get, postArray } from "./api.js";
 import { bars } from "./distribution.js";
@@ -11,7 +11,7 @@ const MOST_COLUMNS = 512;
 
 const WAYS = [["zero", "switch off"], ["scale", "scale"], ["steer", "add a direction"], ["patch", "patch from another prompt"]];
 
-const PLACES = [["all", "everywhere"], ["last", "last token"], ["prompt", "prompt"], ["generated", "what is generated"]];
+const PLACES = [["all", "all"], ["last", "last token"], ["prompt", "prompt"], ["generated", "completion"]];
 
 export class Inside {
   #app;
@@ -43,14 +43,14 @@ export class Inside {
   #changeForm() {
     const changeable = this.#stages.filter((stage) => stage.changeable);
     const labels = {
-      way: labelled("what", choice(WAYS, { id: "change-way" })),
+      way: labelled("change", choice(WAYS, { id: "change-way" })),
       stage: labelled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
-      layer: labelled("layer", choice([["*", "every"], ...this.#layers()], { id: "change-layer" })),
+      layer: labelled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
       heads: labelled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
-      positions: labelled("where", choice(PLACES, { id: "change-positions" })),
+      positions: labelled("positions", choice(PLACES, { id: "change-positions" })),
       factor: labelled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
       from: labelled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
-      minus: labelled("less the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
+      minus: labelled("minus the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
     };
     const { way, stage, layer, heads } = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, label.control]));
     const hasHeads = ({ axes }) => axes.some((axis) => axis.endsWith("head"));
@@ -87,18 +87,18 @@ export class Inside {
     const heads = given("heads").trim();
     if (heads !== "" && heads !== "all") {
       made.heads = heads.split(/[\s,]+/).map(Number);
-      if (made.heads.some((head) => !Number.isInteger(head) || head < 0)) throw new Error(`heads are "${heads}": write numbers from 0 with commas between them, or nothing for all`);
+      if (made.heads.some((head) => !Number.isInteger(head) || head < 0)) throw new Error(`heads are "${heads}": write numbers from 0 separated by commas, or nothing for all`);
     }
     if (!labels.factor.hidden) made.factor = Number(given("factor"));
     if (!labels.from.hidden) {
-      if (given("from") === "") throw new Error("name the other prompt: what the model has there is what is added or patched");
+      if (given("from") === "") throw new Error("write the other prompt, whose values are added or patched");
       made.from = { prompt: this.#app.promptOf(given("from")) };
     }
     if (given("minus") !== "") made.minus = { prompt: this.#app.promptOf(given("minus")) };
     return made;
   }
 
-  // The next token without the changes and with them.
+  // Show the next token without the changes and with them.
   #effect() {
     const { list } = this.#app.interventions;
     return this.#app.look(find("effect"), async ({ prompt, interventions }, signal) => {
@@ -111,11 +111,11 @@ export class Inside {
       const moved = divergenceBits(before, after);
       return [
         heading("Next token"),
-        bars(rows, this.#app.vocabulary, { heads: ["as it is", "changed"] }),
+        bars(rows, this.#app.vocabulary, { heads: ["unchanged", "changed"] }),
         hint(
           list.length
-            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They stand in every other tab too, until they are taken back.`
-            : "Nothing is changed yet: switch a head off, and see what moves.",
+            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They apply in all tabs until you remove them.`
+            : "No changes yet: switch off a head to see its effect.",
         ),
       ];
     });
@@ -148,7 +148,7 @@ export class Inside {
       const sizes = values.filter(Number.isFinite).map(Math.abs).sort();
       const largest = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 1;
       return [
-        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, where 99 % lie below.`),
+        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, above 99 % of the values.`),
         heatMap({
           label: stages[0],
           rows: names,

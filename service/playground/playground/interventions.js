@@ -1,4 +1,4 @@
-// The changes inside that every tab takes into account, and the list of them below the prompt.
+// The changes inside, which all tabs apply, and their list below the prompt.
 
 import { button, element } from "./dom.js";
 
@@ -14,7 +14,7 @@ export class Interventions {
 
   add = (change) => this.#change([...this.list, change]);
 
-  // The changes of a link, as JSON; one that was cut short has none.
+  // The changes of a link, as JSON; none if it is damaged.
   restore(written = "[]") {
     try {
       this.list = [JSON.parse(written)].flat();
@@ -30,10 +30,10 @@ export class Interventions {
     this.#onchange();
   }
 
-  // Each in words, with a button that removes it.
+  // Describe each change, with a button that removes it.
   #draw() {
     const remove = (change) => this.#change(this.list.filter((other) => other !== change));
-    const chip = (change) => element("li", { class: "chip" }, inWords(change), button("×", () => remove(change), { "aria-label": `take back: ${inWords(change)}` }));
+    const chip = (change) => element("li", { class: "chip" }, inWords(change), button("×", () => remove(change), { "aria-label": `remove: ${inWords(change)}` }));
     this.#place.hidden = this.list.length === 0;
     this.#place.replaceChildren(element("span", {}, "Changed inside:"), element("ul", {}, ...this.list.map(chip)));
   }
@@ -47,11 +47,11 @@ function inWords({ stage, operation, heads, positions, factor, from, minus }) {
   return `add ${factor ?? 1} × ("${from.prompt}"${minus ? ` − "${minus.prompt}"` : ""}) to ${where}`;
 }
 
-// The changes for a request that generates nothing after the prompt.
+// The changes for a request without a completion.
 export const ofPrompt = (list) => list.filter(({ positions }) => positions !== "generated");
 
-// The changes for a request whose prompt is the first `length` tokens of a text, of which `prompt` are
-// the prompt on the page and the rest is its completion. `generates`: the request goes on from there.
+// The changes for a request whose prompt is the first `length` tokens of a text: `prompt` tokens of the
+// page's prompt and then its completion. `generates`: the request continues the text.
 export function within(list, prompt, length, generates = false) {
   const spans = { prompt: [0, prompt], last: [prompt - 1, prompt], generated: [prompt, length] };
   return list.flatMap((change) => {
@@ -62,7 +62,7 @@ export function within(list, prompt, length, generates = false) {
   });
 }
 
-// Another prompt is read where it was before.
+// A change with its positions in numbers. Its other prompts keep theirs.
 function placedAt(change, positions) {
   const source = ({ positions: own = change.positions === "last" ? "last" : "all", ...rest }) => ({ ...rest, positions: own });
   const { from, minus } = change;

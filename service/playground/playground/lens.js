@@ -1,4 +1,4 @@
-// Lens: what the model would say if it stopped after each layer.
+// Lens: the next token if the model stopped after each layer.
 
 import { post } from "./api.js";
 import { element, find, heading, hint, plainTable, roving } from "./dom.js";
@@ -8,13 +8,13 @@ const MOST_POSITIONS = 48;
 
 export class Lens {
   #app;
-  #first = 0; // of the positions that are shown
+  #first = 0; // first shown position
 
   constructor(app) {
     this.#app = app;
   }
 
-  // The columns around the chosen token.
+  // Show the columns around the chosen token.
   async update() {
     await this.#app.look(find("lens"), async ({ prompt, tokens, interventions }, signal) => {
       const from = this.#app.placeIn(tokens) - MOST_POSITIONS / 2;
@@ -39,32 +39,32 @@ export class Lens {
     const show = (position, layer) => {
       this.#app.place = position;
       choose(table, table.querySelectorAll("tbody tr")[depth - 1 - layer].querySelectorAll("td")[position - this.#first]);
-      const said = positions[position - this.#first].layers[layer];
+      const reading = positions[position - this.#first].layers[layer];
       detail.replaceChildren(
         heading(`After ${name(layer)}, at token ${position}, "${named(tokens[position])}"`),
-        plainTable(said.top.map((token) => [named(token), percent(token.prob)])),
-        hint(`Entropy ${(said.entropy / Math.LN2).toFixed(2)} bits; ${(said.divergence / Math.LN2).toFixed(2)} bits away from what the model says in the end.`),
+        plainTable(reading.top.map((token) => [named(token), percent(token.prob)])),
+        hint(`Entropy ${(reading.entropy / Math.LN2).toFixed(2)} bits; ${(reading.divergence / Math.LN2).toFixed(2)} bits from the model's own distribution.`),
       );
     };
     const depth = positions[0].layers.length;
     const name = (layer) => (layer === 0 ? "the embeddings" : `block ${layer - 1}`);
     const line = (layer) => element("tr", {}, element("th", { scope: "row" }, name(layer)), ...positions.map((position) => cell(position, layer)));
-    // The last layer above: what is read from below to the top is what the model does.
+    // The last layer is at the top, so the model computes upwards.
     const lines = Array.from({ length: depth }, (_, index) => line(depth - 1 - index));
     const head = element("tr", {}, element("th", {}, ""), ...positions.map(({ position }) => element("th", { scope: "col" }, named(tokens[position]))));
     const table = element("table", { class: "lens" }, element("thead", {}, head), element("tbody", {}, ...lines));
     roving(table, "td", () => positions.length);
     table.querySelector("td").tabIndex = 0;
     show(this.#app.placeIn(tokens), depth - 1);
-    const how = "The likeliest next token after each layer, the final norm and the head applied there; the stronger the colour, the surer. Choose a cell to see more of it.";
+    const how = "The likeliest next token after each layer, with the final norm and the head applied there. A stronger colour is a higher probability. Choose a cell for details.";
     return [hint(how), ...this.#whole(tokens), element("div", { class: "scroll" }, table), detail];
   }
 
-  // A text of more tokens than there are columns, to choose those that are shown.
+  // The text, if it has more tokens than columns, to choose the shown ones.
   #whole(tokens) {
     if (tokens.length <= MOST_POSITIONS) return [];
     const { vocabulary } = this.#app;
-    const text = tokenText("The text: choose a token to see the columns around it");
+    const text = tokenText("The text: choose a token to show the columns around it");
     const written = texts(tokens, vocabulary);
     const spans = tokens.map((token, index) => {
       const share = index >= this.#first && index < this.#first + MOST_POSITIONS ? 0.5 : 0;
@@ -76,6 +76,6 @@ export class Lens {
     });
     text.append(...spans);
     spans[this.#first].tabIndex = 0;
-    return [text, hint(`Coloured: the ${MOST_POSITIONS} of ${tokens.length} tokens that are below. Choose another token to see those around it.`)];
+    return [text, hint(`Coloured: the ${MOST_POSITIONS} of ${tokens.length} tokens shown below. Choose another token to show those around it.`)];
   }
 }

@@ -1,5 +1,5 @@
-// The playground: one prompt, and tabs that look at what the model does with it. Plain modules and
-// this server's own endpoints: no library, no build step, no request to any other host.
+// The playground: one prompt, and tabs with views of the model. Plain modules over this server's
+// endpoints: no library, no build step, no requests to other hosts.
 
 import { apiKey, chooseModel, chosenModel, get, Problem, post, setApiKey } from "./api.js";
 import { Attention } from "./attention.js";
@@ -15,21 +15,21 @@ import { Tokens } from "./tokenize.js";
 
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"];
 const RETRY_MS = 500;
-const SWAP_MS = 2000; // between two looks at which weights are served
-const CHOOSING = "logitd-choosing"; // the page was loaded again from the list of models
-const LOOKING = ["attention", "lens", "inside", "tokens"]; // tabs that look at a text
+const SWAP_MS = 2000; // between two checks for new weights
+const CHOOSING = "logitd-choosing"; // set while the list of models reloads the page
+const LOOKING = ["attention", "lens", "inside", "tokens"]; // tabs that show a text
 
-// The numbers of a form that are written.
+// The numbers that a form contains.
 const numbers = (form) => Object.fromEntries(NUMBERS.filter((name) => form[name]).map((name) => [name, Number(form[name])]));
 
-// The number of a slider, beside its name.
-function sayNumber(name) {
-  const said = find(`${name}-value`);
-  if (said) said.textContent = find(name).value;
+// Show the number of a slider next to its name.
+function showNumber(name) {
+  const output = find(`${name}-value`);
+  if (output) output.textContent = find(name).value;
 }
 
 class App {
-  place = null; // index of the token that was chosen last, in the text that is looked at
+  place = null; // index of the last chosen token, in the shown text
 
   constructor(info, restored) {
     this.info = info;
@@ -52,23 +52,23 @@ class App {
     this.tab = null;
   }
 
-  // The form as it is written, with the changes inside: what a link keeps, and a completion.
+  // The form with the changes inside, for links and completions.
   form() {
     const { list } = this.interventions;
     const fields = ["prompt", ...NUMBERS].map((name) => [name, find(name).value]);
     return { ...Object.fromEntries(fields), ...(list.length && { interventions: JSON.stringify(list) }) };
   }
 
-  // Write a form. What it does not name stays, but for the changes.
+  // Fill in the form. Fields without a value stay; changes inside do not.
   restore(form) {
     for (const name of ["prompt", ...NUMBERS]) {
       find(name).value = form[name] ?? find(name).value;
-      sayNumber(name);
+      showNumber(name);
     }
     this.interventions.restore(form.interventions);
   }
 
-  // The body that a form asks for.
+  // The request body of a form.
   request(form = this.form()) {
     const wrong = find("generate-form").querySelector("input:invalid");
     if (wrong) throw new Problem(0, `${wrong.id}: ${wrong.validationMessage}`);
@@ -78,14 +78,14 @@ class App {
 
   sampling = () => ({ temperature: 1, top_k: 0, top_p: 1, min_p: 0, ...numbers(this.form()) });
 
-  // The prompt as the server takes it: a text, or token ids if the model knows no text.
+  // The prompt for the server: a text, or token ids for a model without a vocabulary.
   prompt = () => this.promptOf(find("prompt").value);
 
   promptOf(written) {
     if (!this.vocabulary.idsAlone) return written;
     const words = written.split(/[\s,]+/).filter((word) => word !== "");
     if (!words.every((word) => /^[0-9]+$/.test(word))) {
-      throw new Problem(0, "This model has no vocabulary: write token ids with spaces between them, for example 0 1 2.", "prompt");
+      throw new Problem(0, "This model has no vocabulary: write token ids separated by spaces, for example 0 1 2.", "prompt");
     }
     return words.map(Number);
   }
@@ -95,8 +95,8 @@ class App {
     this.#changed();
   }
 
-  // Fill a place with what `make` draws of the text that is looked at: the completion that is shown
-  // with its prompt, or the prompt alone. `more` is what the drawing depends on besides.
+  // Fill a place with a view of the shown text: the completion with its prompt, or the prompt alone.
+  // `more` has other values that the view depends on.
   look(place, make, ...more) {
     const run = find("alone").checked ? null : this.tabs.generate.shown();
     find("scope").hidden = !LOOKING.includes(this.tab) || this.tabs.generate.shown() === null;
@@ -110,7 +110,7 @@ class App {
   // The chosen token, or the last one.
   placeIn = (tokens) => Math.min(this.place ?? Infinity, tokens.length - 1);
 
-  // An address that opens the page as it is.
+  // An address that opens the page in its current state.
   link(more = {}) {
     const state = { model: chosenModel(), tab: this.tab, ...this.form(), ...this.tabs.attention.state(), ...this.tabs.compare.state(), ...more };
     if (find("alone").checked) state.alone = true;
@@ -124,7 +124,7 @@ class App {
     for (const button of document.querySelectorAll("[role=tab]")) {
       const chosen = button.id === `tab-${name}`;
       button.setAttribute("aria-selected", chosen);
-      button.tabIndex = chosen ? 0 : -1; // the others are reached with arrow keys
+      button.tabIndex = chosen ? 0 : -1; // arrow keys reach the others
       if (chosen) button.scrollIntoView({ block: "nearest", inline: "nearest" });
       find(button.getAttribute("aria-controls")).hidden = !chosen;
     }
@@ -139,10 +139,10 @@ class App {
     this.refresh();
   }
 
-  // What is shown is not what it was drawn from any more. `swapped`: the weights are others.
+  // Draw the tab again. `swapped`: the server has new weights.
   refresh = (swapped = false) => this.#run(() => this.tabs[this.tab].update(swapped));
 
-  // A prompt that cannot be read is reported below it.
+  // Report an unreadable prompt below it.
   #run(act) {
     find("prompt-problem").replaceChildren();
     try {
@@ -153,17 +153,17 @@ class App {
     }
   }
 
-  // Other weights may take the place of those that are served, at any time.
+  // Check for new weights, which the server may load at any time.
   async follow() {
     if (!document.hidden) {
       let info = this.info;
       try {
         info = await get("/info");
       } catch (error) {
-        if (error.status === 401) return; // what the page asks for next says so too
+        if (error.status === 401) return; // the next request reports it
       }
       const kept = ({ model, vocabulary, config, training }) => JSON.stringify([model, vocabulary, config, training.data]);
-      if (kept(info) !== kept(this.info)) return location.reload(); // another model: no part of the page fits it
+      if (kept(info) !== kept(this.info)) return location.reload(); // another model
       if (info.checkpoint.weights_sha256 !== this.info.checkpoint.weights_sha256) {
         this.info = info;
         describe(info);
@@ -178,7 +178,7 @@ class App {
     find("alone").addEventListener("change", () => this.#changed());
     for (const name of NUMBERS) {
       find(name).addEventListener("input", () => {
-        sayNumber(name);
+        showNumber(name);
         find("prompt-problem").replaceChildren();
         this.remember();
         this.tabs.generate.reshape();
@@ -198,7 +198,7 @@ class App {
   }
 }
 
-// A prompt that suits the model: the first words of a text that it makes up.
+// A prompt that suits the model: the first words of a text that it generates.
 async function firstPrompt(info) {
   if (info.vocabulary === "none") return "0";
   const { eos_token_id: end } = await get("/tokenizer_info");
@@ -215,7 +215,7 @@ function describe(info) {
   if (info.vocabulary === "none") find("prompt-label").textContent = "Prompt: token ids, because this model has no vocabulary";
 }
 
-// The facts of the model that the address names, or of the first that answers.
+// The info of the model in the address, or of the first one that is loaded.
 async function chosenInfo() {
   const info = await get("/info", undefined, null);
   if (info.models.length < 2) return info;

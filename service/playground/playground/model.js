@@ -1,4 +1,4 @@
-// Model: what is served, how it was trained, and what the server does now.
+// Model: its facts, its training, and the current load of the server.
 
 import { get, getText } from "./api.js";
 import { lineChart } from "./chart.js";
@@ -7,7 +7,7 @@ import { element, fill, find, heading, hint, plainTable } from "./dom.js";
 const EVERY_MS = 2000;
 const KEPT = 60;
 
-// The samples of Prometheus' text format that have the label `model` and no other: those of a model.
+// The samples of a model in Prometheus' text format: those with the label `model` and no other.
 export function readMetrics(text, model) {
   const values = new Map();
   const escaped = model.replaceAll("\\", "\\\\").replaceAll('"', '\\"');
@@ -47,7 +47,7 @@ export class ModelTab {
     const { info } = this.#app;
     const { config, checkpoint } = info;
     const heads = config.n_kv_head && config.n_kv_head !== config.n_head ? `${config.n_head} heads, ${config.n_kv_head} for keys and values` : `${config.n_head} heads`;
-    const loss = checkpoint.val_loss === null ? "not known" : `${checkpoint.val_loss.toFixed(4)} nats per token`;
+    const loss = checkpoint.val_loss === null ? "unknown" : `${checkpoint.val_loss.toFixed(4)} nats per token`;
     return [
       heading(info.model),
       plainTable([
@@ -72,9 +72,9 @@ export class ModelTab {
       { name: "validation", points: points(curve.validation) },
     ].filter((line) => line.points.length > 1);
     if (series.length) made.push(heading("Training"), lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
-    const open = find("training").querySelector("details")?.open ?? false; // the curve may be another one
+    const open = find("training").querySelector("details")?.open ?? false; // stays open when the curve changes
     if (card !== null) made.push(element("details", { open }, element("summary", {}, "Model card"), element("pre", { class: "card" }, card)));
-    if (!made.length) made.push(hint("This checkpoint has neither a card nor the log of its run."));
+    if (!made.length) made.push(hint("This checkpoint has no card and no log of its run."));
     return made;
   }
 

@@ -1,5 +1,5 @@
-// From logits to what is sampled from, as the server does it: temperature, top-k, top-p, min-p, in
-// this order, in double precision.
+// From logits to the sampled distribution, like the server: temperature, top-k, top-p, min-p, in this
+// order and in double precision.
 
 export function softmax(logits) {
   let largest = -Infinity;
@@ -9,11 +9,11 @@ export function softmax(logits) {
   return probs.map((prob) => prob / sum);
 }
 
-// Ids, likeliest first; equals by id.
+// Ids, likeliest first; equal ones by id.
 export const ranked = (values) =>
   Uint32Array.from(values.keys()).sort((a, b) => values[b] - values[a] || a - b);
 
-// The probabilities that are sampled from; what is dropped has 0.
+// The sampled probabilities; dropped tokens have 0.
 export function processed(logits, { temperature, top_k, top_p, min_p }) {
   const order = ranked(logits);
   if (temperature === 0) return Float64Array.from(logits, (_, id) => (id === order[0] ? 1 : 0));
@@ -39,10 +39,10 @@ export function processed(logits, { temperature, top_k, top_p, min_p }) {
   return probs;
 }
 
-// A seed that JavaScript's numbers hold exactly.
+// A random seed that JavaScript's numbers represent exactly.
 export const drawSeed = () => Math.floor(Math.random() * 2 ** 32);
 
-// In bits: how unexpected a token of this probability is.
+// Surprise of a token, in bits.
 export const surprise = (logprob) => -logprob / Math.LN2;
 
 export function entropyBits(probs) {

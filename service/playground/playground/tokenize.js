@@ -1,4 +1,4 @@
-// Tokens: how a text splits.
+// Tokens: the tokens of a text, with ids and bytes.
 
 import { element, find } from "./dom.js";
 
@@ -21,9 +21,9 @@ export class Tokens {
           element("code", {}, (token.bytes ?? []).map((byte) => byte.toString(16).padStart(2, "0")).join(" ")),
         );
       const size = tokens.reduce((sum, { bytes }) => sum + (bytes?.length ?? 0), 0);
-      const per = size ? ` of ${size} bytes, ${(size / tokens.length).toFixed(2)} bytes a token` : "";
+      const per = size ? ` of ${size} bytes, ${(size / tokens.length).toFixed(2)} bytes per token` : "";
       return [
-        element("p", {}, `${tokens.length} tokens${per}; the context has room for ${info.limits.context_length}.`),
+        element("p", {}, `${tokens.length} tokens${per}; the context holds ${info.limits.context_length}.`),
         element("ol", { class: "pieces" }, ...tokens.map(box)),
       ];
     });

@@ -1,11 +1,11 @@
-// Tokens as people can see them, coloured by how unexpected they are or by any other share.
+// Tokens as visible texts, coloured by their surprise or by another share.
 
 import { element, roving } from "./dom.js";
 import { surprise } from "./sampling.js";
 
 export const MOST_BITS = 10;
 
-// White space is shown, and so is a token without a text.
+// White space and empty texts become visible characters.
 export const visible = (text) =>
   text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
 
@@ -15,7 +15,7 @@ export const percent = (prob) => {
   return `${value >= 99.995 && value < 100 ? "> 99.99" : value.toFixed(2)} %`;
 };
 
-// The texts of tokens in a row: half characters are shown with the token that completes them.
+// The texts of consecutive tokens; a split character appears in the token that completes it.
 export function texts(tokens, { idsAlone }) {
   if (idsAlone) return tokens.map((token) => `${token.id} `);
   const decoder = new TextDecoder();
@@ -24,29 +24,29 @@ export function texts(tokens, { idsAlone }) {
 
 function describe(token, { idsAlone, named }) {
   const name = idsAlone ? `id ${token.id}` : `"${named(token)}", id ${token.id}`;
-  if (token.logprob === null) return `${name}: nothing before it predicts it`;
+  if (token.logprob === null) return `${name}: the first token has no prediction`;
   return `${name}: ${percent(Math.exp(token.logprob))}, ${surprise(token.logprob).toFixed(1)} bits, rank ${token.rank}`;
 }
 
-// Something that stands for a token and can be chosen. `share`: how strongly it is coloured, 0 to 1.
+// An element for a token, which can be chosen. `share`: strength of its colour, from 0 to 1.
 export const tokenElement = (tag, title, share, onclick, ...children) =>
   element(tag, { class: "token", role: "button", tabindex: -1, title, "aria-label": title, style: { "--share": share.toFixed(3) }, onclick }, ...children);
 
-// One token of a text. Without a `share` it is coloured by its surprise.
+// One token of a text, by default coloured by its surprise.
 export function tokenSpan(token, text, { vocabulary, onclick, share = Math.min(1, surprise(token.logprob ?? 0) / MOST_BITS), note = describe(token, vocabulary) }) {
   return tokenElement("span", note, share, onclick, ...lines(text));
 }
 
-// Add the tokens of an event of /generate to a completion: { prompt, tokens }, and promptIds if the
-// prompt that was sent ends in the middle of it.
+// Add the tokens of an event of /generate to a completion { prompt, tokens, promptIds }. `promptIds` is
+// set if the sent prompt includes a part of the completion.
 export function collect(event, { prompt, tokens, promptIds }) {
   const size = promptIds?.length ?? Infinity;
   for (const token of (event.prompts ?? []).flatMap((other) => other.tokens)) (prompt.length < size ? prompt : tokens).push(token);
   for (const choice of event.choices) tokens.push(...(choice.tokens ?? []));
 }
 
-// The tokens of a prompt and of what follows it, in a text of them. What is there already stays, but
-// for the end: half a character may have been completed.
+// Draw the tokens of a prompt and its completion. Existing ones stay except the last few, whose split
+// characters may be complete now.
 export function drawTokens(text, prompt, tokens, { vocabulary, onclick }) {
   const all = [...prompt, ...tokens];
   const from = Math.max(0, text.childElementCount - 4);
@@ -61,17 +61,17 @@ export function drawTokens(text, prompt, tokens, { vocabulary, onclick }) {
   if (!focused && text.firstElementChild) text.firstElementChild.tabIndex = 0;
 }
 
-// A line break is shown, without becoming a part of what is copied.
+// Line breaks become visible, but copied text stays the same.
 const lines = (text) => text.split(/(\n)/).map((part) => (part === "\n" ? element("span", { class: "newline" }, part) : part));
 
-// A text of tokens through which arrow keys lead.
+// A text of tokens with arrow keys.
 export function tokenText(label) {
   const text = element("pre", { class: "tokens", role: "group", "aria-label": label });
   roving(text, ".token", () => 10);
   return text;
 }
 
-// Which of its tokens was chosen.
+// Mark the chosen token.
 export function choose(container, span) {
   for (const other of container.querySelectorAll(".token[aria-pressed=true]")) other.setAttribute("aria-pressed", "false");
   span?.setAttribute("aria-pressed", "true");

@@ -1,4 +1,4 @@
-// Branches: completions that began where another one was changed, as a tree one can walk.
+// Branches: completions that continue a changed one, as a tree.
 
 import { button, element, heading } from "./dom.js";
 import { visible } from "./tokens.js";
@@ -6,8 +6,8 @@ import { visible } from "./tokens.js";
 export class Tree {
   #place;
   #onchoose;
-  #nodes = []; // { run, parent: the run that was changed, or null }
-  current = null; // the run that is shown
+  #nodes = []; // { run, parent: the changed run, or null }
+  current = null; // the shown run
 
   constructor(place, onchoose) {
     this.#place = place;
@@ -33,7 +33,7 @@ export class Tree {
   }
 
   #link(run) {
-    const own = Math.max(0, run.begin.length - 1); // what a branch has in common with its parent is left out
+    const own = Math.max(0, run.begin.length - 1); // without the tokens of its parent
     const excerpt = visible(run.tokens.slice(own, own + 48).map((token) => token.text).join("")).slice(0, 48);
     const choose = () => {
       this.current = run;

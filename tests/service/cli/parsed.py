@@ -1,4 +1,4 @@
-"""Settings as the command line reads them, and the settings model of each command."""
+"""Settings parsed from command lines, and the settings model of each command."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ def parameters_of(command: str) -> list[click.Parameter]:
 
 
 def context(command: click.Command) -> click.Context:
-    """As a command line makes it."""
+    """The context of a command line."""
     return click.Context(command, **command.context_settings)
 
 
 def words_of(command: str) -> list[str]:
-    """Every word with dashes that a command understands."""
+    """All words with dashes of a command."""
     flags = (param for param in parameters_of(command) if isinstance(param, click.Option))
     return [word for flag in flags for word in (*flag.opts, *flag.secondary_opts)]

@@ -1,4 +1,4 @@
-"""Completion, tried in the shells themselves if they are installed."""
+"""Completion, in the installed shells."""
 
 import os
 import pty
@@ -30,13 +30,12 @@ OFFERED = pytest.mark.parametrize(
         ("logitd serve --validation-text mine", ["mine-of-tuesday"]),
     ],
 )
-"""Words on a line, and what every shell offers for the last of them."""
+"""Words on a line, and the offers of each shell for the last one."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A folder to type in, with the program on the path, a script for each shell, and something
-    that a path may begin with."""
+    """A folder with the program on the path, a script for each shell, and a path to complete."""
     (tmp_path / "mine-of-tuesday").mkdir()
     program = tmp_path / "bin" / "logitd"
     program.parent.mkdir()
@@ -55,7 +54,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
-    """What a shell shows that has sourced its script, when these keys are pressed."""
+    """The output of a shell with completion after these keys."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         shell, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment(folder),
@@ -66,7 +65,7 @@ def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
         setup = "autoload -U compinit; compinit; " if shell[0] == "zsh" else ""
         os.write(ours, f"{setup}PS1='rea''dy> '; COLUMNS=200; source ./{shell[0]}\n".encode())
         until(ours, b"ready> ")
-        # What is typed behind the tabulator waits until the shell has answered that.
+        # The shell reads the rest after it has answered the tabulator.
         os.write(ours, keys.encode() + b"\x15echo 'the ''end'\n")
         return until(ours, b"the end\r").decode()
     finally:
@@ -76,7 +75,7 @@ def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
 
 
 def until(descriptor: int, mark: bytes) -> bytes:
-    """What can be read up to a mark."""
+    """Read up to a mark."""
     read, deadline = b"", time.monotonic() + 60
     while mark not in read:
         assert time.monotonic() < deadline, read
@@ -87,10 +86,10 @@ def until(descriptor: int, mark: bytes) -> bytes:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 @OFFERED
-def test_a_shell_at_a_terminal_offers(
+def test_shells_at_a_terminal_offer_words(
     shell: str, words: str, offered: list[str], folder: Path
 ) -> None:
-    """Typed, and the tabulator pressed; twice for a list in bash. An empty last word is a space."""
+    """Type words and the tabulator, twice for a list in bash. An empty last word is a space."""
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]
@@ -105,7 +104,7 @@ def test_a_shell_at_a_terminal_offers(
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
 @OFFERED
-def test_fish_offers(words: str, offered: list[str], folder: Path) -> None:
+def test_fish_offers_words(words: str, offered: list[str], folder: Path) -> None:
     line = words.removesuffix("''")
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source ./fish; complete -C '{line}'"],
@@ -116,8 +115,8 @@ def test_fish_offers(words: str, offered: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_every_flag_is_offered(command: str, folder: Path) -> None:
-    """By the program, which every shell asks for words."""
+def test_all_flags_are_offered(command: str, folder: Path) -> None:
+    """The program offers them, and all shells ask it."""
     asked = {"COMP_WORDS": f"logitd {command} -", "COMP_CWORD": "2"}
     done = subprocess.run(
         [folder / "bin" / "logitd"], capture_output=True, text=True, check=False, cwd=folder,
@@ -129,6 +128,6 @@ def test_every_flag_is_offered(command: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
-def test_another_shell_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", *arguments]) == 2
     assert "bash" in capsys.readouterr().err

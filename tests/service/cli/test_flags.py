@@ -1,7 +1,6 @@
-"""Flags: a parameter for each kind of field, a group for each flag, a suggestion for each slip."""
+"""Flags: parameters of all kinds of fields, groups, and suggestions for mistyped flags."""
 
 import shlex
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import click
@@ -16,9 +15,7 @@ from tests.service.cli.parsed import SETTINGS, context, parameters_of, parsed, w
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env, and a terminal of usual width."""
-    monkeypatch.chdir(tmp_path)
+def usual_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -65,19 +62,19 @@ def read(*words: str) -> Examples:
         (["--", "-n", "--help"], "places", ("-n", "--help")),
     ],
 )
-def test_a_value_of_each_kind(words: list[str], field: str, value: object) -> None:
+def test_flags_set_values_of_each_kind(words: list[str], field: str, value: object) -> None:
     settings = read(*words)
     assert getattr(settings, field) == value
     assert field in settings.model_fields_set
 
 
-def test_what_is_not_given_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flags_leave_fields_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read().model_fields_set == set()
     monkeypatch.setenv("LOGITD_COUNT", "4")
     assert read().count == 4
 
 
-def test_an_item_in_quotes_can_have_commas() -> None:
+def test_quoted_items_may_contain_commas() -> None:
     assert parsed("train", "--prompts", '"def f(a, b):",x').prompts == ("def f(a, b):", "x")
     assert parsed("train", "--prompts", "two,\nlines").prompts == ("two,\nlines",)
 
@@ -92,7 +89,7 @@ def test_help_has_the_groups_in_order() -> None:
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_every_flag_is_in_a_group(command: str) -> None:
+def test_all_flags_are_in_a_group(command: str) -> None:
     names = list(SETTINGS[command].model_fields)
     groups = SETTINGS[command].groups
     assert names[0] in groups
@@ -100,7 +97,7 @@ def test_every_flag_is_in_a_group(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_an_example_can_be_pasted(command: SettingsCommand) -> None:
+def test_examples_can_be_pasted(command: SettingsCommand) -> None:
     shown = command.get_help(context(command)).splitlines()
     examples = [line.strip().split("   ")[0] for line in shown if line.startswith("  logitd ")]
     assert examples
@@ -111,14 +108,14 @@ def test_an_example_can_be_pasted(command: SettingsCommand) -> None:
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_no_two_flags_share_a_word(command: str) -> None:
+def test_flags_have_distinct_words(command: str) -> None:
     words = words_of(command)
     assert len(words) == len(set(words))
     assert {"-h", "--help"} <= set(words)
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_every_choice_is_one_of_the_model(command: str) -> None:
+def test_choices_are_valid_values(command: str) -> None:
     for param in parameters_of(command):
         if isinstance(param.type, click.Choice):
             for choice in param.type.choices:
@@ -128,8 +125,8 @@ def test_every_choice_is_one_of_the_model(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_a_slip_in_a_flag_is_seen(command: str) -> None:
-    """A letter too many, one too few, two exchanged: unless the slip is a flag itself."""
+def test_mistyped_flags_get_a_suggestion(command: str) -> None:
+    """One letter is added, missing or exchanged with the next."""
     known = [word for word in words_of(command) if len(word) >= 7]
     for word in known:
         middle = len(word) // 2 + 1

@@ -1,4 +1,4 @@
-"""The command line: help that is complete and immediate, and a sentence for every mistake."""
+"""The command line: complete and immediate help, a sentence for each mistake, interrupts."""
 
 import json
 import os
@@ -24,9 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env, and a terminal that breaks no line."""
-    monkeypatch.chdir(tmp_path)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
 
 
@@ -48,7 +46,7 @@ def test_help_lists_the_commands(
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_help_of_a_command_names_every_field(
+def test_help_of_a_command_names_all_fields(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([command, "--help"]) == 0
@@ -57,24 +55,17 @@ def test_help_of_a_command_names_every_field(
     assert run(["help", command]) == 0
     assert capsys.readouterr() == (out, "")
     assert out.startswith(f"Usage: logitd {command} [FLAGS]")
-    text = " ".join(out.split())
+    text = "".join(out.split())  # lines may break at a hyphen
     for name, field in SETTINGS[command].model_fields.items():
         flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
         assert flag in out or name.upper() in out, name
-        assert " ".join(str(field.description).split()) in text, name
+        assert "".join(str(field.description).split()) in text, name
         if flag in out:
-            assert f"[env: LOGITD_{name.upper()}]" in text, name
-
-
-def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["help", "serve"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for default in ("(default: 8000) [env: LOGITD_PORT]", "(default: 0) [env: LOGITD_THREADS]"):
-        assert default in text
+            assert f"[env:LOGITD_{name.upper()}]" in text, name
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("-V",), ("version",)])
-def test_version(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 0
     assert capsys.readouterr().out == f"logitd {VERSION}\n"
 
@@ -83,7 +74,7 @@ def test_version(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("arguments", [("sevre",), ("help", "sevre")])
-def test_an_unknown_command_exits_2_with_the_nearest(
+def test_unknown_commands_exit_2_with_the_nearest(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == 2
@@ -118,7 +109,7 @@ def test_an_unknown_command_exits_2_with_the_nearest(
         (("train", "--rope-scaling", "{"), "'--rope-scaling'.*not JSON"),
     ],
 )
-def test_a_wrong_command_line_exits_2_and_names_the_flag(
+def test_wrong_command_lines_exit_2_and_name_the_flag(
     arguments: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == 2
@@ -129,21 +120,32 @@ def test_a_wrong_command_line_exits_2_and_names_the_flag(
     assert re.search(reason, last)
 
 
-def test_a_secret_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+SOURCES = ("the environment", ".env")
+each_source = pytest.mark.parametrize("source", SOURCES)
+
+
+def set_variable(source: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if source == "the environment":
+        monkeypatch.setenv(name, value)
+    else:
+        Path(".env").write_text(f"{name}={value}\n")
+
+
+def test_secrets_are_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--admin-key", "my secret"]) == 2
     err = capsys.readouterr().err
     assert "--admin-key" in err
     assert "secret" not in err.replace("secrets", "")
 
 
-def test_every_problem_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_problem_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--port", "-1", "--slots", "0"]) == 2
     err = capsys.readouterr().err
     assert "--port: " in err
     assert "--slots: " in err
 
 
-@pytest.mark.parametrize("source", ["the environment", ".env"])
+@each_source
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -154,15 +156,12 @@ def test_every_problem_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("LOGITD_TRAIN_NOTHING_LIKE_IT", ""),
     ],
 )
-def test_a_variable_that_no_command_has_exits_2_with_the_nearest(
-    source: str, name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_unknown_variables_exit_2_with_the_nearest(
+    source: str, name: str, meant: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A mistyped LOGITD_API_KEYS left a server open."""
-    if source == "the environment":
-        monkeypatch.setenv(name, "1")
-    else:
-        (tmp_path / ".env").write_text(f"{name}=1\n")
+    """A mistyped LOGITD_API_KEYS would leave a server open."""
+    set_variable(source, name, "1", monkeypatch)
     assert run(["serve"]) == 2
     hint = f"; did you mean {meant}?" if meant else ""
     assert f"Error: {name} in {source} is not a setting{hint}\n" in capsys.readouterr().err
@@ -179,18 +178,16 @@ def test_a_variable_that_no_command_has_exits_2_with_the_nearest(
         "DATABASE",
     ],
 )
-def test_variables_of_others_do_no_harm(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of another command, of the client, of Kubernetes, of another program."""
-    monkeypatch.setenv(name, "tiny")
-    (tmp_path / ".env").write_text(f"{name}=tiny\n")
+def test_foreign_variables_are_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of another command, the client, Kubernetes, and another program."""
+    for source in SOURCES:
+        set_variable(source, name, "tiny", monkeypatch)
     check_variables(ServeSettings, iter(SETTINGS.values()))
     assert parsed("serve") == ServeSettings(_env_file=None)
 
 
 @pytest.mark.parametrize("content", [b"LOGITD_PORT=\xff\n", None])
-def test_an_env_file_that_cannot_be_read_exits_2(
+def test_unreadable_env_files_exit_2(
     content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -205,16 +202,12 @@ def test_an_env_file_that_cannot_be_read_exits_2(
     assert ".env cannot be read: " in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("source", ["the environment", ".env"])
+@each_source
 @pytest.mark.parametrize("name", ["LOGITD_PORT", "LOGITD_SERVE_PORT"])
-def test_a_wrong_variable_exits_2_and_is_named(
-    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    if source == "the environment":
-        monkeypatch.setenv(name, "99999")
-    else:
-        (tmp_path / ".env").write_text(f"{name}=99999\n")
+def test_wrong_variables_exit_2_and_are_named(
+    name: str, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_variable(source, name, "99999", monkeypatch)
     assert run(["serve"]) == 2
     err = capsys.readouterr().err
     assert re.search(rf"Error: {name} in {source}: .*65535 \(given: '99999'\)", err)
@@ -223,22 +216,22 @@ def test_a_wrong_variable_exits_2_and_is_named(
     assert re.search(r"Error: --port: .*65535 \(given: '99998'\)\n", capsys.readouterr().err)
 
 
-def test_a_command_can_have_another_choice_than_all(
+def test_variables_of_one_command_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """float16 is a dtype of serve and none of train."""
+    """float16 is a dtype of serve, but not of train."""
     (tmp_path / ".env").write_text("LOGITD_DTYPE=float16\n")
     assert run(["train"]) == 2
-    said = capsys.readouterr().err
-    assert "LOGITD_DTYPE in .env: " in said
-    assert "LOGITD_TRAIN_DTYPE sets it for train alone" in said
+    err = capsys.readouterr().err
+    assert "LOGITD_DTYPE in .env: " in err
+    assert "LOGITD_TRAIN_DTYPE sets it for train alone" in err
     for lines in ("LOGITD_SERVE_DTYPE=float16", "LOGITD_DTYPE=float16\nLOGITD_TRAIN_DTYPE=auto"):
         (tmp_path / ".env").write_text(f"{lines}\n")
         assert parsed("serve").dtype == "float16"
         assert parsed("train").dtype in (None, "auto")
 
 
-def test_a_variable_that_cannot_be_read_exits_2(
+def test_variables_that_are_not_json_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOGITD_DATA", "texts/*.txt")  # a list is written as JSON
@@ -267,8 +260,8 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr == "set()"
 
 
-def test_nothing_is_collected_while_a_command_is_imported(tmp_path: Path) -> None:
-    """Nor later, of what its modules consist of."""
+def test_imports_of_commands_collect_no_garbage(tmp_path: Path) -> None:
+    """Nor do later collections search its modules."""
     done = python(
         "import gc, sys\n"
         "from logitd.service.cli.main import run\n"
@@ -291,7 +284,7 @@ def test_nothing_is_collected_while_a_command_is_imported(tmp_path: Path) -> Non
     assert done.stdout.endswith("enabled True frozen True\n")
 
 
-def test_the_console_script_and_the_module_are_the_same() -> None:
+def test_console_script_equals_the_module() -> None:
     script = Path(sys.executable).parent / "logitd"
     by_script = subprocess.run([script, "--help"], capture_output=True, check=True, timeout=60)
     by_module = subprocess.run(
@@ -303,9 +296,8 @@ def test_the_console_script_and_the_module_are_the_same() -> None:
     assert by_script.stdout == by_module.stdout != b""
 
 
-def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_path: Path) -> None:
-    """As in `logitd generate ... | head -c 3`. torch's compiler takes a second to import, and
-    nothing here compiles."""
+def test_closed_pipe_ends_generate_without_an_error_or_a_compiler(tmp_path: Path) -> None:
+    """Like `logitd generate ... | head -c 3`. torch's compiler takes a second to import."""
     gpt = tiny_gpt(tiny_config(**FAMILIES["modern"], context_length=4096))
     checkpoint = save_tiny_checkpoint(tmp_path / "modern", gpt=gpt)
     program = (
@@ -340,7 +332,7 @@ class Finder:
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 """
-"""Print the environment, and end, when torch is first imported."""
+"""Print the environment and exit at the first import of torch."""
 
 
 @pytest.mark.parametrize(
@@ -351,7 +343,7 @@ sys.meta_path.insert(0, Finder())
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],
 )
-def test_spin_is_that_of_the_environment_else_short(
+def test_spin_variables_of_the_environment_win(
     given: dict[str, str], expected: dict[str, str]
 ) -> None:
     assert spin_variables({"HOME": "/", **given}) == expected
@@ -384,10 +376,10 @@ def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
 
 @pytest.mark.parametrize("library", ["_pydantic_core", "libtorch_cpu"])
 @pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a"], ["bench"]])
-def test_an_interrupt_during_the_imports_ends_it_in_silence(
+def test_interrupts_during_imports_end_silently(
     arguments: list[str], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the command line's own modules, and of those of the command."""
+    """Imports of the command line, and of the command."""
     monkeypatch.chdir(ROOT)
     process = subprocess.Popen(
         [sys.executable, "-m", "logitd", *arguments],
@@ -404,7 +396,7 @@ def test_an_interrupt_during_the_imports_ends_it_in_silence(
     assert (process.returncode, output) == (130, "")
 
 
-def test_an_interrupt_of_a_command_ends_it_in_silence(
+def test_interrupts_of_commands_end_silently(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(arguments: object) -> int:
@@ -417,7 +409,7 @@ def test_an_interrupt_of_a_command_ends_it_in_silence(
     assert capsys.readouterr() == ("", "")
 
 
-def test_who_ignores_interrupts_goes_on_ignoring_them() -> None:
+def test_ignored_interrupts_stay_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with quits_when_interrupted():

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
         ("a\rb\x7f\x9b0m\x00", r"a\rb\x7f\x9b0m\x00"),
     ],
 )
-def test_control_characters_are_escaped_on_a_terminal_alone(text: str, shown: str) -> None:
+def test_control_characters_are_escaped_on_terminals(text: str, shown: str) -> None:
     assert visible(text) == shown
     terminal, file = Terminal(), io.StringIO()
     say(text, file=terminal)
@@ -35,7 +35,7 @@ def test_control_characters_are_escaped_on_a_terminal_alone(text: str, shown: st
     assert file.getvalue() == text
 
 
-def test_commands_print_by_say() -> None:
+def test_commands_print_with_say() -> None:
     """`print` escapes nothing; JSON has escaped it already."""
     for path in COMMANDS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

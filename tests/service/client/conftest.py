@@ -1,4 +1,4 @@
-"""Fixtures of the client's tests: clients of both kinds."""
+"""Fixture of the client's tests: clients of both kinds."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -13,13 +13,12 @@ from tests.service.client.driven import driven
 from tests.service.serving import TEST_TIMEOUT
 
 Connect = Callable[..., Client]
-"""Makes a client of a URL, and of further arguments of `Client`."""
+"""Makes a client from a URL and further arguments of `Client`."""
 
 
 @pytest.fixture(params=["Client", "AsyncClient"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Clients of either kind, closed when the test is over; proxies of this machine are not for
-    them."""
+    """Clients of either kind, closed after the test; they ignore this machine's proxies."""
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
 

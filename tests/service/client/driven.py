@@ -1,84 +1,51 @@
-"""The asynchronous client, driven step by step from outside its event loop: so that one test asks
-both clients the same.
-"""
+"""The asynchronous client driven from outside its event loop, so one test covers both clients."""
 
 import asyncio
-import inspect
-from types import TracebackType
 from typing import Any, Self, cast
 
-from logitd import AsyncClient, AsyncStream, Chunk, Client, Generation
+from logitd import AsyncClient, AsyncStream, Client
 
 
 def driven(runner: asyncio.Runner, client: AsyncClient) -> Client:
     """An AsyncClient with the calls of a Client; each runs the loop until it has its result."""
-    return cast(Client, _DrivenClient(runner, client))
+    return cast(Client, _Driven(runner, client))
 
 
-class _DrivenClient:
-    def __init__(self, runner: asyncio.Runner, client: AsyncClient) -> None:
+class _Driven:
+    """An AsyncClient or an AsyncStream with the methods of its blocking twin."""
+
+    def __init__(self, runner: asyncio.Runner, driven: Any) -> None:
         self._runner = runner
-        self._client = client
+        self._driven = driven
 
     def __repr__(self) -> str:
-        return repr(self._client)
+        return repr(self._driven)
 
     def __enter__(self) -> Self:
-        self._runner.run(self._client.__aenter__())
+        self._runner.run(self._driven.__aenter__())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._runner.run(self._client.__aexit__(kind, error, traceback))
-
-    def __getattr__(self, name: str) -> Any:
-        called = getattr(self._client, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = called(*args, **kwargs)
-            if isinstance(result, AsyncStream):
-                return _DrivenStream(self._runner, result)
-            assert inspect.iscoroutine(result)
-            return self._runner.run(result)
-
-        return run
-
-
-class _DrivenStream:
-    def __init__(self, runner: asyncio.Runner, stream: AsyncStream) -> None:
-        self._runner = runner
-        self._stream = stream
-
-    def __enter__(self) -> Self:
-        self._runner.run(self._stream.__aenter__())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._runner.run(self._stream.__aexit__(kind, error, traceback))
+    def __exit__(self, *error: object) -> None:
+        self._runner.run(self._driven.__aexit__(*error))
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Chunk:
+    def __next__(self) -> Any:
         try:
-            return self._runner.run(self._stream.__anext__())
+            return self._runner.run(self._driven.__anext__())
         except StopAsyncIteration:
             raise StopIteration from None
 
-    def close(self) -> None:
-        self._runner.run(self._stream.close())
-
-    def result(self) -> Generation:
-        return self._runner.run(self._stream.result())
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        found = getattr(self._driven, name)
+        if not callable(found):
+            return found
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            if isinstance(result, AsyncStream):
+                return _Driven(self._runner, result)
+            return self._runner.run(result)
+
+        return run

@@ -1,7 +1,7 @@
-"""ScriptedServer: a server that says what a test tells it to, byte by byte.
+"""ScriptedServer: a server with the answers of a test, byte by byte.
 
-For what a real one does not do when asked: to refuse twice and then answer, to fall silent, to
-break off, to be a proxy.
+It plays faults that a real server does not have on demand: two refusals and then an answer,
+silence, a broken connection, a proxy.
 """
 
 import json
@@ -20,19 +20,19 @@ SSE = "Content-Type: text/event-stream"
 
 @dataclass(frozen=True)
 class Script:
-    """The answer to one request. Then the connection is closed, kept for the next request, or held
-    open in silence until the client closes it."""
+    """The answer to one request. Afterwards the connection is closed, kept for the next request, or
+    held open in silence until the client closes it."""
 
     answer: bytes
     then: Literal["close", "keep", "hold"] = "keep"
 
 
 class ScriptedServer:
-    """Answers each request with the next script; closes the connection when there is none left.
+    """Answers each request with the next script; closes the connection after the last.
 
-    requests     as they came, whole
-    connections  that were made
-    left         set when a client has closed a connection that is held open
+    requests     whole requests that have arrived
+    connections  number of connections so far
+    left         set once a client has closed a connection that is held open
     """
 
     def __init__(self, scripts: Sequence[Script]) -> None:
@@ -47,7 +47,7 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
 
     def close(self) -> None:
-        # A close alone does not wake who waits for a connection or for bytes.
+        # Closing alone does not end `accept` and `recv` of other threads.
         for one in (self._listening, *self._open):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -98,7 +98,7 @@ class ScriptedServer:
 
 @contextmanager
 def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
-    """A server with these answers, in this order; bytes keep the connection."""
+    """A server with these answers, in order; bytes keep the connection."""
     server = ScriptedServer([Script(one) if isinstance(one, bytes) else one for one in scripts])
     try:
         yield server
@@ -107,22 +107,22 @@ def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
 
 
 def reply(status: int, body: Any, *headers: str, length: int | None = None) -> bytes:
-    """A reply as it goes over the wire. The body is JSON unless it is bytes; `length` is what the
-    reply says of it."""
+    """A reply as bytes. The body is JSON unless it is bytes; `length` replaces its length in the
+    header."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    said = len(content) if length is None else length
-    lines = [f"HTTP/1.1 {status} Some Phrase", f"Content-Length: {said}", *headers]
+    stated = len(content) if length is None else length
+    lines = [f"HTTP/1.1 {status} Some Phrase", f"Content-Length: {stated}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 
 
 def refusal(status: int, *headers: str, **members: Any) -> bytes:
-    """A refusal in the service's words."""
+    """A refusal of the service."""
     error = {"message": f"no, says {status}", "type": "t", "param": None, "code": None} | members
     return reply(status, {"error": error}, *headers)
 
 
 def events(*data: Any, end: bool = True, whole: bool = True) -> bytes:
-    """A stream of events; without its [DONE], or without the last chunk of its body."""
+    """A stream of events, optionally without its [DONE] or the last chunk of its body."""
     parts = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in data]
     body = b"".join(parts) + (b"data: [DONE]\n\n" if end else b"")
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + SSE.encode() + b"\r\n\r\n"
@@ -130,7 +130,7 @@ def events(*data: Any, end: bool = True, whole: bool = True) -> bytes:
 
 
 def _read_request(connection: socket.socket) -> bytes:
-    """A whole request; nothing when the client has closed."""
+    """A whole request; empty if the client has closed."""
     received = bytearray()
     while (at := received.find(b"\r\n\r\n")) < 0:
         if not (data := connection.recv(65536)):

@@ -1,6 +1,7 @@
-"""Client and AsyncClient against a real server: every call gives what its endpoint gives."""
+"""Client and AsyncClient against a real server: each call returns its endpoint's reply."""
 
 import asyncio
+import inspect
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from tests.service.serving import Serving, eventually, held_loading, serve_setti
 from tests.service.spelling import spelled
 
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
-"""A generation that outlasts whatever a test does meanwhile."""
+"""A generation that outlasts any test."""
 
 
 def plain(value: Any) -> Any:
-    """A result as the JSON that it was read from, less what is null, and less what two replies to
-    the same request differ in."""
+    """A result as JSON, without nulls and members that differ between two equal requests."""
     match value:
         case dict():
             passing = ("request_id", "id", "created", "timings") if "checkpoint" in value else ()
@@ -53,7 +53,7 @@ def same(result: Any, raw: Any) -> None:
         ("abc", {"max_tokens": 9, "stop_token_ids": list(range(99, 256)), "min_tokens": 2}),
     ],
 )
-def test_generate_and_stream_give_what_the_endpoint_gives(
+def test_generate_and_stream_equal_the_endpoint(
     server: Serving, connect: Connect, prompt: Any, fields: dict[str, Any]
 ) -> None:
     client = connect(server.url)
@@ -78,7 +78,7 @@ def test_tokens_have_their_bytes(server: Serving, connect: Connect) -> None:
     assert [list(token.bytes) for token in choice.tokens] == [[i] for i in choice.token_ids]
 
 
-def test_the_text_of_a_stream_grows(speller: Serving, connect: Connect) -> None:
+def test_text_of_a_stream_grows(speller: Serving, connect: Connect) -> None:
     with connect(speller.url).stream("a", max_tokens=200, ignore_eos=True) as stream:
         assert stream.text == ""
         texts = []
@@ -92,17 +92,17 @@ def test_the_text_of_a_stream_grows(speller: Serving, connect: Connect) -> None:
     assert stream.result().choices[0].token_ids == tuple(ids)
 
 
-def test_a_stream_without_a_block(speller: Serving, connect: Connect) -> None:
+def test_streams_work_without_a_block(speller: Serving, connect: Connect) -> None:
     stream = connect(speller.url).stream("a", max_tokens=3)
     assert "".join(chunk.text for chunk in stream) == stream.text == "bcd"
     assert connect(speller.url).stream("a", max_tokens=3).result().text == "bcd"
 
 
-def test_what_stands_at_the_end_is_refused_before(speller: Serving, connect: Connect) -> None:
+def test_members_of_the_end_are_refused_before(speller: Serving, connect: Connect) -> None:
     with connect(speller.url).stream(**LONG) as stream:
         next(iter(stream))
         for name in ("usage", "seed", "timings"):
-            with pytest.raises(LogitdError, match="has not come to its end"):
+            with pytest.raises(LogitdError, match="has not ended"):
                 getattr(stream, name)
 
 
@@ -138,7 +138,7 @@ def test_texts_become_ids_and_back(server: Serving, connect: Connect) -> None:
     assert client.detokenize(ids[0]).bytes == b"ab"
 
 
-def test_the_vocabulary(server: Serving, connect: Connect) -> None:
+def test_tokenizer_info_equals_the_endpoint(server: Serving, connect: Connect) -> None:
     info = connect(server.url).tokenizer_info()
     assert plain(asdict(info)) == plain(server.client.get("/tokenizer_info").json())
     assert info.special_tokens == {"<|endoftext|>": 256}
@@ -157,7 +157,7 @@ def test_info_health_and_version(server: Serving, connect: Connect) -> None:
     assert (health.status, health.ok, health.reason) == ("ok", True, None)
 
 
-def test_health_is_told_while_nothing_else_is_answered(
+def test_health_answers_while_other_calls_are_refused(
     checkpoint_path: Path, connect: Connect
 ) -> None:
     with (
@@ -175,15 +175,12 @@ def test_health_is_told_while_nothing_else_is_answered(
         assert client.generate("a", max_tokens=1).usage.completion_tokens == 1
 
 
-# What the two sides know of each other
-
-
 @pytest.mark.parametrize(
     ("operation", "summary"),
     [(operation, summary) for operation in OPERATIONS for summary in operation.body.examples],
     ids=lambda one: str(getattr(one, "name", one))[:30],
 )
-def test_every_example_of_the_endpoints_can_be_asked(
+def test_examples_of_the_endpoints_can_be_sent(
     server: Serving, connect: Connect, operation: Operation, summary: str
 ) -> None:
     body = dict(operation.body.examples[summary])
@@ -201,7 +198,9 @@ def test_every_example_of_the_endpoints_can_be_asked(
 # The client itself
 
 
-def test_the_address_of_the_environment(speller: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_may_come_from_the_environment(
+    speller: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOGITD_BASE_URL", speller.url)
     monkeypatch.setenv("NO_PROXY", "*")
     with Client() as client:
@@ -215,7 +214,7 @@ def test_the_address_of_the_environment(speller: Serving, monkeypatch: pytest.Mo
     assert asyncio.run(main()) == "bcd"
 
 
-def test_a_client_of_the_callers_stays_open(speller: Serving) -> None:
+def test_clients_of_the_caller_stay_open(speller: Serving) -> None:
     with httpx.Client(trust_env=False, base_url=speller.url) as http:
         with Client(http=http) as client:
             assert client.version()
@@ -227,14 +226,16 @@ def test_a_client_of_the_callers_stays_open(speller: Serving) -> None:
         own.version()
 
 
-def test_both_clients_have_the_same_calls() -> None:
-    def calls(kind: type) -> dict[str, Any]:
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(kind: type) -> dict[str, Any]:
         return {
-            name: {**value.__annotations__, "return": None}
+            name: (list(inspect.signature(value).parameters.values()), bool(value.__doc__))
             for name, value in vars(kind).items()
             if callable(value) and not name.startswith("_")
         }
 
-    assert calls(Client) == calls(AsyncClient)
-    assert calls(logitd.Stream) == calls(logitd.AsyncStream)
-    assert {"generate", "stream", "logits"} < set(calls(Client))
+    assert methods(Client) == methods(AsyncClient)
+    assert methods(logitd.Stream) == methods(logitd.AsyncStream)
+    with Client("http://a") as client:
+        parameters = inspect.signature(client.logits).parameters
+    assert list(parameters) == ["prompt", "top_k", "fields"]

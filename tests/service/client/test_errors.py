@@ -1,4 +1,4 @@
-"""Errors of the client: which class a refusal is, what it says, and that it can be passed on."""
+"""Errors of the client: their classes, messages and copies."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def reply(status: int, body: Any, **headers: str) -> APIStatusError:
         (799, APIStatusError),
     ],
 )
-def test_a_status_has_its_class(status: int, kind: type[APIStatusError]) -> None:
+def test_statuses_have_their_classes(status: int, kind: type[APIStatusError]) -> None:
     error = reply(status, BODY, retry_after="7")
     assert type(error) is kind
     assert (error.status, error.message, error.type, error.param, error.code) == (
@@ -54,69 +54,67 @@ def test_a_status_has_its_class(status: int, kind: type[APIStatusError]) -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("header", "seconds"),
     [("0", 0), ("60", 60), ("", None), ("-1", None), ("1.5", None), ("inf", None),
      ("Wed, 21 Oct 2015 07:28:00 GMT", None), ("9" * 400, None)],
 )  # fmt: skip
-def test_retry_after(said: str, seconds: float | None) -> None:
-    assert reply(429, BODY, retry_after=said).retry_after == seconds
+def test_retry_after_is_read_in_seconds(header: str, seconds: float | None) -> None:
+    assert reply(429, BODY, retry_after=header).retry_after == seconds
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "502 Bad Gateway, and not in logitd's words: an empty body"),
+        (b"", "502 Bad Gateway, and the reply is not logitd's: an empty body"),
         (
             b"<html><head><title>502 Bad Gateway</title><style>b {}</style></head>\r\n"
             b"<body><h1>502 Bad Gateway</h1><hr>nginx</body></html>",
-            "502 Bad Gateway, and not in logitd's words: 502 Bad Gateway 502 Bad Gateway nginx",
+            "502 Bad Gateway, and the reply is not logitd's: 502 Bad Gateway 502 Bad Gateway nginx",
         ),
-        (b"\xff\xfe", "502 Bad Gateway, and not in logitd's words: \ufffd\ufffd"),
-        (b'{"error": "busy"}', "502 Bad Gateway, and not in logitd's words: {\"error\": \"busy\"}"),
-        (b'{"error": {"message": 5}}', "502 Bad Gateway, and not in logitd's words: "
+        (b"\xff\xfe", "502 Bad Gateway, and the reply is not logitd's: \ufffd\ufffd"),
+        (b'{"error": "busy"}', "502 Bad Gateway, and the reply is not logitd's: "
+         '{"error": "busy"}'),
+        (b'{"error": {"message": 5}}', "502 Bad Gateway, and the reply is not logitd's: "
          '{"error": {"message": 5}}'),
-        (b"x" * 10_000, f"502 Bad Gateway, and not in logitd's words: {'x' * 200}..."),
+        (b"x" * 10_000, f"502 Bad Gateway, and the reply is not logitd's: {'x' * 200}..."),
     ],
     ids=["nothing", "a page", "no text", "a word", "a number", "long"],
 )  # fmt: skip
-def test_an_answer_of_something_else(body: bytes, message: str) -> None:
+def test_foreign_bodies_are_quoted(body: bytes, message: str) -> None:
     error = reply(502, body)
     assert error.message == message
     assert (error.type, error.param, error.code) == (None, None, None)
 
 
-def test_every_type_of_the_service_has_its_status() -> None:
+def test_all_types_of_the_service_have_a_status() -> None:
     assert set(STATUS_OF_TYPE) == set(get_args(ErrorType))
     assert set(STATUS_OF_TYPE.values()) < set(BY_STATUS)
 
 
 @pytest.mark.parametrize("kind", STATUS_OF_TYPE)
-def test_an_event_has_the_class_of_its_type(kind: str) -> None:
+def test_events_have_the_class_of_their_type(kind: str) -> None:
     error = from_event({"message": "m", "type": kind, "param": None, "code": "c"}, "id-1")
     assert type(error) is BY_STATUS[STATUS_OF_TYPE[kind]]
     assert (error.status, error.message, error.code) == (STATUS_OF_TYPE[kind], "m", "c")
 
 
-def test_an_event_of_no_type() -> None:
+def test_events_of_unknown_types_are_status_errors() -> None:
     error = from_event({"type": "novel", "message": "m"}, "id-1")
     assert (type(error), error.status, error.message) == (APIStatusError, 200, "m")
 
 
 @given(JSON, st.integers(100, 999), st.binary())
-def test_whatever_is_said_makes_an_error(value: Any, status: int, raw: bytes) -> None:
+def test_any_body_or_event_makes_an_error(value: Any, status: int, raw: bytes) -> None:
     for error in (
         reply(status, value),
         reply(status, {"error": value}),
         reply(status, raw),
+        reply(status, b"[" * 100_000),
         from_event(value, "id-1"),
     ):
         assert isinstance(error, APIStatusError)
         assert error.message
         assert "id-1" in str(error)
-
-
-def test_nesting_without_end_makes_an_error() -> None:
-    assert reply(400, b"[" * 100_000).status == 400
 
 
 @pytest.mark.parametrize(
@@ -131,15 +129,14 @@ def test_nesting_without_end_makes_an_error() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_can_be_passed_on(error: LogitdError) -> None:
-    """To another process, say."""
+def test_errors_can_be_pickled_and_copied(error: LogitdError) -> None:
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
         assert vars(other) == vars(error)
         assert str(other) == str(error)
 
 
-def test_all_errors_are_of_one_family() -> None:
-    errors = [getattr(logitd, name) for name in client.__all__ if name.endswith("Error")]
+def test_all_errors_are_logitd_errors() -> None:
+    errors = [getattr(logitd, name) for name in client.NAMES if name.endswith("Error")]
     assert len(errors) >= 15
     assert all(issubclass(error, LogitdError) for error in errors)

@@ -1,6 +1,4 @@
-"""Faults between client and server: refusals that pass, connections that break, silence, proxies.
-What may be tried again is, and nothing whose reply has begun.
-"""
+"""Faults between client and server: temporary refusals, broken connections, silence, proxies."""
 
 import asyncio
 import logging
@@ -36,7 +34,7 @@ KEY = "sk-0123456789abcdef"
 VERSION = reply(200, {"version": "9"})
 STREAM = events(*CHUNKS, chunk(**TAIL))
 SOON = 0.6
-"""Seconds of a timeout that is to pass."""
+"""Seconds of a timeout that passes."""
 
 SENT: dict[str, Callable[[Client], Any]] = {
     "generate": lambda client: client.generate("a"),
@@ -46,7 +44,7 @@ SENT: dict[str, Callable[[Client], Any]] = {
 }
 
 
-# Tried again
+# Further tries
 
 
 @pytest.mark.parametrize(
@@ -61,14 +59,14 @@ SENT: dict[str, Callable[[Client], Any]] = {
     ],
     ids=["429", "502", "503", "503 and closed", "closed", "503 and broken off"],
 )
-def test_what_passes_is_tried_again(
+def test_temporary_faults_are_tried_again(
     connect: Connect, first: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.01)
     with scripted(first, first, VERSION) as server:
         assert connect(server.url).version() == "9"
         ids = [server.header("X-Request-ID", request) for request in range(3)]
-        assert len(set(ids)) == 1, "the log shows them as one"
+        assert len(set(ids)) == 1
         assert len(server.requests) == 3
     with scripted(first, first, VERSION) as server:
         with pytest.raises(LogitdError):
@@ -79,7 +77,7 @@ def test_what_passes_is_tried_again(
         assert server.body(1) == {"prompt": "a", "stream": True}
 
 
-def test_calls_have_ids_of_their_own(connect: Connect) -> None:
+def test_calls_have_ids_and_share_a_connection(connect: Connect) -> None:
     with scripted(VERSION, VERSION) as server:
         client = connect(server.url)
         client.version()
@@ -88,22 +86,25 @@ def test_calls_have_ids_of_their_own(connect: Connect) -> None:
         assert server.connections == 1
 
 
-def test_a_wait_is_as_long_as_the_server_asks_for(connect: Connect) -> None:
+def test_waits_are_as_long_as_the_server_asks(connect: Connect) -> None:
     with scripted(refusal(429, "Retry-After: 1"), VERSION) as server:
         started = time.monotonic()
         connect(server.url).version()
         assert time.monotonic() - started >= 1
 
 
-def test_a_wait_that_is_longer_than_the_timeout_is_not_begun(connect: Connect) -> None:
-    with scripted(refusal(429, "Retry-After: 9"), VERSION) as server:
-        with pytest.raises(QueueFullError, match="no, says 429") as caught:
+@pytest.mark.parametrize(("status", "kind"), [(429, QueueFullError), (503, UnavailableError)])
+def test_waits_longer_than_the_timeout_are_errors(
+    connect: Connect, status: int, kind: type[APIStatusError]
+) -> None:
+    with scripted(refusal(status, "Retry-After: 9"), VERSION) as server:
+        with pytest.raises(kind, match=f"no, says {status}") as caught:
             connect(server.url, timeout=5).version()
         assert caught.value.retry_after == 9
         assert len(server.requests) == 1
 
 
-def test_nobody_answers(connect: Connect) -> None:
+def test_missing_servers_are_connection_errors(connect: Connect) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -111,12 +112,9 @@ def test_nobody_answers(connect: Connect) -> None:
         connect(url, max_retries=1).version()
 
 
-# Not tried again
-
-
 @pytest.mark.parametrize("name", SENT)
 @pytest.mark.parametrize("status", [400, 401, 404, 500, 504])
-def test_what_does_not_pass_is_not_tried_again(connect: Connect, name: str, status: int) -> None:
+def test_permanent_refusals_are_not_tried_again(connect: Connect, name: str, status: int) -> None:
     with scripted(refusal(status, "Retry-After: 0"), VERSION) as server:
         with pytest.raises(APIStatusError) as caught:
             SENT[name](connect(server.url))
@@ -125,7 +123,7 @@ def test_what_does_not_pass_is_not_tried_again(connect: Connect, name: str, stat
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_a_reply_that_has_begun_is_not_asked_for_again(connect: Connect, name: str) -> None:
+def test_replies_that_have_begun_are_not_tried_again(connect: Connect, name: str) -> None:
     begun = reply(200, b'{"ver', length=999)
     with scripted(Script(begun, "close"), VERSION) as server:
         with pytest.raises((APIConnectionError, StreamError), match="broke off after") as caught:
@@ -140,15 +138,13 @@ def test_a_reply_that_has_begun_is_not_asked_for_again(connect: Connect, name: s
     ("stream", "how"),
     [
         (events(*CHUNKS[:2], end=False, whole=False), "broke off"),
-        (events(*CHUNKS[:2], end=False), "ended without its end"),
+        (events(*CHUNKS[:2], end=False), "stopped before its end,"),
         (events(*CHUNKS[:2], end=False, whole=False) + b"5\r\ndata:", "broke off"),
         (events(*CHUNKS[:2], end=False, whole=False) + b"no chunk", "broke off"),
     ],
     ids=["cut", "ended", "cut within a chunk", "nonsense"],
 )
-def test_a_stream_that_is_cut_says_how_much_had_come(
-    connect: Connect, stream: bytes, how: str
-) -> None:
+def test_streams_that_are_cut_count_their_tokens(connect: Connect, stream: bytes, how: str) -> None:
     with scripted(Script(stream, "close"), STREAM) as server:
         with connect(server.url).stream("a") as cut:
             chunks = iter(cut)
@@ -158,23 +154,23 @@ def test_a_stream_that_is_cut_says_how_much_had_come(
             assert caught.value.tokens == 3
             assert cut.text == "a\u2028"
             assert list(chunks) == []
-            with pytest.raises(StreamError, match="no whole result"):
+            with pytest.raises(StreamError, match="result is incomplete"):
                 cut.result()
         assert len(server.requests) == 1
 
 
-def test_an_error_within_a_stream_ends_it(connect: Connect) -> None:
+def test_error_events_end_a_stream(connect: Connect) -> None:
     error = {"message": "late", "type": "timeout_error", "param": None, "code": "c"}
     with scripted(Script(events(CHUNKS[0], {"error": error}, chunk()), "hold")) as server:
         with connect(server.url).stream("a") as stream:
             with pytest.raises(DeadlineExceededError, match="late") as caught:
                 list(stream)
-            assert server.left.wait(TEST_TIMEOUT), "nothing more is read"
+            assert server.left.wait(TEST_TIMEOUT)
         assert (caught.value.status, caught.value.code) == (504, "c")
         assert caught.value.request_id == server.header("X-Request-ID") == stream.request_id
 
 
-def test_an_event_that_cannot_be_read_ends_a_stream(connect: Connect) -> None:
+def test_unreadable_events_end_a_stream(connect: Connect) -> None:
     with scripted(Script(events({"a": 1}, end=False, whole=False), "hold")) as server:
         with pytest.raises(MalformedReplyError, match="id is missing"):
             list(connect(server.url).stream("a"))
@@ -185,31 +181,29 @@ def test_an_event_that_cannot_be_read_ends_a_stream(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_no_answer_in_time(connect: Connect, name: str) -> None:
+def test_silence_before_a_reply_is_a_timeout(connect: Connect, name: str) -> None:
     with scripted(Script(b"", "hold"), VERSION) as server:
         with pytest.raises(APITimeoutError, match=f"did not answer within {SOON} s"):
             SENT[name](connect(server.url, timeout=SOON))
-        assert server.left.wait(TEST_TIMEOUT), "the connection is closed, and the request with it"
+        assert server.left.wait(TEST_TIMEOUT)
         assert len(server.requests) == 1
 
 
-def test_an_answer_that_stands_still(connect: Connect) -> None:
-    begun = reply(200, b"x" * 77, length=999)
+@pytest.mark.parametrize(
+    ("name", "begun", "received"),
+    [("logits", reply(200, b"x" * 77, length=999), "77 bytes"),
+     ("stream", events(*CHUNKS[:2], end=False, whole=False), "3 tokens")],
+)  # fmt: skip
+def test_silence_within_a_reply_is_a_timeout(
+    connect: Connect, name: str, begun: bytes, received: str
+) -> None:
     with scripted(Script(begun, "hold")) as server:
-        with pytest.raises(APITimeoutError, match=f"stood still for {SOON} s after 77 bytes"):
-            connect(server.url, timeout=SOON).logits("a")
+        with pytest.raises(APITimeoutError, match=f"stalled for {SOON} s after {received}"):
+            SENT[name](connect(server.url, timeout=SOON))
         assert server.left.wait(TEST_TIMEOUT)
 
 
-def test_a_stream_that_stands_still(connect: Connect) -> None:
-    with scripted(Script(events(*CHUNKS[:2], end=False, whole=False), "hold")) as server:
-        with pytest.raises(APITimeoutError, match=f"stood still for {SOON} s after 3 tokens"):
-            list(connect(server.url, timeout=SOON).stream("a"))
-        assert server.left.wait(TEST_TIMEOUT)
-
-
-def test_too_many_calls_at_once() -> None:
-    """All connections taken by others, for too long."""
+def test_calls_without_a_free_connection_time_out() -> None:
     with scripted(Script(b"", "hold")) as server:
 
         async def main() -> None:
@@ -230,7 +224,7 @@ def test_too_many_calls_at_once() -> None:
 # Connections
 
 
-def test_a_connection_is_used_again(connect: Connect) -> None:
+def test_connections_are_used_again(connect: Connect) -> None:
     with scripted(STREAM, VERSION, refusal(400), STREAM, VERSION) as server:
         client = connect(server.url)
         client.stream("a").result()
@@ -243,17 +237,19 @@ def test_a_connection_is_used_again(connect: Connect) -> None:
         assert server.connections == 1
 
 
-def test_what_comes_behind_the_end_of_a_stream_does_not_matter(connect: Connect) -> None:
+def test_bytes_after_the_end_of_a_stream_are_ignored(connect: Connect) -> None:
     for more in (b"", b"5\r\n: xyz", b"nonsense", b"5\r\n: xyz\r\n5\r\n"):
         whole = events(*CHUNKS, chunk(**TAIL), whole=False) + more
         with scripted(Script(whole, "close")) as server:
             assert connect(server.url).stream("a").result().usage.completion_tokens == 3
 
 
-def test_a_large_refusal_is_not_read_to_its_end(connect: Connect) -> None:
+def test_large_refusals_are_read_in_part(connect: Connect) -> None:
     begun = reply(500, b"x" * 10**6, length=10**12)
     with scripted(Script(begun, "hold")) as server:
-        with pytest.raises(APIStatusError, match="500 Internal Server Error, and not in logitd's"):
+        with pytest.raises(
+            APIStatusError, match="500 Internal Server Error, and the reply is not logitd's"
+        ):
             connect(server.url).version()
         assert server.left.wait(TEST_TIMEOUT)
 
@@ -261,22 +257,24 @@ def test_a_large_refusal_is_not_read_to_its_end(connect: Connect) -> None:
 # Proxies
 
 
-def test_the_page_of_a_proxy(connect: Connect) -> None:
+def test_pages_of_a_proxy_are_named(connect: Connect) -> None:
     page = b"<html><title>403 Forbidden</title><body><h1>Go away</h1></body></html>"
     html = "Content-Type: text/html"
     moved = reply(302, b"", "Location: /x")
     with scripted(reply(403, page, html), reply(200, page, html), moved) as server:
         client = connect(server.url)
-        with pytest.raises(APIStatusError, match="403 Forbidden, and not in logitd's") as caught:
+        with pytest.raises(
+            APIStatusError, match="403 Forbidden, and the reply is not logitd's"
+        ) as caught:
             client.generate("a")
         assert (caught.value.status, caught.value.type) == (403, None)
-        with pytest.raises(MalformedReplyError, match=r"/generate gave .* text/html, and not JSON"):
+        with pytest.raises(MalformedReplyError, match=r"/generate: .* text/html, and not JSON"):
             client.generate("a")
         with pytest.raises(APIStatusError, match="302 Found"):
             client.generate("a")
 
 
-def test_the_name_that_a_proxy_gives_a_request(connect: Connect) -> None:
+def test_the_id_of_a_proxy_is_named(connect: Connect) -> None:
     theirs, new = refusal(502, "X-Request-ID: theirs"), refusal(400, "X-Request-ID: new")
     with scripted(theirs, new) as server:
         with pytest.raises(APIStatusError, match=r"no, says 400 \(request new\)"):
@@ -284,10 +282,7 @@ def test_the_name_that_a_proxy_gives_a_request(connect: Connect) -> None:
         assert server.header("X-Request-ID", 0) == server.header("X-Request-ID", 1) != "theirs"
 
 
-# The key
-
-
-def test_the_key_is_sent_and_shown_nowhere(
+def test_key_is_sent_and_appears_in_no_text(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -304,12 +299,5 @@ def test_the_key_is_sent_and_shown_nowhere(
             errors.append(caught.value)
         shown = [repr(client), str(client), *map(repr, errors), *map(str, errors), caplog.text]
         assert all("0123456789" not in one for one in shown)
-        assert caplog.text, "there was a log"
+        assert caplog.text
         assert "[API key]" in str(errors[1])
-
-
-def test_a_server_that_is_unavailable_says_so(connect: Connect) -> None:
-    with scripted(refusal(503, "Retry-After: 30")) as server:
-        with pytest.raises(UnavailableError) as caught:
-            connect(server.url, timeout=5).generate("a")
-        assert caught.value.retry_after == 30

@@ -1,5 +1,4 @@
-"""Fields, results and methods of the client follow from the operations; `Client` is `AsyncClient`
-without what asyncio needs."""
+"""Fields, results and methods of the client follow from the operations."""
 
 import ast
 from collections.abc import Iterator
@@ -15,26 +14,22 @@ from logitd.model.operations.interventions import Intervention, Source
 from logitd.model.operations.operation import Operation
 from logitd.model.operations.processing import Processing
 from logitd.service import client
-from logitd.service.client import arrays, errors, results
 from logitd.service.client import fields as client_fields
+from logitd.service.client import results
 from logitd.service.generate_client import (
     FACTS,
     FOLDER,
     PROPERTIES,
-    RENAMED,
-    SENTENCES,
     result_name,
     sources,
-    sync_source,
 )
 
 DECIDED = {"logits": {"top_k", "stream"}}
-"""Fields that the choice of a method decides; of other operations `stream` alone."""
-ASYNC_CLIENT = (FOLDER / "async_client.py").read_text(encoding="utf-8")
+"""Fields that a method decides; those of other operations decide `stream` alone."""
 
 
 def tree(source: str) -> str:
-    """A source without its layout."""
+    """A source without its layout and comments."""
     parsed = ast.parse(source)
     for node in ast.walk(parsed):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -42,26 +37,20 @@ def tree(source: str) -> str:
     return ast.dump(parsed)
 
 
-def test_the_files_are_current() -> None:
+def test_generated_files_are_current() -> None:
     for name, source in sources().items():
         written = (FOLDER / name).read_text(encoding="utf-8")
-        of = tree if name.endswith(".py") else str
-        assert of(written) == of(source), f"{name}: run `make client`"
+        form = tree if name.endswith(".py") else str
+        assert form(written) == form(source), f"{name}: run `make client`"
 
 
-def test_every_name_is_public() -> None:
-    for module in (results, errors, arrays, client_fields):
-        own = {
-            name
-            for name, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module.__name__
-        }
-        assert own <= set(client.__all__), own - set(client.__all__)
-        assert len(own) > 5
+def test_both_clients_have_a_method_for_each_operation() -> None:
+    for kind in (client.Client, client.AsyncClient):
+        assert {operation.name for operation in OPERATIONS} < set(vars(kind))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_fields_are_those_of_the_operation(operation: Operation) -> None:
+def test_fields_match_the_operation(operation: Operation) -> None:
     name = f"{operation.name.title().replace('_', '')}Fields"
     known = set(getattr(client_fields, name).__annotations__)
     required = set(operation.body.model_json_schema()["required"])
@@ -70,13 +59,13 @@ def test_fields_are_those_of_the_operation(operation: Operation) -> None:
 
 
 @pytest.mark.parametrize("model", [Source, Processing, PositionRange, Intervention])
-def test_fields_are_those_of_the_object(model: type[BaseModel]) -> None:
+def test_fields_match_the_object(model: type[BaseModel]) -> None:
     aliases = {field.alias or name for name, field in model.model_fields.items()}
     assert set(getattr(client_fields, model.__name__).__annotations__) == aliases
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The replies of an annotation, with all that they are made of."""
+    """The replies of an annotation, and their parts."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():
@@ -85,7 +74,7 @@ def models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from models(inner)
 
 
-def test_members_are_those_of_the_reply() -> None:
+def test_members_match_the_reply() -> None:
     replies = [get_args(operation.reply)[:1] or (operation.reply,) for operation in OPERATIONS
                if operation.form != "outputs"]  # fmt: skip
     seen = {model for (reply,) in replies for model in models(reply)}
@@ -99,29 +88,3 @@ def test_members_are_those_of_the_reply() -> None:
         for key in members.keys() & model.model_fields.keys():
             needed = members[key].default is MISSING
             assert needed == model.model_fields[key].is_required(), f"{name}.{key}"
-
-
-# Client, from AsyncClient
-
-
-def test_nothing_asynchronous_is_left() -> None:
-    parsed = ast.parse((FOLDER / "client.py").read_text(encoding="utf-8"))
-    kinds = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
-    assert not [node for node in ast.walk(parsed) if isinstance(node, kinds)]
-
-
-def test_every_word_is_one_of_the_source() -> None:
-    assert {name for name in RENAMED if name not in ASYNC_CLIENT} == set()
-
-
-def test_a_sentence_that_was_changed_is_noticed() -> None:
-    for sentence in SENTENCES:
-        with pytest.raises(ValueError, match="does not say once"):
-            sync_source(ASYNC_CLIENT.replace(sentence, "something else"))
-
-
-def test_words_are_changed_whole_and_sentences_kept() -> None:
-    source = "\n".join([*SENTENCES, "async with a: await b.aclose(); disasyncio anext_ = 1"])
-    *sentences, code = sync_source(source).split("\n")[1:]
-    assert sentences == list(SENTENCES.values())
-    assert code == "with a: b.close(); disasyncio anext_ = 1"

@@ -1,4 +1,4 @@
-"""Whoever leaves a stream or a call ends it on the server: its slot is free again."""
+"""Leaving a stream or a call ends it on the server and frees its slot."""
 
 import asyncio
 from pathlib import Path
@@ -7,33 +7,24 @@ from typing import Any
 import httpx
 import pytest
 
-from logitd import (
-    AsyncClient,
-    StreamError,
-)
+from logitd import AsyncClient, StreamError
 from tests.service.client.conftest import Connect
 from tests.service.client.scripted import scripted
-from tests.service.serving import (
-    Serving,
-    serving,
-)
+from tests.service.serving import Serving, serving
 from tests.service.spelling import spelled
 
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
-"""A generation that outlasts whatever a test does meanwhile."""
-
-
-# Streams that are closed
+"""A generation that outlasts any test."""
 
 
 @pytest.fixture
 def watched(spelling_path: Path) -> Any:
-    """A service whose slots and counters are this test's own."""
+    """A service of this test alone, with its slots and counters."""
     with serving(spelling_path, slots=2) as running:
         yield running
 
 
-def test_to_close_a_stream_ends_the_request(watched: Serving, connect: Connect) -> None:
+def test_closing_a_stream_ends_the_request(watched: Serving, connect: Connect) -> None:
     stream = connect(watched.url).stream(**LONG)
     chunks = iter(stream)
     next(chunks)
@@ -50,9 +41,7 @@ def test_to_close_a_stream_ends_the_request(watched: Serving, connect: Connect) 
     assert caught.value.tokens > 0
 
 
-def test_to_leave_the_block_of_a_stream_ends_the_request(
-    watched: Serving, connect: Connect
-) -> None:
+def test_leaving_the_block_ends_the_request(watched: Serving, connect: Connect) -> None:
     def leave() -> None:
         with connect(watched.url).stream(**LONG) as stream:
             next(iter(stream))
@@ -64,7 +53,7 @@ def test_to_leave_the_block_of_a_stream_ends_the_request(
     assert watched.finished("abort") == 1
 
 
-def test_a_stream_that_is_closed_unused_asks_nothing(connect: Connect) -> None:
+def test_a_stream_closed_unused_sends_nothing(connect: Connect) -> None:
     with scripted() as server:
         stream = connect(server.url).stream(**LONG)
         stream.close()
@@ -74,7 +63,7 @@ def test_a_stream_that_is_closed_unused_asks_nothing(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_to_cancel_a_task_ends_its_request(watched: Serving, streamed: bool) -> None:
+def test_cancelling_a_task_ends_its_request(watched: Serving, streamed: bool) -> None:
     async def main() -> None:
         async with (
             httpx.AsyncClient(trust_env=False) as http,
@@ -93,7 +82,7 @@ def test_to_cancel_a_task_ends_its_request(watched: Serving, streamed: bool) -> 
     assert watched.finished("abort") == 1
 
 
-def test_many_tasks_share_a_client(speller: Serving) -> None:
+def test_tasks_can_share_a_client(speller: Serving) -> None:
     async def main() -> list[str]:
         async with (
             httpx.AsyncClient(trust_env=False) as http,

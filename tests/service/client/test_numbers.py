@@ -1,13 +1,13 @@
-"""Arrays by both clients: those of the endpoints, to the bit."""
+"""Arrays of both clients: the same bits as the endpoint's."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import pytest
 import torch
 
-from logitd import OnePrompt
+from logitd import Attention, Logits, OnePrompt
 from tests.service.client.conftest import Connect
 from tests.service.http.asking import PROMPT, tensors
 from tests.service.serving import Serving
@@ -29,7 +29,7 @@ ALL: dict[str, Any] = {"positions": "all"}
     ],
 )
 @pytest.mark.parametrize("many", [False, True])
-def test_arrays_are_those_of_the_endpoint(
+def test_arrays_equal_the_endpoints(
     server: Serving, connect: Connect, name: str, fields: dict[str, Any], many: bool
 ) -> None:
     prompts: list[OnePrompt] = [PROMPT, [7, 8] * 20, "é" * 20]
@@ -46,7 +46,7 @@ def test_arrays_are_those_of_the_endpoint(
             members[name] = getattr(result, name)
         for key, values in members.items():
             expected = found.pop(f"{key}.{index}" if many else key)
-            if expected.dtype == torch.bfloat16:  # which NumPy has not
+            if expected.dtype == torch.bfloat16:  # NumPy has none
                 expected = expected.float()
             assert values.dtype == expected.numpy().dtype
             assert np.array_equal(values, expected.numpy())
@@ -55,14 +55,16 @@ def test_arrays_are_those_of_the_endpoint(
     assert found == {}
 
 
-def test_arrays_are_the_callers_own(server: Serving, connect: Connect) -> None:
+def test_arrays_are_writable(server: Serving, connect: Connect) -> None:
     client = connect(server.url)
-    for array in (client.logits("a").logits, client.attention("a", dtype="bfloat16").attention):
+    logits = assert_type(client.logits("a"), Logits)
+    (attention,) = assert_type(client.attention(["a"], dtype="bfloat16"), list[Attention])
+    for array in (logits.logits, attention.attention):
         array[:] = 0
         assert not array.any()
 
 
-def test_numpy_goes_in_where_it_came_out(server: Serving, connect: Connect) -> None:
+def test_arrays_of_results_are_accepted_as_fields(server: Serving, connect: Connect) -> None:
     client = connect(server.url)
     first = client.logits(PROMPT, positions="all")
     again = client.logits(first.token_ids, positions=first.positions)

@@ -1,4 +1,4 @@
-"""Reading JSON into dataclasses: what is missing or wrong is named with its place."""
+"""Reading JSON into dataclasses: errors name the place of a missing or wrong member."""
 
 import json
 from contextlib import suppress
@@ -46,7 +46,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_what_is_right_is_read() -> None:
+def test_members_of_all_kinds_are_read() -> None:
     assert read(Outer, GOOD) == Outer(
         "a", 1.5, True, "x", (Inner(1, b"\0\xff"), Inner(2)), {"a": 1}, {"b": [None]}
     )
@@ -57,13 +57,13 @@ def test_what_is_right_is_read() -> None:
     [("number", 3, 3.0), ("either", None, None), ("either", 7, 7), ("inners", None, None),
      ("inners", [], ()), ("anything", None, None)],
 )  # fmt: skip
-def test_other_forms_of_a_member(name: str, value: Any, found: Any) -> None:
+def test_members_may_have_other_forms(name: str, value: Any, found: Any) -> None:
     outer = read(Outer, {**GOOD, name: value})
     assert getattr(outer, name) == found
     assert type(getattr(outer, name)) is type(found)
 
 
-def test_what_is_not_known_is_passed_over() -> None:
+def test_unknown_members_are_ignored() -> None:
     assert read(Outer, {**GOOD, "new": 1, "inners": [{"id": 1, "newer": {}}]}).inners == (Inner(1),)
 
 
@@ -87,20 +87,20 @@ def test_what_is_not_known_is_passed_over() -> None:
         ({"table": []}, "table is a list; it should be an object"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_place(changes: dict[str, Any], message: str) -> None:
+def test_wrong_members_are_named_with_their_place(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(WrongShape) as caught:
         read(Outer, GOOD | changes)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_is_missing_is_named(name: str) -> None:
+def test_missing_members_are_named(name: str) -> None:
     with pytest.raises(WrongShape, match=f"^{name} is missing$"):
         read(Outer, {k: v for k, v in GOOD.items() if k != name})
 
 
 @pytest.mark.parametrize("value", [None, 1, "a", [GOOD], True, 1.5])
-def test_a_reply_is_an_object(value: Any) -> None:
+def test_replies_are_objects(value: Any) -> None:
     with pytest.raises(WrongShape, match=r"^the reply is .*; it should be an object$"):
         read(Outer, value)
 

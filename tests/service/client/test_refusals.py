@@ -1,4 +1,4 @@
-"""Each refusal of a real server is its exception, and a full queue is asked again."""
+"""Refusals of a real server and their exceptions; a full queue is asked again."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,33 +19,16 @@ from logitd import (
 )
 from logitd.service.client.transport import Exchange
 from tests.service.client.conftest import Connect
-from tests.service.serving import (
-    TEST_TIMEOUT,
-    Serving,
-    eventually,
-    request_bytes,
-    serving,
-)
+from tests.service.serving import TEST_TIMEOUT, Serving, eventually, request_bytes, serving
 from tests.service.spelling import long_prompt
 
 KEY = "0123456789abcdef"
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
-"""A generation that outlasts whatever a test does meanwhile."""
-
-
-# Refusals
-
-
-@pytest.fixture
-def narrow(spelling_path: Path) -> Any:
-    """One slot, no queue, small bodies: a server that soon refuses."""
-    settings = {"slots": 1, "max_queue": 0, "max_body_bytes": 1024}
-    with serving(spelling_path, slow_reader_timeout=TEST_TIMEOUT, **settings) as running:
-        yield running
+"""A generation that outlasts any test."""
 
 
 def refused(kind: type[APIStatusError], call: Callable[[], Any]) -> APIStatusError:
-    """The error of a call; exactly of this kind, and with the id of its request."""
+    """The error of a call: exactly of this kind, with the id of its request."""
     with pytest.raises(APIStatusError) as caught:
         call()
     error = caught.value
@@ -55,7 +38,7 @@ def refused(kind: type[APIStatusError], call: Callable[[], Any]) -> APIStatusErr
     return error
 
 
-def test_a_wrong_field(server: Serving, connect: Connect) -> None:
+def test_wrong_fields_are_bad_requests(server: Serving, connect: Connect) -> None:
     client = connect(server.url)
     error = refused(
         BadRequestError,
@@ -66,15 +49,13 @@ def test_a_wrong_field(server: Serving, connect: Connect) -> None:
     )  # fmt: skip
     assert error.message == "unknown field 'temprature'; did you mean 'temperature'?"
     assert error.retry_after is None
-    error = refused(BadRequestError, lambda: client.logits("x", top_k=1000))
-    assert error.message == "top_k is 1000; the vocabulary has 257 ids"
-    error = refused(BadRequestError, lambda: client.logits([]))
-    assert error.message == "the prompt is empty; give at least one token"
+    assert refused(BadRequestError, lambda: client.logits("x", top_k=1000)).param == "top_k"
+    assert refused(BadRequestError, lambda: client.logits([])).param == "prompt"
     error = refused(BadRequestError, lambda: client.stream("x" * 100, max_tokens=29).result())
     assert error.code == "context_length_exceeded"
 
 
-def test_a_key(checkpoint_path: Path, connect: Connect) -> None:
+def test_wrong_keys_are_authentication_errors(checkpoint_path: Path, connect: Connect) -> None:
     with serving(checkpoint_path, api_keys=f"ci={KEY}") as server:
         assert connect(server.url, api_key=KEY).info().api_keys
         for key in (None, "another-key"):
@@ -85,24 +66,24 @@ def test_a_key(checkpoint_path: Path, connect: Connect) -> None:
             assert client.health().ok
 
 
-def test_another_model(server: Serving, connect: Connect) -> None:
+def test_other_models_and_paths_are_not_found(server: Serving, connect: Connect) -> None:
     error = refused(NotFoundError, lambda: connect(server.url).generate("x", model="gpt-9"))
     assert (error.status, error.code) == (404, "model_not_found")
     error = refused(NotFoundError, lambda: connect(f"{server.url}/elsewhere/").info())
-    assert error.message == "there is no /elsewhere/info here; see /docs"
+    assert "/elsewhere/info" in error.message
 
 
-def test_a_deadline_within_a_stream(speller: Serving, connect: Connect) -> None:
+def test_deadline_within_a_stream_keeps_its_text(speller: Serving, connect: Connect) -> None:
     with connect(speller.url).stream(**LONG, timeout=1.0) as stream:
         error = refused(DeadlineExceededError, lambda: list(stream))
         assert (error.status, error.param) == (504, "timeout")
-        assert stream.text.startswith("bcd"), "what had come stays"
+        assert stream.text.startswith("bcd")
         assert list(stream) == []
-        with pytest.raises(StreamError, match=r"no whole result"):
+        with pytest.raises(StreamError, match="result is incomplete"):
             stream.result()
 
 
-def test_the_servers_own_fault(
+def test_faults_of_the_server_have_their_id_in_the_log(
     server: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
 ) -> None:
     def broken(*_: Any) -> None:
@@ -112,7 +93,7 @@ def test_the_servers_own_fault(
     error = refused(ServerError, lambda: connect(server.url).probs("a"))
     assert (error.status, error.code) == (500, "internal")
     assert error.message.endswith(f"request id {error.request_id}")
-    assert str(error.request_id) in logged_errors[0], "the log has it"
+    assert str(error.request_id) in logged_errors[0]
     logged_errors.clear()
 
 
@@ -120,14 +101,14 @@ def test_the_servers_own_fault(
 
 
 def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
-    """Hold the slot by rows whose reader does not read, until the returned call."""
+    """Hold the slot with a reply that is not read, until the returned call."""
     raw = stack.enter_context(server.connect(receive_buffer=4096))
     raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
     return raw.close
 
 
-def test_a_full_queue(spelling_path: Path, connect: Connect) -> None:
+def test_full_queues_refuse_and_are_asked_again(spelling_path: Path, connect: Connect) -> None:
     with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server:
 
         def answered(status: int) -> float:
@@ -147,13 +128,13 @@ def test_a_full_queue(spelling_path: Path, connect: Connect) -> None:
             assert answered(429) == 2
             retrying = connect(server.url, max_retries=1)
             refused(QueueFullError, lambda: retrying.generate("a"))
-            assert answered(429) == 4, "one more try, and no more"
+            assert answered(429) == 4
 
 
-def test_a_queue_that_empties(
+def test_queues_that_empty_answer_the_next_try(
     spelling_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slot is let go when the first refusal has been heard."""
+    """The slot becomes free once the first refusal has arrived."""
     with (
         serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server,
         ExitStack() as stack,
@@ -172,6 +153,6 @@ def test_a_queue_that_empties(
         client = connect(server.url)
         assert client.generate("a", max_tokens=3).text == "bcd"
         assert len(waits) == 1
-        assert waits[0] >= 1, "as the server said"
+        assert waits[0] >= 1
         ok = server.sample("logitd_http_requests_total", endpoint="/generate", status="200")
         assert ok == 1

@@ -1,4 +1,4 @@
-"""From the bytes of a stream to its chunks and its result, wherever the bytes are cut."""
+"""Parsing the bytes of a stream into chunks and a result, for any cuts of the bytes."""
 
 import json
 from contextlib import suppress
@@ -69,7 +69,7 @@ STREAM = b"".join(
 
 
 def read_all(stream: bytes, *, cuts: list[int] | None = None) -> tuple[StreamState, list[Any]]:
-    """The state behind a stream that comes in pieces, and its chunks."""
+    """The state after a stream that arrives in pieces, and its chunks."""
     state, chunks = StreamState(), []
     state.request_id = "id-1"
     places = [0, *sorted(cuts or []), len(stream)]
@@ -80,7 +80,7 @@ def read_all(stream: bytes, *, cuts: list[int] | None = None) -> tuple[StreamSta
     return state, chunks
 
 
-def test_a_stream_adds_up_to_the_reply_in_one_piece() -> None:
+def test_chunks_add_up_to_a_generation() -> None:
     state, chunks = read_all(STREAM)
     assert state.ended
     assert [one.text for one in chunks] == ["a\u2028", "", "", "b", ""]
@@ -101,35 +101,29 @@ def test_a_stream_adds_up_to_the_reply_in_one_piece() -> None:
     assert state.tokens == 3
 
 
-def test_choices_are_in_the_order_of_their_index() -> None:
+def test_choices_are_sorted_by_index() -> None:
     chunks = [chunk(choice(i, str(i), i, end="stop")) for i in (2, 0, 1)]
     state, _ = read_all(b"".join(map(sse.event, [*chunks, chunk(**TAIL)])) + sse.DONE)
     assert [one.text for one in state.result().choices] == ["0", "1", "2"]
     assert state.text == "0"
 
 
-def test_without_the_last_word_there_is_no_result() -> None:
+def test_a_stream_without_its_last_event_has_no_result() -> None:
     state, _ = read_all(STREAM.removesuffix(sse.DONE))
     assert state.tail.seed == 7
     assert not state.ended
-    with pytest.raises(StreamError, match="no whole result"):
+    with pytest.raises(StreamError, match="result is incomplete"):
         state.result()
 
 
-@given(st.lists(st.integers(0, len(STREAM)), max_size=30))
-def test_where_a_stream_is_cut_changes_nothing(cuts: list[int]) -> None:
-    state, chunks = read_all(STREAM, cuts=cuts)
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@given(st.lists(st.integers(0, 2 * len(STREAM)), max_size=30))
+def test_cuts_and_line_ends_change_nothing(line_end: bytes, cuts: list[int]) -> None:
+    stream = STREAM.replace(b"\n", line_end)
+    state, chunks = read_all(stream, cuts=[min(cut, len(stream)) for cut in cuts])
     whole, all_chunks = read_all(STREAM)
     assert chunks == all_chunks
     assert state.result() == whole.result()
-
-
-@given(st.lists(st.integers(0, 2 * len(STREAM)), max_size=30))
-def test_line_ends_of_other_kinds_change_nothing(cuts: list[int]) -> None:
-    """As a proxy may write them."""
-    stream = STREAM.replace(b"\n", b"\r\n")
-    state, _ = read_all(stream, cuts=[min(cut, len(stream)) for cut in cuts])
-    assert state.result() == read_all(STREAM)[0].result()
 
 
 @pytest.mark.parametrize(
@@ -146,14 +140,14 @@ def test_line_ends_of_other_kinds_change_nothing(cuts: list[int]) -> None:
         (b"data:  a: b\n\n", [b" a: b"]),
     ],
 )
-def test_events(stream: bytes, data: list[bytes]) -> None:
+def test_decoder_finds_the_data_of_events(stream: bytes, data: list[bytes]) -> None:
     assert EventDecoder().push(stream) == data
     decoder = EventDecoder()
     bytewise = [decoder.push(bytes([byte])) for byte in stream]
     assert [event for events in bytewise for event in events] == data
 
 
-def test_an_error_comes_after_what_came_before_it() -> None:
+def test_errors_come_after_earlier_chunks() -> None:
     error = {"message": "too late", "type": "timeout_error", "param": None, "code": None}
     state = StreamState()
     state.push(sse.event(CHUNKS[0]) + sse.event({"error": error}) + sse.DONE)
@@ -172,27 +166,29 @@ def test_an_error_comes_after_what_came_before_it() -> None:
         (sse.event({}), "id is missing"),
         (sse.event(chunk({"index": 0})), "choices.0.prompt_index is missing"),
         (sse.event(chunk(**{**TAIL, "usage": None})), "usage is null; it should be an object"),
-        (sse.DONE, "it ended without its usage, or without any choice"),
-        (sse.event(CHUNKS[0]) + sse.DONE, "it ended without its usage, or without any choice"),
-        (sse.event(chunk(**TAIL)) + sse.DONE, "it ended without its usage, or without any choice"),
+        (sse.DONE, "the last one came before the usage, or before any choice"),
+        (sse.event(CHUNKS[0]) + sse.DONE, "the last one came before the usage, or before any "
+         "choice"),
+        (sse.event(chunk(**TAIL)) + sse.DONE, "the last one came before the usage, or before any "
+         "choice"),
     ],
-)
-def test_what_cannot_be_read_is_said(stream: bytes, message: str) -> None:
+)  # fmt: skip
+def test_unreadable_events_are_named(stream: bytes, message: str) -> None:
     with pytest.raises(MalformedReplyError) as caught:
         read_all(stream)
-    assert caught.value.message == f"an event of the stream cannot be read: {message}"
+    assert caught.value.message == f"this client cannot read an event of the stream: {message}"
     assert caught.value.request_id == "id-1"
 
 
-def test_a_stream_that_stops_says_how_far_it_came() -> None:
+def test_errors_of_a_stream_count_its_tokens() -> None:
     state, _ = read_all(STREAM[: STREAM.index(b'"stop"')])
     assert not state.ended
     error = state.cut()
     assert (error.tokens, error.request_id) == (3, "id-1")
-    assert error.message == "the stream ended without its end after 3 tokens"
+    assert error.message == "the stream stopped before its end, after 3 tokens"
     with pytest.raises(StreamError, match=r"left after 3 tokens"):
         state.result()
-    with pytest.raises(LogitdError, match=r"3 tokens have come"):
+    with pytest.raises(LogitdError, match=r"after 3 tokens"):
         _ = state.tail
 
 
@@ -205,7 +201,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @given(st.integers(0, 5), st.integers(0, 10**6), JSON, st.booleans())
-def test_whatever_stands_in_a_stream_is_read_or_refused(
+def test_any_member_of_an_event_is_read_or_refused(
     which: int, place: int, value: Any, drop: bool
 ) -> None:
     events = json.loads(json.dumps([*CHUNKS, chunk(**TAIL)]))

@@ -1,5 +1,4 @@
-"""Safetensors replies as arrays: what the safetensors package writes is read, what is broken is
-refused."""
+"""Safetensors replies as arrays: files of the safetensors package are read, broken ones refused."""
 
 import json
 from contextlib import suppress
@@ -28,7 +27,7 @@ METADATA = {
 
 
 def file(header: Any, data: bytes = b"") -> TensorFile:
-    """A file of this header, with this behind it."""
+    """A file with this header and data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return TensorFile(bytearray(len(text).to_bytes(8, "little") + text + data))
 
@@ -47,7 +46,7 @@ def one(dtype: str, shape: Any, offsets: Any, data: bytes) -> TensorFile:
         max_size=4,
     )
 )
-def test_what_the_package_writes_is_read(tensors: dict[str, Any]) -> None:
+def test_files_of_the_package_are_read(tensors: dict[str, Any]) -> None:
     found = TensorFile(bytearray(safetensors.numpy.save(tensors, METADATA)))
     for name, array in tensors.items():
         assert found.array(name).dtype == array.dtype
@@ -64,20 +63,20 @@ def test_bfloat16_becomes_the_same_float32() -> None:
     assert np.array_equal(found, numbers.float().numpy(), equal_nan=True)
 
 
-def test_an_array_is_a_view_that_may_be_written_to() -> None:
+def test_arrays_are_writable_views() -> None:
     found = TensorFile(bytearray(safetensors.numpy.save({"x": np.ones(4, dtype=np.float32)})))
     found.array("x")[:] = 2
     assert found.array("x").tolist() == [2] * 4
 
 
-def test_a_tensor_at_an_odd_place_is_aligned() -> None:
+def test_tensors_at_odd_offsets_are_aligned() -> None:
     number = np.array([1.5, 2.5], dtype=np.float32)
     found = one("F32", [2], [1, 9], b"\0" + number.tobytes()).array("x")
     assert found.flags.aligned
     assert np.array_equal(found, number)
 
 
-def test_a_loss_that_is_not_known() -> None:
+def test_loss_may_be_unknown() -> None:
     assert file({"__metadata__": METADATA | {"checkpoint_val_loss": "None"}}).checkpoint == (
         Checkpoint("a", 5, None, "ff")
     )
@@ -87,16 +86,12 @@ def test_a_loss_that_is_not_known() -> None:
     "content",
     [b"", b"\0" * 7, b"\xff" * 8, b"\x02" + b"\0" * 7, b"\x02" + b"\0" * 7 + b"[]",
      b"\x02" + b"\0" * 7 + b"{{",
-     b"\x03" + b"\0" * 7 + b"{}", b"<html>Hello</html>"],
+     b"\x03" + b"\0" * 7 + b"{}", b"<html>Hello</html>",
+     (100_000).to_bytes(8, "little") + b"[" * 100_000],
 )  # fmt: skip
-def test_what_is_no_file_is_refused(content: bytes) -> None:
+def test_other_contents_are_refused(content: bytes) -> None:
     with pytest.raises(WrongShape):
         TensorFile(bytearray(content))
-
-
-def test_a_header_without_end_is_refused() -> None:
-    with pytest.raises(WrongShape):
-        file(b"[" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +116,12 @@ def test_a_header_without_end_is_refused() -> None:
         (None, [2], [0, 8]),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused(dtype: Any, shape: Any, offsets: Any) -> None:
+def test_tensors_that_do_not_fit_are_refused(dtype: Any, shape: Any, offsets: Any) -> None:
     with pytest.raises(WrongShape, match=r"^x"):
         one(dtype, shape, offsets, b"\0" * 8).array("x")
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_tensors_and_metadata_are_named() -> None:
     with pytest.raises(WrongShape, match=r"^logits is missing$"):
         file({}).array("logits")
     for name in METADATA:

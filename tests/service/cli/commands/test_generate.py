@@ -16,23 +16,17 @@ from tests.service.spelling import ALPHABET
 PROMPT = "A prompt"
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
 def generate(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], prompt: str = PROMPT, *flags: str
 ) -> str:
-    """What a run prints, when all is well."""
+    """The output of a successful run."""
     code = run(["generate", prompt, "--checkpoint", str(checkpoint), "--threads", "1", *flags])
     out, err = capsys.readouterr()
     assert code == 0, err
     return out
 
 
-def test_the_text_is_that_of_the_reference(
+def test_text_equals_the_reference(
     checkpoint_path: Path, gpt: GPT, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = generate(checkpoint_path, capsys, PROMPT, "--seed", "3", "--max-tokens", "30")
@@ -51,7 +45,7 @@ def test_the_text_is_that_of_the_reference(
          {"seed": 9, "temperature": 0.8, "top_k": 3, "top_p": 0.9}),
     ],
 )  # fmt: skip
-def test_the_text_is_that_of_the_endpoint(
+def test_text_equals_the_endpoint(
     server: Serving, checkpoint_path: Path, capsys: pytest.CaptureFixture[str],
     flags: tuple[str, ...], fields: dict[str, float],
 ) -> None:  # fmt: skip
@@ -62,7 +56,7 @@ def test_the_text_is_that_of_the_endpoint(
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_it_chooses_numbers_and_decoder_as_the_service_does(
+def test_dtype_and_decoder_equal_the_services(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quantize: str
 ) -> None:
     try:
@@ -81,15 +75,13 @@ def test_it_chooses_numbers_and_decoder_as_the_service_does(
     assert printed == choice["text"]
 
 
-def test_the_same_seed_gives_the_same_and_another_one_does_not(
-    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_decide_the_text(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [generate(checkpoint_path, capsys, PROMPT, "--seed", seed) for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("flags", [(), ("--seed", "-1")])
-def test_a_seed_that_was_drawn_is_told_and_good_for_the_same_again(
+def test_random_seeds_are_printed_and_repeatable(
     checkpoint_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["generate", PROMPT, "--checkpoint", str(checkpoint_path), "--threads", "1"]
@@ -100,7 +92,7 @@ def test_a_seed_that_was_drawn_is_told_and_good_for_the_same_again(
     assert generate(checkpoint_path, capsys, PROMPT, "--seed", seed) == out
 
 
-def test_several_completions_are_told_apart(
+def test_several_completions_are_separated(
     server: Serving, checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = generate(checkpoint_path, capsys, PROMPT, "--seed", "5", "-n", "3")
@@ -108,13 +100,13 @@ def test_several_completions_are_told_apart(
     assert printed == "\n---\n".join(choice["text"] for choice in choices)
 
 
-def test_it_ends_at_the_end_of_text_and_cuts_no_character(
+def test_text_ends_at_the_end_token_without_split_characters(
     spelling_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert generate(spelling_path, capsys, "xy") == "xy" + ALPHABET[ALPHABET.index("z") :]
 
 
-def test_it_fills_the_context_at_most(
+def test_text_stays_within_the_context(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = generate(checkpoint_path, capsys, "x" * 120, "--temperature", "0")
@@ -129,7 +121,7 @@ def test_it_fills_the_context_at_most(
         ("\udcff", "logitd generate: the prompt is not UTF-8 text\n"),
     ],
 )
-def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
+def test_unusable_prompts_exit_1_with_a_sentence(
     checkpoint_path: Path, prompt: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["generate", prompt, "--checkpoint", str(checkpoint_path), "--threads", "1"]) == 1
@@ -152,7 +144,7 @@ def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
         (("--quantize", "int8"), "quantize is int8, but there are no native kernels for this"),
     ],
 )
-def test_what_is_not_there_exits_1_with_a_sentence(
+def test_missing_paths_exit_1_with_a_sentence(
     checkpoint_path: Path, flags: tuple[str, ...], message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""`logitd health`: exit code 0 where requests are answered, and else a line that says why not."""
+"""`logitd health`: exit code 0 for a ready server, else 1 and the reason."""
 
 import socket
 import threading
@@ -14,9 +14,8 @@ from tests.service.serving import Serving, serve_settings, serving, serving_app
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env, and a proxy that nobody may ask."""
-    monkeypatch.chdir(tmp_path)
+def broken_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that must not be used."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
 
@@ -28,7 +27,7 @@ def server(checkpoint_path: Path) -> Iterator[Serving]:
 
 @contextmanager
 def answering(raw: bytes) -> Iterator[int]:
-    """Something else that listens: it says this, and its port."""
+    """Another server with this answer; its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -44,15 +43,15 @@ def answering(raw: bytes) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--live",), ("--host", "0.0.0.0"), ("--timeout", "30")])
-def test_a_server_that_answers(
+def test_ready_servers_exit_0(
     server: Serving, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a key, as a container check has none."""
+    """Container checks have no key."""
     assert run(["health", "--port", str(server.port), *flags]) == 0
     assert capsys.readouterr() == ("ok\n", "")
 
 
-def test_its_place_may_be_a_url_or_come_from_the_environment(
+def test_address_may_be_a_url_or_a_variable(
     server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["health", f"http://127.0.0.1:{server.port}/"]) == 0
@@ -62,7 +61,9 @@ def test_its_place_may_be_a_url_or_come_from_the_environment(
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_leaves_says_so(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_that_shut_down_exit_1(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(checkpoint_path) as server:
         server.state.leave()
         url = f"http://127.0.0.1:{server.port}/health"
@@ -71,21 +72,21 @@ def test_one_that_leaves_says_so(checkpoint_path: Path, capsys: pytest.CaptureFi
         assert run(["health", "--port", str(server.port), "--live"]) == 0
 
 
-def test_one_that_could_not_load_says_why(
+def test_failed_servers_name_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], logged_errors: list[str]
 ) -> None:
     app = create_app(serve_settings(tmp_path / "nowhere"))
     with serving_app(app) as server:
         while run(["health", "--port", str(server.port)]) == 1:
-            said = capsys.readouterr().err
-            if "503 failed: " in said:
+            err = capsys.readouterr().err
+            if "503 failed: " in err:
                 break
-            assert "503 loading" in said
-    assert "nowhere" in said
+            assert "503 loading" in err
+    assert "nowhere" in err
     logged_errors.clear()
 
 
-def test_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_servers_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert run(["health", "--port", str(port)]) == 1
@@ -104,15 +105,13 @@ def test_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         b"SSH-2.0-OpenSSH_9.2p1\r\n",
     ],
 )
-def test_somebody_else_is_not_a_server_that_answers(
-    raw: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_answers_exit_1(raw: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with answering(raw) as port:
         assert run(["health", "--port", str(port)]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_one_that_says_nothing_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_servers_exit_1_after_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert run(["health", "--port", str(port), "--timeout", "0.2"]) == 1
@@ -120,6 +119,6 @@ def test_one_that_says_nothing_is_not_waited_for(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("url", ["gpt.example", "ftp://127.0.0.1:1", "http://"])
-def test_what_is_not_the_address_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_addresses_exit_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["health", url]) == 1
     assert capsys.readouterr().err.startswith("logitd health: ")

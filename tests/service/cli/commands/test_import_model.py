@@ -1,4 +1,4 @@
-"""`logitd import` and `logitd export`: what they print, and one sentence for every mistake."""
+"""`logitd import` and `logitd export`: their output, and a sentence for each mistake."""
 
 import json
 from pathlib import Path
@@ -8,18 +8,13 @@ import pytest
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.service.cli.commands.import_model import for_serving
+from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.main import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
-def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_theirs(tmp_path / "theirs", "llama")
     capsys.readouterr()
     assert run(["import", "theirs", "ours", "--dtype", "bfloat16", "--context-length", "48"]) == 0
@@ -60,7 +55,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ),
     ],
 )
-def test_mistakes(
+def test_mistakes_exit_1_with_a_sentence(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt = tiny_gpt(tiny_config(n_layer=1, norm_position="post"))
@@ -69,7 +64,7 @@ def test_mistakes(
     assert capsys.readouterr() == ("", f"logitd {sentence}\n")
 
 
-def test_a_model_of_words_is_measured_and_tuned(
+def test_models_of_words_are_measured_and_tuned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, _ = word_tokenizer(dict(enumerate(["<pad>", "the", "cat", "sat", "<eos>"])), "here")
@@ -86,10 +81,10 @@ def test_a_model_of_words_is_measured_and_tuned(
             "--threads", "1", "--compile", "off"]  # fmt: skip
     assert run([*tune, "--data", "bad.txt", "--steps", "4"]) == 1
     assert "the text cannot be encoded: 'dog', at" in capsys.readouterr().err
-    told = [*tune, "--data", "good.txt", "--steps", "4"]
-    assert run([*told, "--prompts", "the dog"]) == 1
+    tuning = [*tune, "--data", "good.txt", "--steps", "4"]
+    assert run([*tuning, "--prompts", "the dog"]) == 1
     assert "the prompt 'the dog' cannot be encoded: 'dog', at" in capsys.readouterr().err
-    assert run(told) == 0
+    assert run(tuning) == 0
     capsys.readouterr()
     assert read_checkpoint(tmp_path / "run" / "best").tokenizer.kind == "words"
     assert run(["train", "--out", "run", "--resume", "--steps", "6"]) == 0
@@ -97,11 +92,10 @@ def test_a_model_of_words_is_measured_and_tuned(
 
 
 @pytest.mark.parametrize("raw", [b"\xcd\x00", b"[" * 100_000, b""])
-def test_serving_a_folder_whose_configuration_is_not_json_is_refused_by_name(
-    raw: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_serving_a_folder_with_a_damaged_configuration_is_refused(
+    raw: bytes, tmp_path: Path
 ) -> None:
-    """Whether it is a checkpoint cannot be seen, and that used to be a traceback."""
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_bytes(raw)
-    assert for_serving(tmp_path, may_import=False) is None
-    assert f"logitd serve: {tmp_path}/config.json is not JSON" in capsys.readouterr().err
+    with pytest.raises(NotServable, match=f"^{tmp_path}/config.json is not JSON"):
+        for_serving(tmp_path, may_import=False)

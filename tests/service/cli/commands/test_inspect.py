@@ -1,4 +1,4 @@
-"""`logitd inspect`: the card, and every stage of a forward pass with its shape."""
+"""`logitd inspect`: facts of a checkpoint, and the stages of a forward pass with their shapes."""
 
 from pathlib import Path
 
@@ -11,12 +11,6 @@ from logitd.service.cli.main import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
 def inspect(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> str:
     assert run(["inspect", str(checkpoint), *flags]) == 0
     out, err = capsys.readouterr()
@@ -25,13 +19,11 @@ def inspect(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -
 
 
 def unfolded(text: str) -> str:
-    """A table without the line breaks that a narrow terminal needs."""
+    """A table without the line breaks of a narrow terminal."""
     return "".join(text.split())
 
 
-def test_the_facts_are_there_in_full(
-    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_facts_are_complete(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint: CheckpointInfo = read_checkpoint(checkpoint_path)
     printed = unfolded(inspect(capsys, checkpoint_path))
     for name, value in {
@@ -47,14 +39,14 @@ def test_the_facts_are_there_in_full(
 
 
 @pytest.mark.parametrize("columns", ["200", "80", "40"])
-def test_every_stage_has_its_shape(
+def test_stages_have_their_shapes(
     checkpoint_path: Path, gpt: GPT, columns: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", columns)
     printed = inspect(capsys, checkpoint_path, "--text", "five!")
     assert "5 tokens: 'f' 'i' 'v' 'e' '!'" in printed
-    figures, meanings = printed.split("what the stages are")
+    figures, meanings = printed.split("meanings of the stages")
     rows = [line.split("│") for line in figures.splitlines() if line.startswith("│")]
     names = unfolded("".join(row[1] for row in rows))
     shapes = unfolded("".join(row[2] for row in rows))
@@ -67,10 +59,10 @@ def test_every_stage_has_its_shape(
     )
 
 
-def test_odd_names_are_shown_as_they_are(
+def test_unusual_names_are_shown_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Square brackets mean something to the library that draws the table."""
+    """Square brackets are markup of the library that draws the table."""
     monkeypatch.setenv("COLUMNS", "400")
     path = tmp_path / "[red]odd[bold]"
     save_tiny_checkpoint(
@@ -84,9 +76,7 @@ def test_odd_names_are_shown_as_they_are(
     assert "'[' 'r' 'e' 'd' ']' 'a' '[' '/' ']'" in printed
 
 
-def test_another_family_has_its_own_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_families_have_their_own_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpt = tiny_gpt(tiny_config(norm_position="post", n_kv_head=2, n_layer=1))
     path = save_tiny_checkpoint(tmp_path / "post", gpt=gpt).path
     printed = inspect(capsys, path, "--text", "ab")
@@ -96,17 +86,17 @@ def test_another_family_has_its_own_stages(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "the text has 0 tokens; 1 to 128 are possible"),
-     ("x" * 129, "the text has 129 tokens; 1 to 128 are possible")],
+    [("", "--text has 0 tokens; give 1 to 128"),
+     ("x" * 129, "--text has 129 tokens; give 1 to 128")],
 )  # fmt: skip
-def test_a_text_that_does_not_fit_exits_1(
+def test_texts_that_do_not_fit_exit_1(
     checkpoint_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["inspect", str(checkpoint_path), "--text", text]) == 1
     assert capsys.readouterr() == ("", f"logitd inspect: {message}\n")
 
 
-def test_a_checkpoint_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoints_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "nowhere"]) == 1
     assert capsys.readouterr() == (
         "",

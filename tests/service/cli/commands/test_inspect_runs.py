@@ -1,4 +1,4 @@
-"""`logitd inspect RUN ...`: a run in full, or several beside each other."""
+"""`logitd inspect RUN ...`: a run in full, or several compared."""
 
 import json
 from pathlib import Path
@@ -30,12 +30,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def wide(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wide terminal, in a working directory without somebody's .env."""
+    """A wide terminal, in a working directory without a .env."""
     monkeypatch.chdir(runs)
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_one_run_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_runs_are_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     found = summarise(Path("slow"))
@@ -55,7 +55,7 @@ def test_one_run_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert "".join(found.samples[-1].split()) in printed
 
 
-def test_several_runs_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow", "fast"]) == 0
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")]
@@ -70,7 +70,7 @@ def test_several_runs_beside_each_other(capsys: pytest.CaptureFixture[str]) -> N
     assert rows[2] == ["matrix_lr", "0.001", "0.02"]
 
 
-def test_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_runs_have_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("slow/metrics.jsonl").read_text()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/run.json").write_text(Path("slow/run.json").read_text())
@@ -80,7 +80,7 @@ def test_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "the last line of metrics.jsonl is cut off" in capsys.readouterr().out
 
 
-def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow", "fast", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["path"] for each in found] == ["slow", "fast"]
@@ -91,6 +91,6 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["finished"] is True
 
 
-def test_a_checkpoint_beside_a_run_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_next_to_a_run_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow", "slow/best"]) == 1
     assert "slow/best is not a run directory" in capsys.readouterr().err

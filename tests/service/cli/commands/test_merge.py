@@ -1,4 +1,4 @@
-"""`logitd merge` on the terminal; what it computes: tests/model/checkpoint/test_adapter.py."""
+"""`logitd merge` on the terminal. tests/model/checkpoint/test_adapter.py checks the weights."""
 
 from pathlib import Path
 
@@ -16,12 +16,6 @@ SHAPE = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
 def folders(elsewhere: None) -> None:
     info = save_tiny_checkpoint(Path("base"))
     record = {"name": "base", "weights_sha256": info.weights_sha256, "step": 7}
@@ -31,7 +25,7 @@ def folders(elsewhere: None) -> None:
     save_adapter(Path("adapter"), weights=weights, shape=SHAPE, training=training, card="# a\n")
 
 
-def test_a_checkpoint_is_written_that_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_checkpoints_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["merge", "base", "adapter", "merged", "--save-dtype", "bfloat16"]) == 0
     out, err = capsys.readouterr()
     info = read_checkpoint(Path("merged"))
@@ -42,7 +36,7 @@ def test_a_checkpoint_is_written_that_can_be_inspected(capsys: pytest.CaptureFix
     assert "fine-tuned from: name" in capsys.readouterr().out
 
 
-def test_a_wrong_base_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_bases_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_checkpoint(Path("other"), gpt=tiny_gpt(seed=1))
     assert run(["merge", "other", "adapter", "merged"]) == 1
     assert "logitd merge: the adapter adapter was trained on base" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run in place of a checkpoint: every command that reads a checkpoint takes the best of it."""
+"""Runs in place of checkpoints: all commands that read a checkpoint use the best one."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ BENCH = "bench mine"  # which measures the machine for seconds once it has read 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose best checkpoint is not its newest, and the run of an adapter of it."""
+    """A run whose best checkpoint is not its newest, and a run of an adapter for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the cat sat on the mat and looked at the dog.\n" * 100)
     for folder, best in (("mine", 1), ("adapted", 1)):
@@ -52,8 +52,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", ["mine", "mine/best"])
-def test_run_means_its_best_checkpoint(path: str, mine: Path) -> None:
-    """It is named by its folder: the link moves while the run goes on."""
+def test_runs_mean_their_best_checkpoint(path: str, mine: Path) -> None:
+    """The checkpoint is named by its folder, because the link moves while the run trains."""
     info = read_checkpoint(Path(path))
     assert (info.path, info.name, info.training.step) == (Path("mine/step-1"), "mine", 1)
     (mine / "best").unlink()
@@ -67,14 +67,14 @@ def test_run_means_its_best_checkpoint(path: str, mine: Path) -> None:
     "command",
     [pytest.param(each, marks=[pytest.mark.slow] * each.startswith("train")) for each in COMMANDS],
 )
-def test_command_takes_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command.split()) == 0, capsys.readouterr().err
     if command.startswith("train"):
         assert '"from_checkpoint": "mine/step-1"' in Path("tuned/run.json").read_text()
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, BENCH])
-def test_command_says_that_a_run_has_saved_nothing(
+def test_commands_refuse_runs_without_a_checkpoint(
     command: str, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (mine / "best").unlink()
@@ -94,6 +94,16 @@ def test_inspect_refuses_a_text_for_several_paths(capsys: pytest.CaptureFixture[
     assert "--text" in capsys.readouterr().err
 
 
-def test_missing_path_is_named() -> None:
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    "command", ["eval mien", "inspect mien", "generate a --checkpoint mien", "export mien out"]
+)
+def test_mistyped_paths_get_suggestions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command.split()) == 1
+    assert "mien does not exist; " in (err := capsys.readouterr().err)
+    assert err.endswith("; did you mean mine?\n")
+
+
+def test_missing_paths_are_named() -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         read_checkpoint(Path("nowhere"))

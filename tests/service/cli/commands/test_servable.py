@@ -1,4 +1,4 @@
-"""`logitd serve` of whatever people point it at: what is served, or the command that gets on."""
+"""The paths of `logitd serve`: the checkpoint that it serves, or the command that helps."""
 
 import re
 import socket
@@ -24,14 +24,8 @@ from tests.service.serving import client, eventually, serve_settings, serving, s
 from tests.zygote import completed
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
-    monkeypatch.chdir(tmp_path)
-
-
 def make_run(path: Path, *steps: int, best: int) -> Path:
-    """A run's directory with checkpoints, as the trainer leaves it."""
+    """A run's directory with checkpoints, like the trainer's."""
     for step in steps:
         training = training_record(step=step)
         save_tiny_checkpoint(path / f"step-{step:06}", training=training)
@@ -48,14 +42,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err.removeprefix("logitd serve: ")
 
 
-# What is served
+# Checkpoints
 
 
 @pytest.mark.parametrize("flag", [[], ["--checkpoint"]])
-def test_of_a_run_the_best_checkpoint_is_served_under_the_runs_name(flag: list[str]) -> None:
+def test_best_checkpoint_of_a_run_is_served_under_its_name(flag: list[str]) -> None:
     path = make_run(Path("runs/mine"), 400, 800, 1200, best=800)
     with ServedProcess(*flag, "runs/mine", "--threads", "1", cwd=Path.cwd()) as process:
-        assert "logitd serve: of the run runs/mine, the checkpoint step-000800" in process.output
+        assert (
+            "logitd serve: runs/mine is a run; serving its checkpoint step-000800" in process.output
+        )
         with client(process.url) as http:
             info = http.get("/info").json()
             assert (info["model"], info["training"]["step"]) == ("mine", 800)
@@ -63,18 +59,19 @@ def test_of_a_run_the_best_checkpoint_is_served_under_the_runs_name(flag: list[s
     assert read_checkpoint(path / "step-000400").name == "mine"
 
 
-def test_a_run_without_an_evaluation_serves_its_newest(tmp_path: Path) -> None:
+def test_runs_without_an_evaluation_serve_the_newest(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 1, 2, best=1)
     (path / "best").unlink()
     assert checkpoint_at(path) == path / "step-000002"
 
 
-def test_a_checkpoint_outside_a_run_has_its_folders_name(tmp_path: Path) -> None:
+def test_checkpoints_outside_a_run_have_their_folders_name(tmp_path: Path) -> None:
     assert save_tiny_checkpoint(tmp_path / "step-000009").name == "step-000009"
 
 
-def test_the_name_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The checkpoint keeps its own."""
+def test_name_of_the_model_can_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = save_tiny_checkpoint(tmp_path / "é 2").path
     with serving(path, served_model_name="team/é 1") as server:
         http = server.client
@@ -93,23 +90,69 @@ def test_the_name_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "a" * 201])
-def test_a_name_that_is_none_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_names_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--served-model-name", name]) == 2
     assert "a name has 1 to 200 printable characters" in capsys.readouterr().err
 
 
-# What is not
+# Refusals
 
 
-def test_an_empty_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("empty").mkdir()
-    said = refused(capsys, "empty")
-    assert said.startswith("empty is empty. ")
-    assert "\n  logitd serve\n" in said
-    assert "\n  logitd train --out empty\n  logitd serve empty\n" in said
+@pytest.fixture
+def desk() -> None:
+    """Paths of all kinds in the working directory."""
+    save_tiny_checkpoint(Path("mine"), card="# mine\n")
+    run = make_run(Path("runs/my run"), 1, best=1)
+    (run / "state").mkdir()
+    (run / "state" / "state.pt").touch()
+    for folder in ("empty", "folder/src", "fresh"):
+        Path(folder).mkdir(parents=True)
+    for file in ("curve.png", "my-text.txt", "notes.md", "rows.parquet", "fresh/run.json"):
+        Path(file).write_text("{}")
 
 
-def test_a_mistyped_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("desk")
+@pytest.mark.parametrize(
+    ("path", "problem", "commands"),
+    [
+        ("empty", "is empty. ", ["serve", "train --out empty", "serve empty"]),
+        ("runs", "is not a checkpoint, but contains some:", ["serve 'runs/my run'"]),
+        ("runs/my run/state", "is a part of a run; ", ["serve 'runs/my run'"]),
+        ("fresh", "is a run without a checkpoint so far. ",
+         ["serve fresh --follow best", "train --resume --out fresh"]),
+        ("mine/model.safetensors", "is one file of a checkpoint; ", ["serve mine"]),
+        ("mine/config.json", "is one file of a checkpoint; ", ["serve mine"]),
+        ("mine/README.md", "is one file of a checkpoint; ", ["serve mine"]),
+        ("my-text.txt", "is a text; ",
+         ["train --data my-text.txt --out runs/my-text", "serve runs/my-text"]),
+        ("notes.md", "is a text; ", ["train --data notes.md --out runs/notes", "serve runs/notes"]),
+        ("rows.parquet", "is a text; ",
+         ["train --data rows.parquet --out runs/rows", "serve runs/rows"]),
+        ("curve.png", "is neither a checkpoint nor an importable model: ", ["serve"]),
+        ("folder", "is neither a checkpoint nor an importable model: ", ["serve"]),
+    ],
+)  # fmt: skip
+def test_other_paths_are_refused_with_commands(
+    path: str, problem: str, commands: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, path)
+    assert message.startswith(f"{path} {problem}")
+    found = [line for line in message.splitlines() if line.startswith("  ")]
+    assert found == [f"  logitd {command}" for command in commands]
+
+
+@pytest.mark.usefixtures("desk")
+def test_missing_models_of_several_leave_the_others() -> None:
+    with ServedProcess("a=mine", "b=nope", "--threads", "1", cwd=Path.cwd()) as process:
+        assert "logitd serve: model b: nope does not exist" in process.output
+        assert "logitd serve: starting without b: requests for the other" in process.output
+        with client(process.url) as http:
+            body = {"prompt": "a", "max_tokens": 1}
+            assert http.post("/generate", json={**body, "model": "a"}).status_code == 200
+            assert http.post("/generate", json={**body, "model": "b"}).status_code == 503
+
+
+def test_mistyped_names_get_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_checkpoint(Path("checkpoints/python-small"))
     make_run(Path("runs/mine"), 1, best=1)
     assert refused(capsys, "runs/mnie") == (
@@ -119,48 +162,20 @@ def test_a_mistyped_name(capsys: pytest.CaptureFixture[str]) -> None:
         "python_small does not exist; did you mean\n\n  logitd serve checkpoints/python-small\n"
     )
     assert refused(capsys, "gpt-4") == (
-        "gpt-4 does not exist. Here is what can be served:\n\n"
+        "gpt-4 does not exist. These can be served:\n\n"
         "  logitd serve checkpoints/python-small\n  logitd serve runs/mine\n"
     )
 
 
-def test_a_name_where_nothing_is_at_all(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "a/mine")
-    assert said.startswith("a/mine does not exist. ")
-    assert said.endswith("\n  logitd train --out a/mine\n")
+def test_missing_paths_without_neighbours_name_the_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = refused(capsys, "a/mine")
+    assert message.startswith("a/mine does not exist. ")
+    assert message.endswith("\n  logitd train --out a/mine\n")
 
 
-@pytest.mark.parametrize(
-    ("path", "sentence"),
-    [
-        ("runs", "runs is not a checkpoint, but has some in it:"),
-        ("runs/my run/state", "runs/my run/state is a part of a run:"),
-        ("runs/my run", "runs/my run is a run that has not saved a checkpoint yet"),
-    ],
-)
-def test_around_a_run(path: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_run(Path("runs/my run"), 1, best=1)
-    (folder / "state").mkdir()
-    (folder / "state" / "state.pt").touch()
-    command = "serve"
-    if path == "runs/my run":
-        (folder / "best").unlink()
-        (folder / "latest").unlink()
-        command = "train --resume --out"
-    said = refused(capsys, path)
-    assert said.startswith(sentence)
-    assert said.endswith(f"\n\n  logitd {command} 'runs/my run'\n")
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "README.md"])
-def test_a_file_of_a_checkpoint(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_checkpoint(Path("mine"), card="# mine\n")
-    assert refused(capsys, f"mine/{file}") == (
-        f"mine/{file} is one file of a checkpoint, which is a folder:\n\n  logitd serve mine\n"
-    )
-
-
-def test_an_adapter_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
     info = save_tiny_checkpoint(Path("base"))
     shape = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
     save_adapter(
@@ -172,8 +187,8 @@ def test_an_adapter_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     )
     Path("run/best").symlink_to("step-000001")
     Path("run/run.json").write_text('{"config": {"from_checkpoint": "base"}}')
-    said = refused(capsys, "run")
-    commands = [line.split() for line in said.splitlines() if line.startswith("  logitd ")]
+    message = refused(capsys, "run")
+    commands = [line.split() for line in message.splitlines() if line.startswith("  logitd ")]
     assert commands == [
         ["logitd", "merge", "base", "run/best", "run/merged"], ["logitd", "serve", "run/merged"],
     ]  # fmt: skip
@@ -181,26 +196,17 @@ def test_an_adapter_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint_at(Path("run/merged")) == Path("run/merged")
 
 
-@pytest.mark.parametrize("path", ["curve.png", "folder"])
-def test_what_is_no_model_at_all(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("curve.png").touch()
-    Path("folder/src").mkdir(parents=True)
-    said = refused(capsys, path)
-    assert said.startswith(f"{path} is neither a checkpoint nor a model that may be imported")
-    assert said.endswith("\n  logitd serve\n")
-
-
 @pytest.mark.parametrize("path", ["theirs", "theirs/model.safetensors"])
-def test_a_folder_of_hugging_face(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_models_name_the_import(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_theirs(Path("theirs"), "llama")
     capsys.readouterr()
-    said = refused(capsys, path)
-    (line,) = (line for line in said.splitlines() if line.startswith("  logitd import"))
+    message = refused(capsys, path)
+    (line,) = (line for line in message.splitlines() if line.startswith("  logitd import"))
     assert run(line.split()[1:]) == 0
-    assert f"  logitd serve {line.split()[-1]}\n" in said
+    assert f"  logitd serve {line.split()[-1]}\n" in message
 
 
-def test_a_port_that_is_in_use(checkpoint_path: Path) -> None:
+def test_used_ports_exit_1(checkpoint_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = completed(["serve", str(checkpoint_path), "--threads", "1", "--port", str(port)])
@@ -209,7 +215,7 @@ def test_a_port_that_is_in_use(checkpoint_path: Path) -> None:
     assert "--port 0 takes a free one" in done.stderr
 
 
-# How hints name the command
+# The program's name
 
 
 @pytest.mark.parametrize(
@@ -223,7 +229,7 @@ def test_a_port_that_is_in_use(checkpoint_path: Path) -> None:
         ("/somewhere/service/cli/main.py", None, "logitd"),
     ],
 )
-def test_the_command_is_named_as_it_was_called(
+def test_hints_name_the_program_as_called(
     argument: str, found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = str(Path.cwd())
@@ -233,25 +239,11 @@ def test_the_command_is_named_as_it_was_called(
     assert program_name() == expected
 
 
-@pytest.mark.parametrize("name", ["my-text.txt", "notes.md", "rows.parquet"])
-def test_a_text_is_answered_with_the_training(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path(name).write_text("once upon a time")
-    run_of_it = f"runs/{Path(name).stem}"
-    lines = refused(capsys, name).splitlines()
-    assert lines[0].startswith(f"{name} is a text")
-    assert lines[2:] == [
-        f"  {program_name()} train --data {name} --out {run_of_it}",
-        f"  {program_name()} serve {run_of_it}",
-    ]
-
-
-# What is waited for
+# Followed runs
 
 
 @pytest.mark.parametrize("at_first", ["nothing", "empty", "being prepared", "a run"])
-def test_followed_run_is_awaited_until_it_saves(at_first: str) -> None:
+def test_followed_runs_are_awaited_until_they_save(at_first: str) -> None:
     path = Path("runs/mine")
     if at_first != "nothing":
         path.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`logitd serve`: the banner, and what cannot start, in real processes."""
+"""`logitd serve`: the banner and failing starts, in real processes."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from tests.service.serving import client, serving
 from tests.zygote import completed
 
 ODD_NAME = "模型 [bold]"
-"""A directory's name that is neither ASCII nor without a meaning to the banner's library."""
+"""A directory's name beyond ASCII, with markup of the banner's library."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]
         yield running
 
 
-def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> None:
+def test_banner_names_the_model_and_the_addresses(process: ServedProcess) -> None:
     banner = process.output[process.output.index("logitd is ready") :]
     rows = dict(re.findall(r"^(\w+) {2,}(.*?) *$", banner, flags=re.MULTILINE))
     rows.pop("load", None)  # this machine may be busy
@@ -63,7 +63,7 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
     assert re.fullmatch(r"float32 \(auto: (no native decoding, .+|.+ bfloat16)\)", rows["dtype"])
 
 
-def test_banner_says_that_the_machine_was_busy(
+def test_banner_repeats_that_the_machine_is_busy(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(checkpoint_path) as server:
@@ -71,7 +71,7 @@ def test_banner_says_that_the_machine_was_busy(
     assert re.search("^load +load 9.4 on 2 cores$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_the_banner_says_when_drafts_are_verified(
+def test_banner_names_speculation(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(checkpoint_path, speculate="ngram") as server:
@@ -79,7 +79,7 @@ def test_the_banner_says_when_drafts_are_verified(
     assert re.search(r"^decoding +torch, with drafts by ngram *$", capsys.readouterr().out, re.M)
 
 
-def test_the_banner_warns_of_a_card_on_which_nothing_was_ever_run(
+def test_banner_warns_of_untested_cards(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(checkpoint_path) as server:
@@ -88,9 +88,9 @@ def test_the_banner_warns_of_a_card_on_which_nothing_was_ever_run(
         [here] = models.served
         elsewhere = replace(here.computation, device="cuda:0 (NVIDIA H200)")
         on_a_card = replace(here, computation=elsewhere)
-        told = capsys.readouterr().out
+        banner = capsys.readouterr().out
         print_banner(Models([on_a_card]), server.port)
-    assert "unproven" not in told
+    assert "unproven" not in banner
     assert re.search(
         r"^unproven +this code was never run on such a card", capsys.readouterr().out, re.M
     )
@@ -104,7 +104,7 @@ def test_the_banner_warns_of_a_card_on_which_nothing_was_ever_run(
         ("## Samples\n\n```\n0▸ 1\n```\n", Tokenizer.without_text(300), [0]),
     ],
 )
-def test_the_banners_prompt_suits_the_model(
+def test_prompt_of_the_banner_suits_the_model(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     card: str,
@@ -121,7 +121,7 @@ def test_the_banners_prompt_suits_the_model(
     assert body == {"prompt": prompt, "max_tokens": 40}
 
 
-def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> None:
+def test_links_and_curl_line_of_the_banner_work(process: ServedProcess) -> None:
     with client(process.url) as http:
         for path in ("/docs", "/metrics", "/health"):
             assert http.get(path).status_code == 200
@@ -137,7 +137,7 @@ def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> Non
     assert '"completion_tokens":40' in done.stdout or '"finish_reason":"stop"' in done.stdout
 
 
-def test_the_banner_names_the_keys_and_tells_none(checkpoint_path: Path, tmp_path: Path) -> None:
+def test_banner_names_the_keys_without_their_values(checkpoint_path: Path, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("LOGITD_API_KEYS=alice=secret-of-alice,ci=secret-of-ci\n")
     flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")
     with ServedProcess(*flags, cwd=tmp_path) as process, client(process.url) as http:
@@ -159,7 +159,7 @@ def test_the_banner_names_the_keys_and_tells_none(checkpoint_path: Path, tmp_pat
         assert "secret" not in process.output
 
 
-def test_any_directory_name_can_be_served(process: ServedProcess) -> None:
+def test_checkpoints_may_have_any_directory_name(process: ServedProcess) -> None:
     with client(process.url) as http:
         response = http.post("/logits", json={"prompt": "a", "model": ODD_NAME})
         assert response.json()["model"] == ODD_NAME
@@ -173,9 +173,7 @@ def test_metrics_have_no_series_of_creation_times(process: ServedProcess) -> Non
         assert "_created" not in http.get("/metrics").text
 
 
-def test_a_damaged_checkpoint_exits_1_with_a_sentence(
-    checkpoint_path: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_exit_1_with_a_sentence(checkpoint_path: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "damaged"))
     weights = bytearray((path / "model.safetensors").read_bytes())
     weights[-1] ^= 1
@@ -189,7 +187,7 @@ def test_a_damaged_checkpoint_exits_1_with_a_sentence(
     assert "the file was changed, truncated or damaged after saving" in error
 
 
-def test_a_path_that_reads_as_a_name_is_told_how_it_is_written(
+def test_paths_that_read_as_names_get_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lr=0.1").mkdir()
@@ -197,11 +195,11 @@ def test_a_path_that_reads_as_a_name_is_told_how_it_is_written(
     done = completed(["serve", "--port", "0", "lr=0.1"])
     assert done.returncode == 1
     assert "0.1 does not exist" in done.stderr
-    assert "lr=0.1 is written ./lr=0.1" in done.stderr
+    assert "write the path lr=0.1 as ./lr=0.1" in done.stderr
 
 
-def test_the_server_sends_nothing_anywhere(process: ServedProcess) -> None:
-    """Its only sockets are the one that it listens on and those of its clients."""
+def test_server_connects_to_nothing(process: ServedProcess) -> None:
+    """Its only sockets are the listening one and those of its clients."""
     with httpx.Client(base_url=process.url, trust_env=False) as http:
         http.get("/docs")
         http.post("/generate", json={"prompt": "a", "max_tokens": 1})

@@ -1,0 +1,221 @@
+"""Endpoints: calls whose arguments or results differ from those of one operation's reply.
+
+Both clients make a method of each function; `operations.py` has the generated ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, Unpack, overload
+
+from logitd.service.client import errors
+from logitd.service.client.arrays import Activations, Logits, TopLogits
+from logitd.service.client.calls import (
+    EVENTS,
+    Answer,
+    Call,
+    Request,
+    is_many,
+    post,
+    record,
+    tensors,
+    with_request_id,
+)
+from logitd.service.client.fields import (
+    ActivationsFields,
+    DetokenizeFields,
+    GenerateFields,
+    Intervention,
+    LogitsFields,
+    ManyPrompts,
+    OneOrManyIds,
+    OnePrompt,
+    Prompt,
+    SweepFields,
+    TokenIds,
+    TokenizeFields,
+)
+from logitd.service.client.reading import WrongShape, read
+from logitd.service.client.results import (
+    Detokenized,
+    Generation,
+    Health,
+    Info,
+    Stages,
+    Sweep,
+    Tokenized,
+    TokenizerInfo,
+)
+from logitd.service.client.tensors import TensorFile
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    prompts: tuple[dict[str, Any], ...]
+
+
+def generate(prompt: Prompt, **fields: Unpack[GenerateFields]) -> Call[Generation]:
+    """Continue one prompt or several."""
+    return Call(post("/generate", {"prompt": prompt, **fields}), _generation)
+
+
+def stream(prompt: Prompt, **fields: Unpack[GenerateFields]) -> Request:
+    """Continue one prompt or several, piece by piece."""
+    return post("/generate", {"prompt": prompt, **fields}, EVENTS, stream=True)
+
+
+@overload
+def logits(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+    prompt: OnePrompt, **fields: Unpack[LogitsFields]
+) -> Call[Logits]: ...
+@overload
+def logits(  # type: ignore[overload-overlap]
+    prompt: OnePrompt, *, top_k: int, **fields: Unpack[LogitsFields]
+) -> Call[TopLogits]: ...
+@overload
+def logits(prompt: ManyPrompts, **fields: Unpack[LogitsFields]) -> Call[list[Logits]]: ...
+@overload
+def logits(
+    prompt: ManyPrompts, *, top_k: int, **fields: Unpack[LogitsFields]
+) -> Call[list[TopLogits]]: ...
+def logits(
+    prompt: Prompt, *, top_k: int | None = None, **fields: Unpack[LogitsFields]
+) -> Call[Any]:
+    """Logits of a prompt as an array, or a list of results for a list of prompts. With `top_k`,
+    the largest of each row and their ids."""
+    if top_k is None:
+        return tensors("/logits", {"prompt": prompt, **fields}, _logits)
+    return tensors("/logits", {"prompt": prompt, **fields, "top_k": top_k}, _top_logits)
+
+
+@overload
+def activations(  # type: ignore[overload-overlap]
+    prompt: OnePrompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
+) -> Call[Activations]: ...
+@overload
+def activations(
+    prompt: ManyPrompts, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
+) -> Call[list[Activations]]: ...
+def activations(
+    prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
+) -> Call[Any]:
+    """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`); a list of
+    results for a list of prompts."""
+    names = [stages] if isinstance(stages, str) else list(stages)
+    return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
+
+
+def patch(
+    prompt: OnePrompt,
+    source: OnePrompt,
+    stage: str = "blocks.*.output",
+    over: Sequence[str] = ("layers", "positions"),
+    **fields: Unpack[SweepFields],
+) -> Call[Sweep]:
+    """Sweep over layers and positions: each in turn has the value of a stage in `source`, a prompt
+    with as many tokens."""
+    vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
+    return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
+
+
+def stages(*, model: str | None = None) -> Call[Stages]:
+    """Names, shapes and meanings of the stages."""
+    return _get("/stages", Stages, model)
+
+
+@overload
+def tokenize(  # type: ignore[overload-overlap]
+    text: str, **fields: Unpack[TokenizeFields]
+) -> Call[Tokenized]: ...
+@overload
+def tokenize(text: Sequence[str], **fields: Unpack[TokenizeFields]) -> Call[list[Tokenized]]: ...
+def tokenize(text: str | Sequence[str], **fields: Unpack[TokenizeFields]) -> Call[Any]:
+    """Token ids of a text; a list of results for a list of texts."""
+    request = post("/tokenize", {"prompt": text, **fields})
+    return _one_or_many(request, Tokenized, many=not isinstance(text, str))
+
+
+@overload
+def detokenize(tokens: TokenIds, **fields: Unpack[DetokenizeFields]) -> Call[Detokenized]: ...
+@overload
+def detokenize(
+    tokens: Sequence[TokenIds], **fields: Unpack[DetokenizeFields]
+) -> Call[list[Detokenized]]: ...
+def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
+    """Text of token ids; a list of results for a list of lists. `[]` is one list without ids."""
+    request = post("/detokenize", {"tokens": tokens, **fields})
+    return _one_or_many(request, Detokenized, many=len(tokens) > 0 and is_many(tokens))
+
+
+def tokenizer_info(*, model: str | None = None) -> Call[TokenizerInfo]:
+    """The vocabulary."""
+    return _get("/tokenizer_info", TokenizerInfo, model)
+
+
+def info(*, model: str | None = None) -> Call[Info]:
+    """The model that is served, and how the server runs it."""
+    return _get("/info", Info, model)
+
+
+def health() -> Call[Health]:
+    """The server's readiness; a server that loads or shuts down has a result as well."""
+    return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
+
+
+def version() -> Call[str]:
+    """The version of the server."""
+    return Call(Request("GET", "/version"), lambda answer: answer.read(_Version).version)
+
+
+def _get(path: str, form: type[Result], model: str | None) -> Call[Result]:
+    fields = {} if model is None else {"model": model}
+    return Call(Request("GET", path, fields), lambda answer: answer.read(form))
+
+
+def _generation(answer: Answer) -> Generation:
+    generation = answer.read(Generation)
+    if not generation.choices:
+        raise WrongShape("choices is empty")
+    return generation
+
+
+def _one_or_many(request: Request, form: type[Result], *, many: bool) -> Call[Any]:
+    """A call with one result, or with the list `prompts` of them."""
+
+    def results(answer: Answer) -> list[Result]:
+        head = with_request_id(answer.json(), answer.request_id)
+        prompts = read(_Prompts, head).prompts
+        return [read(form, head | prompt, f"prompts.{i}") for i, prompt in enumerate(prompts)]
+
+    return Call(request, results if many else lambda answer: answer.read(form))
+
+
+def _health(answer: Answer) -> Health:
+    """The server's state with either status. A 503 that is not about health is a refusal."""
+    try:
+        return answer.read(Health)
+    except WrongShape:
+        if answer.status == 200:
+            raise
+        raise errors.from_reply(answer.status, {}, answer.body, answer.request_id) from None
+
+
+def _logits(file: TensorFile, suffix: str, **facts: Any) -> Logits:
+    return Logits(logits=file.array(f"logits{suffix}"), stage=file.stage, **facts)
+
+
+def _top_logits(file: TensorFile, suffix: str, **facts: Any) -> TopLogits:
+    ids, values = file.array(f"top_ids{suffix}"), file.array(f"top_logits{suffix}")
+    return TopLogits(top_ids=ids, top_logits=values, stage=file.stage, **facts)
+
+
+def _activations(file: TensorFile, suffix: str, **facts: Any) -> Activations:
+    names = [name.removesuffix(suffix) for name in file.names if name.endswith(suffix)]
+    stages = {n: file.array(n + suffix) for n in names if n not in ("token_ids", "positions")}
+    return Activations(stages=stages, **facts)
