@@ -69,40 +69,6 @@ def test_later_token_changes_no_earlier_logits(gpt: GPT) -> None:
         assert not torch.allclose(before[:, position], after[:, position], atol=1e-3)
 
 
-def test_padding_keeps_the_real_positions(gpt: GPT) -> None:
-    lengths = torch.tensor([3, 11, 1, 8])
-    ids = random_ids(4, 11)
-    batch = gpt(ids, lengths=lengths, hidden_states=True, attentions=True)
-    for row, length in enumerate(lengths.tolist()):
-        alone = gpt(ids[row : row + 1, :length], hidden_states=True, attentions=True)
-        assert_close(batch.logits[row, :length], alone.logits[0], atol=1e-4, rtol=1e-4)
-        assert_close(
-            batch.hidden_states[:, row, :length], alone.hidden_states[:, 0], atol=1e-4, rtol=1e-4
-        )
-        assert_close(
-            batch.attentions[:, row, :, :length, :length],
-            alone.attentions[:, 0],
-            atol=1e-4,
-            rtol=1e-4,
-        )
-
-
-def test_padding_positions_are_zero_for_any_padding_id(gpt: GPT) -> None:
-    lengths = torch.tensor([3, 11, 1, 8])
-    padding = torch.arange(11) >= lengths[:, None]
-    ids = random_ids(4, 11)
-    first, second = (
-        gpt(ids.masked_fill(padding, pad), lengths=lengths, hidden_states=True, attentions=True)
-        for pad in (0, gpt.config.vocab_size - 1)
-    )
-    assert torch.equal(first.logits, second.logits)
-    assert torch.equal(first.hidden_states, second.hidden_states)
-    assert torch.equal(first.attentions, second.attentions)
-    assert (first.logits[padding] == 0).all()
-    assert (first.hidden_states[:, padding] == 0).all()
-    assert (first.attentions.transpose(2, 3)[:, padding] == 0).all()
-
-
 def test_recording_attention_keeps_the_logits(gpt: GPT) -> None:
     """The fused and the written-out kernel agree; recorded rows are causal distributions."""
     ids = random_ids(2, 9)
