@@ -226,6 +226,9 @@ STAGES: tuple[StageKind, ...] = (
 )
 """All stages in the order of the forward."""
 
+HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head"))
+"""Stages with an axis of heads, which comes before the positions in the forward."""
+
 
 def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
     """The stages of a model in the order of the forward."""

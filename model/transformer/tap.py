@@ -12,7 +12,7 @@ from torch import Tensor
 
 class Tap(Protocol):
     """Values have the axes of the forward: (B, T, ...), or (B, heads, T, ...) for the stages in
-    `HEADS_FIRST`."""
+    `stages.HEADS_FIRST`."""
 
     def wants(self, layer: int | None, stage: str) -> bool:
         """True if the tap uses a stage. Expensive stages are computed only then."""
@@ -20,21 +20,6 @@ class Tap(Protocol):
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
         """Return the value to continue with. `offset` is the first of the forward's T positions in
         `value`, for stages that are computed a block of positions at a time."""
-
-
-HEADS_FIRST = frozenset(
-    (
-        "attention.q_raw",
-        "attention.k_raw",
-        "attention.q",
-        "attention.k",
-        "attention.v",
-        "attention.scores",
-        "attention.probs",
-        "attention.heads",
-        "attention.head_out",
-    )
-)
 
 
 class _Untapped:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from logitd.model.transformer.attention import RecordingAttend, mask_causal
 from logitd.model.transformer.gpt import GPT
-from logitd.model.transformer.stages import Stage, stages_of
-from logitd.model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.stages import HEADS_FIRST, Stage, stages_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""GPT: every shape against its definition, and the rules that every family keeps.
+"""GPT: every shape against its definition, and rules for every family.
 
 Whole models against other people's code are in `test_against_transformers.py`.
 """
@@ -70,7 +70,7 @@ def test_later_token_changes_no_earlier_logits(gpt: GPT) -> None:
 
 
 def test_recording_attention_keeps_the_logits(gpt: GPT) -> None:
-    """The fused and the written-out kernel agree; recorded rows are causal distributions."""
+    """The fused and the explicit kernel agree; recorded rows are causal distributions."""
     ids = random_ids(2, 9)
     fused = gpt(ids)
     recorded = gpt(ids, attentions=True)
@@ -100,7 +100,7 @@ def test_bfloat16_stays_near_float32(gpt: GPT) -> None:
 
 
 def test_narrow_head_is_widened_piece_by_piece() -> None:
-    """Ends of pieces and padded ids lie in the same places as in one product."""
+    """The result is that of one product, at the ends of pieces and of the vocabulary too."""
     gpt = tiny_gpt(tiny_config(vocab_size=2 * HEAD_ROWS + 7)).to(torch.bfloat16).eval()
     hidden = torch.randn(3, 5, gpt.config.d_model).to(torch.bfloat16)
     weight = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
@@ -145,7 +145,7 @@ def test_tied_head_counts_once() -> None:
 @pytest.mark.parametrize("head_bias", [True, False])
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_padded_ids_are_cut_off(tied_head: bool, head_bias: bool, dtype: torch.dtype) -> None:
-    """Rows beyond the vocabulary are padding; their contents never reach the logits."""
+    """Rows beyond the vocabulary are padding and never reach the logits."""
     gpt = tiny_gpt(tiny_config(tied_head=tied_head, head_bias=head_bias)).to(dtype)
     ids = random_ids(2, 9)
     before = gpt(ids).logits
@@ -195,7 +195,7 @@ def test_initial_weights_are_gpt2s() -> None:
             assert abs(parameter.std().item() / std - 1) < 0.05, name
 
 
-def test_position_tables_are_no_part_of_the_weights() -> None:
+def test_position_tables_are_not_weights() -> None:
     for family in ("original", "llama"):
         names = tiny_gpt(tiny_config(**FAMILIES[family])).state_dict()
         assert not [name for name in names if "rope" in name or "sinusoid" in name]

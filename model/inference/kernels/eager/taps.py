@@ -19,8 +19,7 @@ from torch import Tensor
 from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.stages import match_stages
-from logitd.model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.stages import HEADS_FIRST, match_stages
 
 Key = tuple[int | None, str]
 """A stage of a model: its block and its name in the block."""
