@@ -138,24 +138,20 @@ inline float largest_magnitude(const float* row, int width) {
   return most;
 }
 
-// The numbers of a row times `inverse`, rounded, plus `zero`, as bytes.
-inline void put_rounded(const float* from, int width, float inverse, int zero, std::uint8_t* to) {
-  int whole = width / LANES * LANES;
-  for (int i = 0; i < whole; i += LANES) {
-    Floats steps = (load(from + i) * inverse + ROUND) - ROUND;
-    store_bytes(to + i, converted<Ints>(steps) + zero);
-  }
-  for (int i = whole; i < width; i++)
-    to[i] = std::uint8_t(int((from[i] * inverse + ROUND) - ROUND) + zero);
-}
-
 // to[0, width) = a row in 127 steps to either side of zero; `width` is a multiple of 16. Returns the size of
 // a step, which is not finite if a number of the row is not, so that the fault is not lost.
 inline float put_steps(const float* from, int width, std::int8_t* to) {
-  Floats lost = {};
-  for (int i = 0; i < width; i += LANES) lost = fused(load(from + i), Floats{}, lost);  // 0 or NaN
-  float most = largest_magnitude(from, width), inverse = most > 0.0f ? 127.0f / most : 0.0f;
-  put_rounded(from, width, inverse, 0, reinterpret_cast<std::uint8_t*>(to));
+  Floats mosts = {}, lost = {};
+  for (int i = 0; i < width; i += LANES) {
+    Floats values = load(from + i);
+    mosts = max(mosts, max(values, -values));
+    lost = fused(values, Floats{}, lost);  // 0 or NaN
+  }
+  float most = largest(mosts), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+  for (int i = 0; i < width; i += LANES) {
+    Floats steps = (load(from + i) * inverse + ROUND) - ROUND;
+    store_bytes(reinterpret_cast<std::uint8_t*>(to) + i, converted<Ints>(steps));
+  }
   return most / 127.0f + sum(lost);
 }
 
@@ -271,9 +267,15 @@ class Converted {
   // Round to the nearest of 127 steps to either side of ZERO, by the row's largest magnitude.
   void put_int8(int row, const float* from, int width) {
     std::uint8_t* to = values_.data() + std::size_t(row) * pitch_;
-    const float most = largest_magnitude(from, width);
+    const float most = largest_magnitude(from, width), inverse = most > 0.0f ? 127.0f / most : 0.0f;
     scales_[row] = most / 127.0f;
-    put_rounded(from, width, most > 0.0f ? 127.0f / most : 0.0f, ZERO, to);
+    int whole = width / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) {
+      Floats steps = (load(from + i) * inverse + ROUND) - ROUND;
+      store_bytes(to + i, converted<Ints>(steps) + ZERO);
+    }
+    for (int i = whole; i < width; i++)
+      to[i] = std::uint8_t(int((from[i] * inverse + ROUND) - ROUND) + ZERO);
 #if defined(HALVES)
     if (kind_ != KIND_INT4) return;
     const int steps = I4::steps(width);

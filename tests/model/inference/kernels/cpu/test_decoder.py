@@ -100,10 +100,11 @@ def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> 
     gpt = tiny_gpt(tiny_config(**{**COMBINATIONS[name], **COMBINED}))
     caches = new_cache(gpt), new_cache(gpt)
     native = NativeDecoder(library, gpt, caches[0], threads=2)
+    decoders: tuple[Decoder, Decoder] = native, PlainDecoder(gpt, caches[1])
     for length in (1, 2, 5, 16, 17, 40, 124):
         ids, wanted = random_ids(length).tolist(), AttentionSelection((1, 0), (3, 1), length + 5)
         results = []
-        for decoder, cache in zip((native, PlainDecoder(gpt, caches[1])), caches, strict=True):
+        for decoder, cache in zip(decoders, caches, strict=True):
             with torch.inference_mode():
                 [prompt] = decoder.prefill([PrefillInput(ids, 1, 0, states=True, weights=wanted)])
                 steps = decoded_at(decoder, [7, 8, 9], 1, length)
