@@ -18,7 +18,7 @@ from logitd.model.device import Placement, describe
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Bytes to read: several times the caches, and little enough for a machine that has room for a
-model. More on a GPU, where the read has to take much longer than the launch."""
+model. More on a GPU, because the read has to take much longer than the launch."""
 MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
 """Width of the square matrices. Reading them takes much less time than multiplying them."""
 REPEATS = 8

@@ -106,7 +106,7 @@ class NativeDecoder:
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         # A processor that is slow at products of many rows is slow at those of the head too: 8
-        # times as slow as torch where it was measured. Torch has none in bfloat16 or quantized.
+        # times as slow as torch in a measurement. Torch has none in bfloat16 or quantized.
         plain = quantize == "none" and weight.dtype is torch.float32
         self.torch_head = TorchHead(gpt) if plain and not prefills else None
         self._config = gpt.config

@@ -62,7 +62,7 @@ class NativeLibrary:
     """The loaded kernels.
 
     target  the target they were built for; None for the processor at hand
-    origin  when and where they were built
+    origin  time and place of the build
     """
 
     functions: ctypes.CDLL

@@ -51,7 +51,7 @@ def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
     packed = np.empty((len(sampling), FIELDS), dtype=np.int64)
     floats = packed.view(np.float64)
     packed[:, _GREEDY] = sampling["divisor"] == 0
-    floats[:, _DIVISOR] = np.maximum(sampling["divisor"], COLDEST)  # nothing is divided by 0
+    floats[:, _DIVISOR] = np.maximum(sampling["divisor"], COLDEST)  # avoids a division by 0
     floats[:, _FLOOR] = sampling["floor"]
     packed[:, _TOP_K] = sampling["top_k"]
     floats[:, _TOP_P] = sampling["top_p"]
@@ -87,7 +87,7 @@ def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) 
     kth = values.gather(-1, count[:, None] - 1)  # (R, 1)
     values = values.masked_fill(values < kth, -math.inf)
     probs = values.double().softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs  # of the ids that are likelier
+    mass_before = probs.cumsum(dim=-1) - probs  # of the likelier ids
     outside = (mass_before >= top_p[:, None]) & (top_p[:, None] < 1)
     dropped = torch.empty_like(outside).scatter(-1, order, (values == -math.inf) | outside)
     logits = logits.masked_fill(dropped, -math.inf)

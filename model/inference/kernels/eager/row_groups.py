@@ -5,7 +5,7 @@ kernels add in different orders. The limits depend on the processor: on AMD's, m
 rows up are one class; on Intel's with AVX-512, float32 has another class from 16 rows up. So the
 groups are found by trial, on the machine and for the model's shapes: a row is multiplied among
 more or fewer copies of itself. The trials use sums that cancel. Only their rounding is left, so
-another order of additions shows in bfloat16 too, where it otherwise changes one of thousands of
+another order of additions shows in bfloat16 too, in which it otherwise changes one of thousands of
 results. Does not cover attention, which is computed per sequence, or GPUs, on which plain torch
 does not promise this.
 """

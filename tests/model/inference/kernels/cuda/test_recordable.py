@@ -48,7 +48,7 @@ def test_nothing_is_read_back(family: str, dtype: torch.dtype, batch_invariant: 
     gpt = GPT(tiny_config(**shape)).to(META).to(dtype).eval()
     cache = KVCache(gpt.config, SLOTS, device=META, dtype=dtype)
     decoder = GraphDecoder(gpt, cache, batch_invariant=batch_invariant, stream=Nowhere())
-    # Keys are copied together, or read where they lie.
+    # Keys are gathered, or read in place.
     for rows, how in ((1, GREEDY), (2, FILTERED), (SLOTS, PLAIN)):
         slots, sampling = list(range(rows)), sampling_rows([how] * rows)
         logits = decoder.decode([1] * rows, slots, [5] * rows)
