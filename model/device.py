@@ -229,7 +229,7 @@ def unproven(device: str) -> str | None:
     if not device.startswith("cuda") or any(card in device for card in CARDS_RUN):
         return None
     return (
-        "this code has never run on such a card; `python -m benchmarks.gpu` compares its results "
+        "this code was never run on such a card; `python -m benchmarks.gpu` compares its results "
         "with the CPU's"
     )
 
