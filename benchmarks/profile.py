@@ -112,7 +112,7 @@ class WatchedDecoder:
 
     def head(self, hidden: Tensor) -> Tensor:
         self._timeline.mark("tensors")
-        if self.native.has_torch_head:  # it is not timed natively
+        if self.native.torch_head is not None:  # it is not timed natively
             return self._timed("head", self.native.head, hidden)
         return self._timed("tensors", self.native.head, hidden)
 

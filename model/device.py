@@ -1,8 +1,8 @@
-"""Device, dtype and threads: where and in which dtype a model runs on this machine.
+"""Device, dtype and threads of a model on this machine, and the limits of the process.
 
 Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
-objects, or rejects them with the reason. Does not move anything there, and does not know what the
-dtype "auto" is: that depends on what decodes (`model/inference/kernels/select.py`).
+objects, or rejects them with the reason. The dtype "auto" depends on the decoder
+(`model/inference/kernels/select.py`).
 """
 
 import ctypes
@@ -17,24 +17,24 @@ import torch
 from logitd.model.dtypes import FloatName
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
+"""Options of mallopt(3)."""
 KEPT_BYTES = 32 * 2**20
-"""Freed memory up to this size is reused instead of returned: the largest that the C library
-allows, and larger than what a step computes with."""
+"""Limit up to which freed memory is reused instead of returned: the most that the C library allows,
+and more than a step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN: tuple[str, ...] = ()
-"""Names of GPUs, as torch has them, on which `python -m benchmarks.gpu` ran to its end."""
+"""Torch's names of the GPUs on which `python -m benchmarks.gpu` has passed."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""Where Linux says in which control groups this process is, and where these are."""
+"""Linux's list of the control groups of this process, and the folder of all groups."""
 
 
 class DeviceError(ValueError):
-    """A device that this machine does not offer."""
+    """This machine does not have the requested device, memory or threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model lives and in which dtype it computes."""
+    """The device, the dtype and the number of threads of a model."""
 
     device: torch.device
     dtype: torch.dtype
@@ -48,21 +48,21 @@ class Placement:
 def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
-    """Resolve "auto", which is CUDA when there is one, and 0 threads, which are as many as the
-    process has processors. Raises DeviceError for more: they would wait for each other at every
-    operation, for a processor's share of time each."""
+    """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one per processor
+    of this process. Raises DeviceError for more threads: they would wait for each other at every
+    operation, a scheduler slice at a time."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         plural = "" if processors == 1 else "s"
         raise DeviceError(
-            f"threads is {threads}, and this process has {processors} processor{plural}: give 1 to "
-            f"{processors}, or 0 for all of them"
+            f"threads is {threads}, and this process has {processors} processor{plural}: set it to "
+            f"1 to {processors}, or to 0 for all of them"
         )
     return Placement(choose_device(device), getattr(torch, dtype), threads or processors)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name, "auto" being CUDA when there is one. Raises DeviceError."""
+    """The device of a name; "auto" prefers CUDA. Raises DeviceError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -74,9 +74,9 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if count == 0:
-            raise DeviceError(f"device {name!r} was asked for, but torch finds no CUDA device here")
+            raise DeviceError(f"device is {name!r}, but torch finds no CUDA device here")
         if (device.index or 0) >= count:
-            raise DeviceError(f"device {name!r} was asked for, but there are {count} CUDA devices")
+            raise DeviceError(f"device is {name!r}, but this machine has {count} CUDA devices")
     return device
 
 
@@ -86,9 +86,9 @@ def use_threads(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process take again what it freed, instead of giving it back to the system and paying
-    for each page of it once more: measured, half the time of a prefill of a model of 30 million
-    parameters. Does nothing where the C library is not GNU's."""
+    """Let this process reuse freed memory instead of returning it to the system. Getting each page
+    again took half the time of a prefill of a model of 30 million parameters. Does nothing if the C
+    library is not GNU's."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -96,23 +96,23 @@ def keep_freed_memory() -> None:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device, without waiting for what the device has yet to do."""
+    """Copy a tensor from the CPU to a device without waiting for queued work."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def disable_cudnn_attention() -> None:
-    """Keep torch from attention by cuDNN in this process: from 2.11 on it is the first choice on
-    Hopper, and plans anew, for tens of milliseconds, whenever a prompt or a step has a length that
-    never was before. For serving; a training step has one shape. Does nothing without CUDA."""
+    """Disable torch's attention by cuDNN in this process. From torch 2.11 on it is the first choice
+    on Hopper, and plans for tens of milliseconds at each new length of a prompt or a step. For
+    serving; a training step has one shape. Does nothing without CUDA."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch's compute pool out of a block: for small work beside threads of our own, where two
-    pools that wait for each other cost more than they give."""
+    """Run a block without torch's compute pool: for small work next to threads of our own, where
+    two pools that wait for each other cost more than they gain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,9 +122,9 @@ def one_thread() -> Iterator[None]:
 
 
 def available_processors(groups: Sequence[Path] | None = None) -> int:
-    """Processors this process may run on (a container's or taskset's share, not the machine's).
-    Where a control group limits its time, as many as that is worth, rounded up. `groups` are the
-    folders of the control groups that may."""
+    """Processors that this process may use: the share of a container or of taskset, not the
+    machine's. A control group's limit of time counts as processors, rounded up. `groups` are the
+    folders of the control groups to read."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:
@@ -136,16 +136,16 @@ def available_processors(groups: Sequence[Path] | None = None) -> int:
 
 
 def machine_memory(groups: Sequence[Path] | None = None) -> int:
-    """Bytes of memory that this process may come to have: the machine's, or the container's.
-    `groups` are the folders of the control groups that limit it."""
+    """Bytes of memory that this process may use in all: the machine's or the container's. `groups`
+    are the folders of the control groups to read."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = map(_group_limit, memory_groups() if groups is None else groups)
     return min([total, *(limit for limit in limits if limit is not None)])
 
 
 def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -> int:
-    """Bytes of memory that this process can take now without swapping: what Linux calls available,
-    or what is left to the container. Files that were read do not count as taken."""
+    """Bytes of memory that this process can get now without swapping: Linux's MemAvailable, or the
+    rest of the container's limit. Cached files count as free."""
     groups = memory_groups() if groups is None else groups
     free = [machine_memory(groups)]
     if (available := _field(meminfo, "MemAvailable:")) is not None:
@@ -158,8 +158,9 @@ def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -
 
 
 def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
-    """The folders of the control groups that may limit this process: its own and those above it,
-    in either version. In a container they may have other names, and then the root is its own."""
+    """The folders of the control groups that may limit this process: its own and those above it, in
+    either version of control groups. In a container the names may differ; then the root is its own
+    group."""
     folders = [root, root / "memory"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -175,13 +176,13 @@ def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ..
 
 
 def _group_limit(group: Path) -> int | None:
-    """Bytes that a control group may have, None where it may have all."""
+    """The memory limit of a control group in bytes; None without a limit."""
     limits = [_number(group / name) for name in ("memory.max", "memory.limit_in_bytes")]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _group_processors(group: Path) -> int | None:
-    """Processors' worth of time that a control group may have, None where it may have all."""
+    """The time limit of a control group in processors; None without a limit."""
     try:
         words = (group / "cpu.max").read_text(encoding="ascii").split()
         quota, period = int(words[0]), int(words[1])
@@ -194,7 +195,7 @@ def _group_processors(group: Path) -> int | None:
 
 
 def _group_use(group: Path) -> int | None:
-    """Bytes that a control group cannot do without; None where it does not say."""
+    """Bytes in use by a control group, without cached files; None if it does not tell."""
     current, usage = _number(group / "memory.current"), _number(group / "memory.usage_in_bytes")
     used, prefix = (current, "") if current is not None else (usage, "total_")
     if used is None:
@@ -204,7 +205,7 @@ def _group_use(group: Path) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number that is all of a file's text; None for "max", and where there is no such file."""
+    """The number that a file consists of; None for "max" or a missing file."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -213,7 +214,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number behind a name at the beginning of a line; None where there is none."""
+    """The number after a name at the beginning of a line; None if there is none."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -223,18 +224,18 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def unproven(device: str) -> str | None:
-    """That nothing here was ever run on this kind of GPU, for a person; None of a CPU, and of
-    CARDS_RUN. `device` is as `describe` has it."""
+    """A warning that this code never ran on this kind of GPU; None for a CPU and for CARDS_RUN.
+    `device` is a result of `describe`."""
     if not device.startswith("cuda") or any(card in device for card in CARDS_RUN):
         return None
     return (
-        "this code was never run on such a card; what it computes there is held against the CPU by "
-        "`python -m benchmarks.gpu`"
+        "this code was never run on such a card; `python -m benchmarks.gpu` compares its results "
+        "with the CPU's"
     )
 
 
 def describe(device: torch.device) -> str:
-    """The device for a person: "cuda:0 (NVIDIA H200)" or "cpu (AVX512)"."""
+    """The device with its model: "cuda:0 (NVIDIA H200)" or "cpu (AVX512)"."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Names of the floating-point formats that weights and arithmetic can have. Without torch."""
+"""Names of the floating-point formats of weights and arithmetic. Does not import torch."""
 
 from typing import Literal
 

@@ -1,7 +1,7 @@
-"""Extras: optional packages, and the command that installs one into the environment that runs.
+"""Extras: optional packages, and the command that installs them into the running environment.
 
-logitd is not on a package index, so its name with an extra would find nothing there, or a package
-of somebody else's: the packages themselves are named.
+logitd is not on a package index: its name with an extra would find nothing there, or another
+project's package. So the command names the packages themselves.
 """
 
 import shlex
@@ -18,11 +18,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "otel": ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otlp-proto-http>=1.45,<2"),
     "tensorboard": ("tensorboard>=2.20",),
 }
-"""As in pyproject.toml, which a test holds it to."""
+"""The extras of pyproject.toml; a test compares them."""
 
 
 def installation(extra: str) -> str:
-    """The command line that installs what an extra needs, to be pasted."""
+    """A command line, ready to paste, that installs the packages of an extra."""
     python = Path(sys.executable)
     if Path.cwd() in python.parents[:3]:  # .venv/bin/python
         python = python.relative_to(Path.cwd())

@@ -1,8 +1,7 @@
-"""Machine: what this machine could do at best. How fast it reads memory, how fast it multiplies.
+"""Machine: the best rates of this machine at reading memory and at multiplying.
 
-Both are measured with the threads and on the device that the model gets, by stock operations that
-do nothing else. Neighbours on the same hardware take from both, and from one minute to the next
-not alike.
+Both are measured by stock operations with the threads and on the device of the model. Neighbours on
+the same hardware reduce both by amounts that change from minute to minute.
 """
 
 import math
@@ -18,21 +17,21 @@ import torch
 from logitd.model.device import Placement, describe
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
-"""Several times what is kept in caches, so that memory is read; and little enough for a machine
-that has room for a model. More on a GPU, where reading it has to take much longer than to start."""
+"""Bytes to read: several times the caches, and little enough for a machine that has room for a
+model. More on a GPU, because the read has to take much longer than the launch."""
 MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
-"""Of square matrices: so wide that their memory is read much faster than they are multiplied."""
+"""Width of the square matrices. Reading them takes much less time than multiplying them."""
 REPEATS = 8
 WAKING_SECONDS = {"cpu": 0.0, "cuda": 0.5}
-"""How long it is measured at least: a GPU that had nothing to do comes to its clock by and by."""
+"""Least time of a measurement: an idle GPU raises its clock gradually."""
 ENOUGH_SECONDS = 4.0
-"""Some machines have no instructions for a dtype and multiply in it very slowly."""
+"""Time after which a measurement stops: a machine without instructions for a dtype is very slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes that are read and operations of matrix products (a multiplication and an addition are
-    two), each per second."""
+    """Bytes read per second, and operations of matrix products per second. A multiplication and an
+    addition are two operations."""
 
     read_bandwidth: float
     matrix_rate: float
@@ -40,8 +39,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What else a figure depends on. `device`, `dtype` and `threads` as the server's /info says
-    them."""
+    """Conditions of a measurement. `device`, `dtype` and `threads` have the words of /info."""
 
     processor: str
     device: str
@@ -54,8 +52,8 @@ class Surroundings:
 def measure_machine(
     placement: Placement, *, nbytes: int | None = None, width: int | None = None
 ) -> Machine:
-    """A few seconds; torch has been told its threads before. `nbytes`, `width`: of what is read and
-    multiplied, where less than is right for the device will do."""
+    """Measure both rates in a few seconds with torch's present number of threads. `nbytes` and
+    `width` replace the sizes of the device."""
     return Machine(
         read_bandwidth=read_bandwidth(placement.device, nbytes),
         matrix_rate=matrix_rate(placement.device, placement.dtype, width),
@@ -64,7 +62,7 @@ def measure_machine(
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
-    """Bytes per second of a sum over memory, the best of some."""
+    """Bytes per second of a sum over memory, the best of several runs."""
     nbytes = nbytes or READ_BYTES[device.type]
     numbers = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     return numbers.nbytes / _quickest(numbers.sum, device)
@@ -72,7 +70,7 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
 
 @torch.inference_mode()
 def matrix_rate(device: torch.device, dtype: torch.dtype, width: int | None = None) -> float:
-    """Operations per second of a product of two square matrices, the best of some."""
+    """Operations per second of a product of two square matrices, the best of several runs."""
     width = width or MATRIX_WIDTH[device.type]
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
@@ -95,7 +93,7 @@ def surroundings(placement: Placement) -> Surroundings:
 
 
 def processor_name() -> str:
-    """What the processor calls itself."""
+    """The processor's own name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -105,7 +103,7 @@ def processor_name() -> str:
 
 
 def _quickest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the quickest of some runs."""
+    """Seconds of the quickest of several runs."""
     quickest, start = math.inf, time.perf_counter()
     awake, end = start + WAKING_SECONDS[device.type], start + ENOUGH_SECONDS
     repeats = 0
@@ -113,7 +111,7 @@ def _quickest(run: Callable[[], object], device: torch.device) -> float:
         repeats += 1
         began = time.perf_counter()
         run()
-        if device.type == "cuda":  # there a call only queues the work
+        if device.type == "cuda":  # a call only queues the work
             torch.cuda.synchronize(device)
         ended = time.perf_counter()
         quickest = min(quickest, ended - began)

@@ -1,8 +1,8 @@
-"""Memory: what a device has, and whether a model fits into it.
+"""Memory of a device, and the check that a model fits into it.
 
-Arithmetic on shapes, and one look at the device. On CUDA "free" is what its driver says. On a CPU
-it is what the system says can be taken now, or what is left of the container's limit: so other
-processes' memory counts on both. Slots and steps: `model/inference/memory.py`.
+On CUDA the driver reports the free memory. On a CPU it is the system's available memory or the rest
+of the container's limit. Memory of other processes counts as used on both. Slots and steps are
+counted in `model/inference/memory.py`.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import parameter_count, table_elements
 
 TABLE_BYTES = 12
-"""Of an element of a table: float32, a copy in the model's dtype, and one for the decoder."""
+"""Bytes per element of a table: float32, a copy in the model's dtype, and one for the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Bytes of a device: all of them, and those that are free."""
+    """Total and free bytes of a device."""
 
     name: str
     total: int
@@ -27,7 +27,7 @@ class Available:
 
 
 def available(device: torch.device) -> Available:
-    """The memory of a device, as it is now."""
+    """The present memory of a device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Available(str(device), total, free)
@@ -35,7 +35,7 @@ def available(device: torch.device) -> Available:
 
 
 def model_bytes(config: GPTConfig, item_bytes: int) -> int:
-    """Bytes of a model's weights, and of the tables that it computes of its positions."""
+    """Bytes of a model's weights and of its tables of positions."""
     return parameter_count(config) * item_bytes + table_elements(config) * TABLE_BYTES
 
 
@@ -45,18 +45,18 @@ def check_weights_fit(config: GPTConfig, item_bytes: int, memory: Available) -> 
     if needed > memory.free:
         raise DeviceError(
             f"the model's weights take {format_bytes(needed)} at {item_bytes} bytes each, "
-            f"{free_of(memory)}: choose a narrower dtype, another device, or free some"
+            f"{free_of(memory)}: set dtype to a narrower one, choose another device, or free memory"
         )
     if (whole := model_bytes(config, item_bytes)) > memory.free:
         raise DeviceError(
             f"the model takes {format_bytes(whole)}, {format_bytes(whole - needed)} of them tables "
             f"for a context of {config.context_length:,} {config.positions} positions, "
-            f"{free_of(memory)}: lower context_length in its config.json, or free some"
+            f"{free_of(memory)}: lower context_length in its config.json, or free memory"
         )
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people: "36.0 MiB"."""
+    """Bytes with a unit: "36.0 MiB"."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(count) >= 1024**power:
             return f"{count / 1024**power:,.1f} {unit}"
@@ -64,5 +64,5 @@ def format_bytes(count: int) -> str:
 
 
 def free_of(memory: Available) -> str:
-    """What is free, for people."""
+    """A clause with the free and the total memory."""
     return f"{memory.name} has {format_bytes(memory.free)} free of {format_bytes(memory.total)}"

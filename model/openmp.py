@@ -1,9 +1,9 @@
-"""OpenMP: how long torch's compute threads spin before they sleep.
+"""OpenMP: the time that torch's compute threads spin before they sleep.
 
 By default they spin for milliseconds at the end of each parallel loop. If another program uses the
-machine, they then take the processors from the thread that they wait for, and training becomes
-tens of times slower. OpenMP reads these variables once, when torch is imported. Standard library
-alone.
+machine, they take the processors from the thread that they wait for, and training becomes tens of
+times slower. OpenMP reads these variables once, when torch is imported. Imports only the standard
+library.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ SHORT_SPIN: Mapping[str, str] = {
 
 
 def spin_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The OpenMP variables for a process that imports torch: those of `environment`, and a short
-    spin unless it sets a policy of waiting."""
+    """The OpenMP variables for a process that imports torch: those in `environment`, and a short
+    spin unless it sets OMP_WAIT_POLICY."""
     policy = "OMP_WAIT_POLICY"
     names = (policy, *SHORT_SPIN)
     given = {name: environment[name] for name in names if name in environment}

@@ -1,6 +1,6 @@
-"""Fields of a pydantic model, made of the fields of a dataclass, so that they are declared once.
+"""Fields of a pydantic model from the fields of a dataclass, so that they are declared once.
 
-A field of the dataclass has its description and limits in its annotation, as
+A field of the dataclass has its description and limits in its annotation:
 `Annotated[int, Field(ge=1, description="blocks")]`.
 """
 
@@ -13,8 +13,8 @@ from pydantic import BaseModel, create_model
 def with_optional_fields(
     base: type[BaseModel], dataclass: type, names: Iterable[str]
 ) -> type[BaseModel]:
-    """A model with the fields of `base`, and after them the named fields of a dataclass. These may
-    be None, which is their default."""
+    """A model with the fields of `base`, then the named fields of a dataclass, each None by
+    default."""
     hints = get_type_hints(dataclass, include_extras=True)
     kinds = {name: get_args(hints[name]) for name in names}
     fields: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""The processor: what it can do, in Linux's words. Without torch.
+"""The processor's features, in Linux's words. Does not import torch.
 
-Not here: how many of them a process may use (`model/device.py`), and what kernels are built for
-(`model/inference/kernels/cpu/targets.py`).
+The number of processors of a process is in `model/device.py`, the targets of kernels in
+`model/inference/kernels/cpu/targets.py`.
 """
 
 from collections.abc import Collection
@@ -12,11 +12,11 @@ BFLOAT16_INSTRUCTIONS = {
     "avx512_bf16": "AVX-512 BF16",
     "bf16": "Arm BF16",
 }
-"""Features of processors that have dot products of bfloat16, with their names for people."""
+"""Processor features with dot products of bfloat16, and the names of these instructions."""
 
 
 def processor_features() -> frozenset[str]:
-    """What the processor can do, in Linux's words; nothing where the system does not say."""
+    """The features of this processor; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -26,7 +26,7 @@ def processor_features() -> frozenset[str]:
 
 
 def bfloat16_instructions(features: Collection[str]) -> str | None:
-    """What a processor of these features multiplies bfloat16 with, or None."""
+    """The instructions that multiply bfloat16 on a processor with these features, or None."""
     return next(
         (name for feature, name in BFLOAT16_INSTRUCTIONS.items() if feature in features), None
     )

@@ -1,1 +1,1 @@
-"""The run on a GPU: what it computes, held against the CPU, and how fast it serves and trains."""
+"""The run on a GPU: compare its results with the CPU's, then measure serving and training."""

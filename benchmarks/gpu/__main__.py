@@ -1,11 +1,11 @@
-"""The run on a GPU: whether it computes what the CPU computes, then how fast it serves and trains.
+"""The run on a GPU: compare its results with the CPU's, then measure serving and training.
 
     python -m benchmarks.gpu --out gpu.jsonl [--parts logits,served] [--train-seconds 120]
 
-Each part is a process with a time limit of its own, and all of them together have --seconds. Every
-finding is a line of JSON in --out as soon as there is one. A part that fails, or has no time left,
-is skipped with its reason. At the end all findings of the run are printed as a table, and the exit
-code is 1 if a part failed or a check does not hold. `--device cpu --tiny` tries it out anywhere.
+Each part is a process with its own time limit; --seconds limits all of them together. Every finding
+is written at once as a line of JSON to --out. A part that fails, or has no time left, is skipped
+with its reason. At the end the findings are printed as a table. The exit code is 1 if a part failed
+or a check does not hold. `--device cpu --tiny` tries the run on any machine.
 """
 
 import argparse
@@ -30,11 +30,11 @@ PARTS = {
     "recorded": ("truth", 90), "overlap": ("truth", 90), "invariance": ("truth", 90),
     "memory": ("truth", 30),
 }  # fmt: skip
-"""Parts in their order: module and limit in seconds; `trained` has --train-seconds besides."""
+"""Parts in order, each with its module and limit in seconds; `trained` adds --train-seconds."""
 LEAST_SECONDS, GRACE_SECONDS = 5.0, 10.0
-"""Time that a part needs at least, and that it has to stop what it started."""
+"""Least time for a part, and time for a part to stop its processes."""
 FAILED = 3
-"""Exit code of a part that has written why it failed."""
+"""Exit code of a part that has recorded its failure."""
 
 
 def main() -> int:
@@ -43,9 +43,9 @@ def main() -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="file that findings are appended to")
+    parser.add_argument("--out", type=Path, help="file to append the findings to")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=470.0, help="of all parts together")
+    parser.add_argument("--seconds", type=float, default=470.0, help="limit of all parts together")
     parser.add_argument("--train-seconds", type=float, default=120.0)
     parser.add_argument("--tiny", action="store_true", help="sizes that any machine runs")
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def run_part(name: str, limit: float, out: Path) -> None:
-    """Run a part in a process of its own, for `limit` seconds at most."""
+    """Run a part in its own process for at most `limit` seconds."""
     if limit < LEAST_SECONDS:
         keep(out, {"part": name, "failed": "no time was left"})
         return
@@ -90,7 +90,7 @@ def run_part(name: str, limit: float, out: Path) -> None:
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a part and what it started."""
+    """End a part and its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -108,7 +108,7 @@ def run_here(name: str, setting: Setting, out: Path) -> int:
             seconds = round(time.monotonic() - began, 1)
             case = {"part": name, "case": finding.case, "holds": finding.holds}
             keep(out, {**case, "seconds": seconds, **finding.figures})
-    except Exception as error:  # the other parts are still wanted
+    except Exception as error:  # the other parts still run
         traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         reason = reason if len(reason) < 500 else f"{reason[:200]} ... {reason[-300:]}"
@@ -118,7 +118,7 @@ def run_here(name: str, setting: Setting, out: Path) -> int:
 
 
 def keep(out: Path, record: dict[str, Any]) -> None:
-    """Append a record and hand it to the disk."""
+    """Append a record and flush it to the disk."""
     with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""Part: input and output of one part of the run. Standard library only."""
+"""Part: input and output of one part of the run. Imports only the standard library."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Device to run on. `tiny`: sizes for any machine; their times are not comparable."""
+    """The device to run on. `tiny`: sizes for any machine, whose times are not comparable."""
 
     device: str
     tiny: bool
@@ -15,7 +15,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A case of a part, and its figures; `holds` is None for a measurement."""
+    """A case of a part with its figures; `holds` is None for a measurement."""
 
     case: str
     figures: dict[str, Any]

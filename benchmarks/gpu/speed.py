@@ -1,4 +1,4 @@
-"""Speed: limits of a device, `logitd serve` under a closed loop, and `logitd train`."""
+"""Speed: the limits of a device, `logitd serve` under a closed loop, and `logitd train`."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
               "--accumulate=1", "--eval-batches=1", "--compile=off", "--threads=1")  # fmt: skip
 SET_UP_SECONDS = 60.0
-"""Time of a training run outside its minutes: text, compilation and the last checkpoint."""
+"""Time of a training run beyond its minutes: text, compilation and the last checkpoint."""
 GRACE_SECONDS = 20.0
-"""Time for a training run to end after it was told to stop."""
+"""Time for a training run to end after the signal to stop."""
 
 
 def machine(setting: Setting) -> Iterator[Finding]:
-    """The rates at which the device reads memory and multiplies matrices at best."""
+    """The best rates of the device at reading memory and multiplying matrices."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     found = measure_machine(placement, **sizes)
@@ -43,7 +43,7 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 
 def served(setting: Setting) -> Iterator[Finding]:
-    """A server of random weights, and clients that ask again as soon as they were answered."""
+    """A server with random weights, and clients that send a request after each reply."""
     name, prompt, tokens = ("small", 16, 16) if setting.tiny else ("124m", 256, 128)
     seconds, warm_up = (1.0, 0.5) if setting.tiny else (10.0, 5.0)
     question = Question(
@@ -93,7 +93,7 @@ def trained(setting: Setting) -> Iterator[Finding]:
             try:
                 process.wait(setting.train_seconds + SET_UP_SECONDS)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # what was measured by now counts
+                process.send_signal(signal.SIGINT)  # the steps so far count
                 process.wait(GRACE_SECONDS)
             finally:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Whether a GPU computes what is promised: each part yields checks that hold or do not."""
+"""Truth: checks that a GPU computes what is promised. Each part yields its checks."""
 
 import random
 import time
@@ -34,12 +34,12 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9})
 PROCESSED: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"frequency_penalty": 0.5})
-"""Requests whose logits are processed before they are sampled from."""
+"""Requests whose logits are processed before sampling."""
 MEMORY_SECONDS = 12.0
 
 
 def checked(setting: Setting) -> Iterator[Finding]:
-    """The self-check that a server makes at its start."""
+    """The self-check of a starting server."""
     for dtype in DTYPES:
         for name, gpt in models(setting, dtype).items():
             for invariant in (False, True):
@@ -52,8 +52,8 @@ def checked(setting: Setting) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def logits(setting: Setting) -> Iterator[Finding]:
-    """Logits of a text, computed at once and by decode steps: their distance to the CPU's in
-    float32, in standard deviations of a row."""
+    """Logits of a text, computed at once and by decode steps: the distance to the CPU's float32
+    logits in standard deviations of a row."""
     ids = torch.tensor(text())[None, : 16 if setting.tiny else 256]
     exact = {name: gpt(ids).logits[0] for name, gpt in models(CPU_ONLY, torch.float32).items()}
     for dtype in DTYPES:
@@ -74,15 +74,15 @@ def logits(setting: Setting) -> Iterator[Finding]:
 
 
 def greedy(setting: Setting) -> Iterator[Finding]:
-    """Greedy texts in float32: the CPU's, token for token."""
+    """Greedy texts in float32 have the CPU's tokens."""
     asked = requests(setting, [{"temperature": 0.0}])
     exact, gpt = (models(one, torch.float32)["bundled"] for one in (CPU_ONLY, setting))
     yield same("the CPU's texts", play(exact, PlainDecoder, asked), play(gpt, GraphDecoder, asked))
 
 
 def recorded(setting: Setting) -> Iterator[Finding]:
-    """Recorded steps against the same steps one by one. Requests come and are aborted at any time,
-    so that rows, slots and lengths change and slots are used again."""
+    """Recorded steps have the results of the same steps without recording. Requests arrive and are
+    aborted at any time, so rows, slots and lengths change and slots are reused."""
     asked = requests(setting, (*SAMPLED, *PROCESSED))
     directly = partial(GraphDecoder, stream=DirectStream())
     drafts: Speculation
@@ -94,8 +94,8 @@ def recorded(setting: Setting) -> Iterator[Finding]:
 
 
 def overlap(setting: Setting) -> Iterator[Finding]:
-    """Steps launched ahead against steps that wait. Sequences end early only batch-invariant:
-    launched ahead, a step still has the row of a sequence that has ended."""
+    """Steps launched ahead have the results of steps that wait. Sequences end early only with batch
+    invariance, because a step launched ahead still has the row of an ended sequence."""
     asked = requests(setting, SAMPLED)
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
@@ -107,7 +107,8 @@ def overlap(setting: Setting) -> Iterator[Finding]:
 
 
 def invariance(setting: Setting) -> Iterator[Finding]:
-    """Batch-invariant: the same bits alone and in a batch; and how often so without it."""
+    """With batch invariance a request has the same bits alone and in a batch; without it, count how
+    often that holds."""
     asked = requests(setting, [{**kind, "logprobs": 2} for kind in SAMPLED])
     some = slice(None, None, max(1, len(asked) // 8))
     for dtype, invariant in ((DTYPES[0], True), (DTYPES[1], True), (DTYPES[1], False)):
@@ -119,7 +120,7 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 
 
 def memory(setting: Setting) -> Iterator[Finding]:
-    """Memory of the device that the same load takes at its end and took at its second time."""
+    """The same load takes no more memory of the device at the end than at its second run."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
     engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=GraphDecoder), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
@@ -138,9 +139,9 @@ CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
 
 
 def models(setting: Setting, dtype: torch.dtype) -> dict[str, GPT]:
-    """The bundled checkpoint, and a GPT-2 with random weights and the same vocabulary."""
-    disable_cudnn_attention()  # as a server does
-    torch.set_num_threads(1)  # with more, a CPU's float32 products do not treat rows alike
+    """The bundled checkpoint, and a GPT-2 with random weights and its vocabulary."""
+    disable_cudnn_attention()  # like a server
+    torch.set_num_threads(1)  # with more threads, a CPU's float32 products treat rows differently
     device = choose_device(setting.device)
     info, gpt = load_checkpoint(BUNDLED, device=device, dtype=dtype)
     config = gpt2_shape(
@@ -154,12 +155,12 @@ def case(name: str, dtype: torch.dtype, batch_invariant: bool = False) -> str:
 
 
 def text() -> list[int]:
-    """This file in the bundled checkpoint's tokens."""
+    """The tokens of this file in the bundled checkpoint's vocabulary."""
     return read_checkpoint(BUNDLED).tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))
 
 
 def requests(setting: Setting, kinds: Sequence[dict[str, Any]]) -> list[GenerationRequest]:
-    """Requests of several kinds and lengths, the same each time."""
+    """Requests of several kinds and lengths, the same in each call."""
     count, most = (4, 8) if setting.tiny else (40, 64)
     rng, ids, asked = random.Random(0), text(), []
     for number in range(count):
@@ -179,7 +180,7 @@ def play(
     staggered: bool = False,
     aborts: bool = False,
 ) -> list[list[Any]]:
-    """Tokens and logprobs of each request: all at once, or some steps apart, some aborted."""
+    """Tokens and logprobs of each request. Requests start at once or steps apart; some abort."""
     engine = Engine(gpt, EngineConfig(slots=8, speculate=drafts), make_decoder=make)
     answers: dict[str, list[Any]] = {one.request_id: [] for one in asked}
     rng = random.Random(1)
@@ -210,6 +211,6 @@ def tokens_of(engine: Engine) -> Iterator[TokenEvent]:
 
 
 def same(name: str, expected: list[list[Any]], found: list[list[Any]]) -> Finding:
-    """Whether sequences have the same tokens and logprobs."""
+    """A finding that holds if sequences have the same tokens and logprobs."""
     equal = sum(one == other for one, other in zip(expected, found, strict=True))
     return Finding(name, {"equal": equal, "of": len(expected)}, equal == len(expected))

@@ -1,13 +1,12 @@
 """Activations of the feed-forward.
 
-Each in two spellings: torch's fused one for training, and one for inference that is made of
-operations whose result for an element does not depend on where it falls in the array.
+Each has two spellings: torch's fused one for training, and one for inference, made of operations
+whose result for an element does not depend on its place in the array.
 
-Why: torch's CPU sigmoid, silu and GELU take another path for the last elements of an array, and of
-each thread's share of it, and the two differ in the last bits. So a row would change with the
-number of rows beside it. tanh, erf and exp do not have that tail (measured with 1 to 3 threads over
-widths from 1 to 3,072; `tests/model/transformer/test_activation.py` checks it on the machine at
-hand).
+Torch's CPU sigmoid, silu and GELU use different code for the last elements of an array, and of each
+thread's share, with different last bits. So a row would change with the number of rows. tanh, erf
+and exp have no such tail (measured with 1 to 3 threads over widths from 1 to 3,072;
+`tests/model/transformer/test_activation.py` checks it on the present machine).
 """
 
 import math
@@ -19,7 +18,7 @@ from logitd.model.transformer.config import Activation
 
 
 def activate(h: Tensor, kind: Activation, *, fused: bool) -> Tensor:
-    """The activation of (..., d_ff); with swiglu of (..., 2 * d_ff), the gate's half first."""
+    """The activation of (..., d_ff); of (..., 2 * d_ff), gate first, for swiglu."""
     match kind:
         case "relu":
             return F.relu(h)
@@ -47,7 +46,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """The same by its approximation 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)), where
+    """GELU by its approximation 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)) with
     u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     wide, scale = x.float(), -2 * math.sqrt(2 / math.pi)
     minus_2u = wide.square().mul_(0.044715 * scale).add_(scale).mul_(wide)

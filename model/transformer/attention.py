@@ -1,9 +1,9 @@
-"""Attention: what happens between the query, key and value projections and the output projection.
+"""Attention between the query, key and value projections and the output projection.
 
-The GPT's forward hands each layer's heads to an `Attend`, and takes back their outputs. Those that
-look at no cache are here: the fused causal one of training, and the one that keeps what it computes
-for `model/transformer/trace.py`. Those that read and write the KV cache are in
-`model/inference/kv_cache.py`; `attend_blocks` and `attend_piece` are how prefill attends there.
+The GPT's forward passes each layer's heads to an `Attend`, which returns their outputs. This module
+has the ones without a cache: the fused causal one of training, and the one that keeps its results
+for `model/transformer/trace.py`. `model/inference/kv_cache.py` has those that use the KV cache; its
+prefill calls `attend_blocks` and `attend_piece`.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)
@@ -27,27 +27,27 @@ class Attend(Protocol):
 
 
 class Observer(Protocol):
-    """Is shown each block of queries (1, H, BLOCK, D) with all keys (1, K, S, D) up to its end."""
+    """Receives each block of queries (1, H, BLOCK, D) with all keys (1, K, S, D) up to its end."""
 
     def __call__(self, layer: int, q: Tensor, keys: Tensor) -> None: ...
 
 
 def attention_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled dot products (B, H, T, S); grouped key heads are shared by their queries."""
+    """Scaled dot products (B, H, T, S). Query heads share grouped key heads."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
     return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
 
 
-def attention_probs(scores: Tensor, *, causal: bool) -> Tensor:
-    """Softmax over the keys (B, H, T, S); causal: a position sees itself and what precedes.
+def attention_probs(scores: Tensor) -> Tensor:
+    """Softmax over the visible keys (B, H, T, S): a position sees itself and the ones before it.
 
     The last query is aligned with the last key, so T may be smaller than S.
     """
-    return (mask_causal(scores) if causal else scores).softmax(dim=-1)
+    return mask_causal(scores).softmax(dim=-1)
 
 
 def mask_causal(scores: Tensor) -> Tensor:
-    """Scores (B, H, T, S) with -inf for keys behind their query; the last query is aligned with the
+    """Scores (B, H, T, S) with -inf for keys after their query. The last query is aligned with the
     last key."""
     t, s = scores.shape[-2:]
     visible = torch.ones(t, s, dtype=torch.bool, device=scores.device).tril(s - t)
@@ -55,9 +55,9 @@ def mask_causal(scores: Tensor) -> Tensor:
 
 
 def block_mask(length: int, device: torch.device) -> Tensor:
-    """Which of `length` keys the rows of the last block of queries see (BLOCK, length).
+    """The keys that each row of the last block of queries sees (BLOCK, length).
 
-    Row i sees all keys but the last BLOCK - 1 - i: sliced from the right, this one mask serves a
+    Row i sees all keys except the last BLOCK - 1 - i. Sliced from the right, this mask serves a
     block at any position.
     """
     return torch.ones(BLOCK, length, dtype=torch.bool, device=device).tril(length - BLOCK)
@@ -75,8 +75,8 @@ def attend_blocks(
 ) -> Tensor:
     """Causal attention of whole blocks of queries, the first at position `start`: (1, H, T, D).
 
-    Block by block over exactly the keys up to the block's end, so that a row's arithmetic depends
-    on its position alone, not on how many positions are computed with it.
+    Each block attends over exactly the keys up to its end, so that a row's arithmetic depends on
+    its position alone, not on the number of positions in the call.
     """
     blocks = []
     for offset in range(0, q.shape[2], BLOCK):
@@ -97,11 +97,11 @@ def attend_blocks(
 
 
 def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
-    """Attention of several texts that stand one after the other in T, so many positions of each:
-    each by its own."""
+    """Attention of several texts that are concatenated in T, with `lengths` positions each. Each
+    text has an `Attend` of its own."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # q (1, H, T, D), k and v (1, K, T, D): a part of T of each text
+        # q (1, H, T, D), k and v (1, K, T, D)
         parts = zip(*(tensor.split(list(lengths), dim=2) for tensor in (q, k, v)), strict=True)
         return torch.cat(
             [own(layer, *part) for own, part in zip(attends, parts, strict=True)], dim=2
@@ -111,8 +111,8 @@ def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
 
 
 def causal_bias(length: int, keys: int, like: Tensor) -> Tensor:
-    """What is added to the scores of the last `length` of `keys` positions (length, keys): -inf for
-    keys behind a query. In the dtype and on the device of `like`, as kernels take it."""
+    """The bias of the scores of the last `length` of `keys` positions (length, keys): -inf for keys
+    after a query. Kernels want it in the dtype and on the device of the queries, `like`."""
     hidden = torch.ones(length, keys, dtype=torch.bool, device=like.device).triu(keys - length + 1)
     return like.new_zeros(length, keys).masked_fill_(hidden, -math.inf)
 
@@ -121,16 +121,16 @@ def attend_piece(
     q: Tensor,  # (1, H, T, D)
     keys: Tensor,  # (K, S, D), those of the queries' own positions the last
     values: Tensor,
-    bias: Tensor | None,  # (T, S); None where the queries are all positions there are
+    bias: Tensor | None,  # (T, S); None if the queries are all positions
 ) -> Tensor:
     """Causal attention of a piece of a prompt in one operation: (1, H, T, D).
 
-    For a device that computes blocks faster than a host can ask for them. The bits of a row depend
-    on the piece that it is in.
+    For a device that computes blocks faster than the host can launch them. The bits of a row depend
+    on the piece.
     """
     key_heads, length, width = keys.shape
-    # Queries that share a key head beside each other, the key head for all of them: (K, G, ., D).
-    # Told as grouped heads, most kernels would not take a bias.
+    # Queries that share a key head are adjacent, the key head repeated for them: (K, G, ., D).
+    # With grouped heads most kernels accept no bias.
     queries = q.reshape(key_heads, -1, q.shape[2], width)
     keys, values = (
         cells[:, None].expand(key_heads, queries.shape[1], length, width)
@@ -143,7 +143,7 @@ def attend_piece(
 
 
 class CausalAttend:
-    """Causal attention within the given positions, in one fused kernel; nothing is kept."""
+    """Causal attention within the given positions in one fused kernel."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         self.dropout = dropout
@@ -157,8 +157,8 @@ class CausalAttend:
 class AttentionRecorder:
     """An observer that keeps the attention weights of some layers and heads.
 
-    `rows` gives those of all positions seen since it was made: (positions, layers, heads, length)
-    for one sequence, the weights of keys that a position does not see being 0.
+    `rows` returns the weights of all positions so far, (positions, layers, heads, length), for one
+    sequence. The weights of keys that a position does not see are 0.
     """
 
     def __init__(self, layers: Sequence[int], heads: Sequence[int], length: int) -> None:
@@ -170,7 +170,7 @@ class AttentionRecorder:
             return
         group = q.shape[1] // keys.shape[1]
         keys = keys[:, [head // group for head in self._heads]]  # (1, heads, S, D)
-        probs = attention_probs(attention_scores(q[:, self._heads], keys), causal=True)
+        probs = attention_probs(attention_scores(q[:, self._heads], keys))
         # (heads, BLOCK, S), then (BLOCK, heads, length)
         probs = F.pad(probs[0], (0, max(0, self._length - probs.shape[-1])))[..., : self._length]
         self._blocks[layer].append(probs.transpose(0, 1))
@@ -181,26 +181,19 @@ class AttentionRecorder:
 
 
 class RecordingAttend:
-    """Causal attention spelled out, keeping each layer's q, k, v, scores and probs in lists.
+    """Causal attention that keeps each layer's scores, not masked, and probs.
 
-    For inspection: memory grows with n_layer * T * T. Scores are those before the causal mask.
+    For inspection: memory grows with n_layer * T * T.
     """
 
     def __init__(self) -> None:
-        self.q: list[Tensor] = []
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
         self.scores: list[Tensor] = []
         self.probs: list[Tensor] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = attention_scores(q, k)
-        probs = attention_probs(scores, causal=True)
-        for kept, value in zip(
-            (self.q, self.k, self.v, self.scores, self.probs),
-            (q, k, v, scores, probs),
-            strict=True,
-        ):
-            kept.append(value)
+        probs = attention_probs(scores)
+        self.scores.append(scores)
+        self.probs.append(probs)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, T, D)
         return probs @ v

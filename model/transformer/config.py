@@ -1,21 +1,18 @@
-"""GPTConfig: the shape of a model, as it stands in a checkpoint's `config.json`.
+"""GPTConfig: the shape of a model, as stored in a checkpoint's `config.json`.
 
-Covers the families that one forward computes (see `model/transformer/gpt.py`): GPT-2, the original
-Transformer decoder, the modern shape, and what lies between them, such as GPT-NeoX, OPT and Llama
-with scaled rotary positions. Says what is impossible and why. Does not hold weights or import
-torch, and knows nothing of training or of names such as "gpt2-124m"
-(`model/training/configuration/presets.py`).
+Covers the families of `model/transformer/gpt.py`: GPT-2, the original Transformer decoder, the
+modern shape, and mixtures such as GPT-NeoX, OPT and Llama with scaled rotary positions. Rejects
+impossible shapes with the reason. Does not import torch. Names such as "gpt2-124m" are in
+`model/training/configuration/presets.py`.
 """
 
 import json
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
@@ -26,53 +23,57 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""The matrices of a block, by the names of their modules."""
+"""Module names of the matrices of a block."""
+STRICT = ConfigDict(strict=True)
 BLOCK = 32
 """Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
 
 
-SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e12
-"""Of the values of `RopeScaling`: far beyond what is used, and angles stay finite."""
+Number = Annotated[float, Field(ge=1e-6, le=1e12)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+"""Numbers of `RopeScaling`. The limits are far beyond any real model, with finite angles."""
 
 
 class ConfigError(ValueError):
-    """A configuration that no model can have; the message names the numbers and the rule."""
+    """An impossible configuration; the message names the numbers and the rule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """How the angles of rotary positions are scaled, for contexts beyond the one of pre-training.
+    """Scaling of the angles of rotary positions, for contexts beyond the one of pre-training.
 
     kind                     linear: every angle is divided by `factor` (Chen et al., 2023);
-                             llama3: only those that turn slowly, as Llama 3.1 has it;
+                             llama3: only slow angles, as in Llama 3.1;
                              yarn: a ramp between both, and longer queries and keys (Peng et al.,
                              2023)
-    factor                   how many times as long the context is
+    factor                   ratio of the new to the original context length
     low_freq_factor,         llama3: channels that turn less than `low_freq_factor` times within
     high_freq_factor         the original context are divided by `factor`, those that turn more
-                             than `high_freq_factor` times are left alone
-    original_context_length  llama3, yarn: positions of the model before it was stretched
-    beta_fast, beta_slow     yarn: turns within the original context from which on a channel is left
-                             alone, and below which it is divided by `factor` (default: 32 and 1)
-    attention_factor         yarn: what cosines and sines are multiplied by (default: that of the
-                             paper, 0.1 ln(factor) + 1)
-    truncate                 yarn: whether the ramp begins and ends at whole channels (default: yes)
+                             than `high_freq_factor` times do not change
+    original_context_length  llama3, yarn: context length before scaling
+    beta_fast, beta_slow     yarn: turns within the original context from which on a channel does
+                             not change, and below which it is divided by `factor` (default: 32, 1)
+    attention_factor         yarn: multiplier of cosines and sines (default: the paper's,
+                             0.1 ln(factor) + 1)
+    truncate                 yarn: begin and end the ramp at whole channels (default: true)
 
-    A key that its kind does not have is None, and left out of JSON. The formulas are those of
+    Keys of other kinds are None and left out of JSON. The formulas are those of
     `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` computes them.
     """
 
     kind: RopeKind
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_context_length: int | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
+    factor: Number
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    original_context_length: Count | None = None
+    beta_fast: Number | None = None
+    beta_slow: Number | None = None
+    attention_factor: Number | None = None
     truncate: bool | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(f"rope_scaling.{field.name}", getattr(self, field.name), _SCALING[field.name])
         self._set_defaults()
         own = _ROPE_KEYS[self.kind]
         for field in fields(self):
@@ -83,12 +84,6 @@ class RopeScaling:
                 )
             if value is None and name in own:
                 raise ConfigError(f"rope_scaling lacks {name}, which the kind {self.kind!r} needs")
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and not SMALLEST_FACTOR <= value <= LARGEST_FACTOR:
-                raise ConfigError(
-                    f"rope_scaling.{name} is {value}; it must be from {SMALLEST_FACTOR:g} to "
-                    f"{LARGEST_FACTOR:g}"
-                )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if low in own and not getattr(self, low) < getattr(self, high):
                 raise ConfigError(
@@ -97,8 +92,8 @@ class RopeScaling:
                 )
 
     def _set_defaults(self) -> None:
-        """What the paper and transformers take where nothing is given."""
-        if self.kind != "yarn" or not SMALLEST_FACTOR <= self.factor <= LARGEST_FACTOR:
+        """Fill in the defaults of the paper and of transformers."""
+        if self.kind != "yarn":
             return
         stretched = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
         for name, value in (
@@ -115,18 +110,15 @@ class RopeScaling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RopeScaling":
-        """Read what `to_dict` wrote. ConfigError names a key that is missing, unknown or wrong."""
-        kinds = get_type_hints(cls)
-        if unknown := sorted(set(values) - set(kinds)):
-            raise ConfigError(f"unknown rope_scaling keys {unknown}; known are {sorted(kinds)}")
+        """Read a result of `to_dict`. ConfigError names a missing, unknown or wrong key."""
+        if unknown := sorted(set(values) - set(_SCALING)):
+            raise ConfigError(f"unknown rope_scaling keys {unknown}; known are {sorted(_SCALING)}")
         if missing := sorted({"kind", "factor"} - set(values)):
             raise ConfigError(f"rope_scaling lacks {missing}")
-        for name, value in values.items():
-            _check_kind(f"rope_scaling.{name}", value, kinds[name])
         return cls(**values)
 
     def __str__(self) -> str:
-        """JSON, as a flag of the command line takes it."""
+        """JSON, as accepted by the command line's flag."""
         return json.dumps(self.to_dict())
 
 
@@ -140,11 +132,11 @@ _ROPE_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
         *("attention_factor", "truncate"),
     ),
 }
-"""The keys that each kind has."""
+"""The keys of each kind."""
 
 
 def read_rope_scaling(value: Any) -> RopeScaling | None:
-    """`rope_scaling` as JSON has it, or as it is. Raises ConfigError."""
+    """Read `rope_scaling` from JSON; a `RopeScaling` is returned as it is. Raises ConfigError."""
     if value is None or isinstance(value, RopeScaling):
         return value
     if not isinstance(value, Mapping):
@@ -156,11 +148,10 @@ def read_rope_scaling(value: Any) -> RopeScaling | None:
 class GPTConfig:
     """The shape of a GPT. Every field is explicit, so that a checkpoint describes itself.
 
-    A field is declared here alone: the flags of the trainer and of the importer have its
-    description and limits.
+    The flags of the trainer and of the importer take descriptions and limits from these fields.
 
-    Channel i is paired with i + head_dim / 2 whatever rotary_dim is: the first rotary_dim / 2 pairs
-    turn, and the angle of the others is 0. Elsewhere the first rotary_dim channels are paired among
+    Channel i is paired with i + head_dim / 2 for any rotary_dim: the first rotary_dim / 2 pairs
+    turn, and the angle of the others is 0. Other code pairs the first rotary_dim channels among
     themselves, so an import reorders the rows of query and key, and the weights of their norms,
     head by head. Parallel is GPT-NeoX's x + attention(attention_norm(x)) + mlp(mlp_norm(x)).
     """
@@ -196,7 +187,9 @@ class GPTConfig:
     positions: Annotated[
         Positions, Field(description="vectors added to the embeddings, or rotary positions")
     ]
-    rope_theta: Annotated[float, Field(gt=1, description="base of the rotary frequencies")]
+    rope_theta: Annotated[
+        float, Field(gt=1, allow_inf_nan=False, description="base of the rotary frequencies")
+    ]
     rotary_dim: Annotated[
         int, Field(ge=2, description="channels of each head that turn (default: head_dim)")
     ]
@@ -221,10 +214,9 @@ class GPTConfig:
     dropout: Annotated[float, Field(ge=0, lt=1, description="dropout in training")]
 
     def __post_init__(self) -> None:
-        for name, limits in _LIMITS.items():
-            _check_limits(name, getattr(self, name), limits)
-        if self.positions == "rotary" and not 1 < self.rope_theta < math.inf:
-            raise ConfigError(f"rope_theta is {self.rope_theta}; it must be finite and above 1")
+        unused = {} if self.positions == "rotary" else _UNLIMITED
+        for name, adapter in {**_FIELDS, **unused}.items():
+            _check(name, getattr(self, name), adapter)
         if self.padded_vocab_size < self.vocab_size:
             raise ConfigError(
                 f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
@@ -266,11 +258,11 @@ class GPTConfig:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one position's keys of one layer (its values have as many)."""
+        """Elements of one position's keys in one layer; its values have the same number."""
         return self.n_kv_head * self.head_dim
 
     def maps(self) -> dict[Target, tuple[int, ...]]:
-        """The rows of each matrix of a block, map by map: some are several maps side by side."""
+        """The rows of each matrix of a block per map; a fused matrix holds several maps."""
         query = self.n_head * self.head_dim
         up = (self.d_ff,) * (2 if self.activation == "swiglu" else 1)
         return {
@@ -281,7 +273,7 @@ class GPTConfig:
         }
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Value embeddings sit in every second block, counted from the last."""
+        """True for every second block, counted from the last."""
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -290,22 +282,19 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Read what `to_dict` wrote, be it by a version that did not have all keys yet. ConfigError
-        names a key that is missing, unknown or wrong."""
+        """Read a result of `to_dict`, also of versions that lacked some keys. ConfigError names a
+        missing, unknown or wrong key."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ConfigError(f"unknown model keys {unknown}; this version knows {sorted(names)}")
         values = {**_implied(values), **values}
         if missing := sorted(names - set(values)):
             raise ConfigError(f"the model configuration lacks {missing}")
-        for name, kind in get_type_hints(cls).items():
-            if name != "rope_scaling":
-                _check_kind(name, values[name], kind)
         return cls(**{**values, "rope_scaling": read_rope_scaling(values["rope_scaling"])})
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says by leaving a key out: the value that there was before the key."""
+    """Values of absent keys: the behaviour of versions before the key existed."""
     return {
         "final_norm": values.get("norm_position") == "pre",
         "residual": "sequential",
@@ -315,51 +304,31 @@ def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_WORDS = {
-    "ge": ("at least", operator.ge),
-    "gt": ("above", operator.gt),
-    "lt": ("below", operator.lt),
+def _adapters(dataclass: type) -> dict[str, TypeAdapter[Any]]:
+    """A strict validator of each field of a dataclass."""
+    hints = get_type_hints(dataclass, include_extras=True)
+    return {name: TypeAdapter(hint, config=STRICT) for name, hint in hints.items()}
+
+
+_SCALING, _FIELDS = _adapters(RopeScaling), _adapters(GPTConfig)
+_UNLIMITED: dict[str, TypeAdapter[Any]] = {
+    "rope_theta": TypeAdapter(float, config=STRICT),
+    "rotary_dim": TypeAdapter(int, config=STRICT),
 }
-_LIMITS = {
-    name: [
-        (*_WORDS[kind], getattr(limit, kind))
-        for field in getattr(hint, "__metadata__", ())
-        for limit in getattr(field, "metadata", ())
-        for kind in _WORDS
-        if hasattr(limit, kind)
-    ]
-    for name, hint in get_type_hints(GPTConfig, include_extras=True).items()
-    if name not in ("rope_theta", "rotary_dim")  # limited with rotary positions alone
-}
-"""Limits of each field, from its annotation."""
+"""Validators of the fields whose limits hold with rotary positions only."""
 
 
-def _check_limits(name: str, value: Any, limits: Sequence[tuple[str, Any, float]]) -> None:
-    if not all(holds(value, bound) for _, holds, bound in limits):
-        rule = " and ".join(f"{word} {bound}" for word, _, bound in limits)
-        raise ConfigError(f"{name} is {value}; it must be {rule}")
-
-
-def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ConfigError unless a JSON value is of a field's kind (a bool is not a number)."""
-    if NoneType in get_args(kind):
-        if value is not None:
-            (kind,) = set(get_args(kind)) - {NoneType}
-            _check_kind(name, value, kind)
-    elif get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(f"{name} is {value!r}; it must be one of {list(get_args(kind))}")
-    elif kind is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; it must be true or false")
-    elif isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise ConfigError(
-            f"{name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}"
-        )
+def _check(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
+    """Raise ConfigError unless a value has the type of its field and is within its limits."""
+    try:
+        adapter.validate_python(value)
+    except ValidationError as error:
+        rule = error.errors()[0]["msg"].replace("Input should", "it must")
+        raise ConfigError(f"{name} is {value!r}; {rule}") from error
 
 
 def padded(vocab_size: int, multiple: int = 64) -> int:
-    """The vocabulary rounded up, so that matrix kernels meet whole tiles."""
+    """The vocabulary size rounded up to whole tiles of matrix kernels."""
     return -(-vocab_size // multiple) * multiple
 
 

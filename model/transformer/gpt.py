@@ -1,12 +1,11 @@
 """GPT: one forward for training, prefill and decode.
 
-`GPT.transform` is that forward: token ids at explicit positions in, the final hidden state out.
-Where the keys and values of earlier positions come from is the business of the `Attend` handed to
-it (`model/transformer/attention.py`: within the batch; `model/inference/kv_cache.py`: from the
-cache). `GPT.forward` is `transform` over whole sequences, with everything it computes on request.
+`GPT.transform` is that forward: token ids at explicit positions in, the final hidden state out. Its
+`Attend` provides the keys and values of earlier positions, from the batch
+(`model/transformer/attention.py`) or from the cache (`model/inference/kv_cache.py`). `GPT.forward`
+is `transform` over whole sequences, with intermediate results on request.
 
-Covers every shape that a `GPTConfig` can describe, without a subclass per family. Does not cover
-sampling, caching, loading or training.
+Covers every shape of a `GPTConfig` without a subclass per family.
 
 Shapes: B sequences, T positions, C = d_model, H = n_head, K = n_kv_head, D = head_dim,
 V = vocab_size.
@@ -26,15 +25,15 @@ from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 VALUE_GATE_WIDTH = 32
-"""Leading channels of the residual stream that steer the gate of a value embedding."""
+"""Leading channels of the residual stream that drive the gate of a value embedding."""
 
 HEAD_ROWS = 1024
-"""Rows of a narrow head that are widened at a time: they stay in the processor's cache."""
+"""Rows of a narrow head to widen at a time; they stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """What a forward computed. The optional parts are there when they were asked for."""
+    """The results of a forward. The optional ones are None unless requested."""
 
     logits: Tensor  # (B, T, V); row t predicts token t + 1
     hidden_states: Tensor | None = None  # (n_layer + 1, B, T, C): embeddings, then each block
@@ -68,27 +67,20 @@ class GPT(nn.Module):
         self,
         token_ids: Tensor,  # (B, T)
         *,
-        lengths: Tensor | None = None,  # (B,)
         hidden_states: bool = False,
         attentions: bool = False,
     ) -> GPTOutput:
-        """Run whole sequences from position 0.
-
-        Sequences of unequal lengths are padded on the right with any id and told by `lengths`:
-        causality keeps the padding out of every real position, and what is computed at the
-        padding itself comes back as zeros.
-        """
+        """Run whole sequences from position 0."""
         recording = RecordingAttend() if attentions else None
         attend = recording or CausalAttend(self.config.dropout if self.training else 0.0)
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         states: list[Tensor] | None = [] if hidden_states else None
         x = self.transform(token_ids, positions.expand_as(token_ids), attend, states)
-        output = GPTOutput(
+        return GPTOutput(
             logits=self.logits(x),
             hidden_states=torch.stack(states) if states is not None else None,
             attentions=torch.stack(recording.probs) if recording else None,
         )
-        return output if lengths is None else _zero_padding(output, positions, lengths)
 
     def transform(
         self,
@@ -100,9 +92,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The final hidden state (B, T, C) of tokens at their positions, ready for `logits`.
 
-        `states`, when given, collects the residual stream: after the embeddings, then after each
-        block, before the final norm. `tap` is shown every stage and may change it; scores and
-        attention weights are the business of `attend`.
+        `states`, if given, collects the residual stream after the embeddings and after each block,
+        before the final norm. `tap` receives every stage and may change it, except scores and
+        attention weights, which `attend` computes.
         """
         x = self.token_embedding(token_ids)  # (B, T, C)
         if self.config.positions == "learned":
@@ -135,15 +127,15 @@ class GPT(nn.Module):
         return F.linear(x, weight, bias)[..., :vocab_size]
 
     def head_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The head's matrix (padded_vocab_size, C), be it the embedding, and its bias
-        (padded_vocab_size), if it has one."""
+        """The head's matrix (padded_vocab_size, C), which may be the embedding, and its bias
+        (padded_vocab_size) or None."""
         weight = self.token_embedding.weight if self.config.tied_head else self.head.weight
         return weight, self.head.bias if self.config.head_bias else None
 
     def reset_tables(self) -> None:
         """(Re)compute the constant position tables; they are not part of a checkpoint."""
         config, device = self.config, self.token_embedding.weight.device
-        if device.type == "meta":  # shapes alone are wanted: the tables come with a real device
+        if device.type == "meta":  # a real device gets the tables later
             return
         if config.positions == "sinusoidal":
             table = sinusoidal_table(config.context_length, config.d_model, device)
@@ -155,8 +147,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's initial weights: N(0, 0.02), projections into the residual stream scaled down by
-        sqrt(2 * n_layer), biases 0. The trainer has others
+        """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
+        sqrt(2 * n_layer), biases 0. The trainer draws others
         (`model/training/optim/optimizers.py`)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -171,12 +163,12 @@ class GPT(nn.Module):
                 projection.weight.div_(math.sqrt(2 * self.config.n_layer))
 
     def parameter_count(self) -> int:
-        """Parameters; a tied head counts once, padded rows count."""
+        """Number of parameters. A tied head counts once, padded rows count."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 class HeadBias(nn.Module):
-    """The bias of a head whose matrix is the embedding: `head.bias`, as of one with its own."""
+    """The bias of a head whose matrix is the embedding, under the usual name `head.bias`."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -184,8 +176,8 @@ class HeadBias(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer block: attention and feed-forward, added to the residual stream one after the
-    other or side by side."""
+    """One Transformer block: attention and feed-forward, added to the residual stream in sequence
+    or in parallel."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -262,8 +254,8 @@ class Block(nn.Module):
         return tap(layer, "attention.out", out)
 
     def head_parts(self, heads: Tensor) -> Tensor:
-        """Each head's part of the attention's output (B, H, T, C), of heads (B, H, T, D): they and
-        the projection's bias add up to it."""
+        """Each head's part (B, H, T, C) of the attention's output, from heads (B, H, T, D). The
+        parts and the projection's bias add up to the output."""
         weight = self.attention_out.weight  # (C, H * D)
         per_head = weight.view(len(weight), -1, self.config.head_dim)  # (C, H, D)
         return torch.einsum("bhtd,chd->bhtc", heads, per_head)
@@ -271,16 +263,16 @@ class Block(nn.Module):
     def gated_value_embedding(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
 
-        The gate is 2 * sigmoid(.), so an untrained gate of 0 lets the embedding through as it is.
-        Computed in float32 or wider, with tanh, and the product spelled as a sum: a gate this
-        narrow in bfloat16, like torch's sigmoid and a product this small on a CPU, has bits that
-        depend on the number of rows, and a batch may not change a row.
+        The gate is 2 * sigmoid(.), so an untrained gate passes the embedding unchanged. It is
+        computed in float32 or wider, with tanh, and its product as a sum. In bfloat16, with torch's
+        sigmoid or with a product this small, bits on a CPU depend on the number of rows, and a
+        batch must not change a row.
         Source: value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
-        # A copy: in a view of wider rows, bits also depend on where in memory a row begins.
+        # A copy: in a view of wider rows, bits also depend on a row's address.
         wide = torch.promote_types(x.dtype, torch.float32)
         leading = x[..., :VALUE_GATE_WIDTH].to(wide).contiguous()
         steer = (leading.unsqueeze(-2) * self.value_gate.weight.to(wide)).sum(-1)  # (B, T, K)
@@ -292,12 +284,13 @@ class Block(nn.Module):
         h = self.mlp_up(x)  # (B, T, d_ff), or twice that for swiglu
         if tap.wants(layer, "mlp.pre") or tap.wants(layer, "mlp.up"):
             h = self._tap_units(h, tap)
-        # Training and GPUs take torch's fused kernels: there no bits are promised.
+        # Training and GPUs use torch's fused kernels, since no bits are promised there.
         h = activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
         return tap(layer, "mlp.out", self.mlp_down(tap(layer, "mlp.hidden", h)))
 
     def _tap_units(self, h: Tensor, tap: Tap) -> Tensor:
-        """Show a tap the units (B, T, d_ff); of swiglu, whose h is twice as wide, both halves."""
+        """Show a tap the units (B, T, d_ff); with swiglu both halves of h, which is twice as
+        wide."""
         if self.config.activation != "swiglu":
             return tap(self.layer, "mlp.pre", h)
         gate, up = h.split(self.config.d_ff, dim=-1)
@@ -325,22 +318,11 @@ def _norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
-def _zero_padding(output: GPTOutput, positions: Tensor, lengths: Tensor) -> GPTOutput:
-    real = positions < lengths[:, None]  # (B, T)
-    states, attentions = output.hidden_states, output.attentions
-    return GPTOutput(
-        logits=output.logits * real[..., None],
-        hidden_states=None if states is None else states * real[..., None],
-        attentions=None if attentions is None else attentions * real[:, None, :, None],
-    )
-
-
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., C) times weight (V, C), transposed, in a narrow dtype: (..., V) in float32.
+    """x (..., C) times the transposed weight (V, C) of a narrow dtype: (..., V) in float32.
 
-    Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equals. A GPU
-    multiplies narrow dtypes, adds up in float32, and is told to leave it at that; a CPU's torch
-    has no such product.
+    Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equal. A GPU
+    multiplies narrow dtypes and can return the sums in float32; torch on a CPU has no such product.
     """
     if x.is_cuda:
         product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)

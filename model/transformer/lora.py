@@ -1,14 +1,14 @@
-"""LoRA: low-rank adapters beside the block matrices of a GPT whose own weights stay as they are.
+"""LoRA: low-rank adapters for the block matrices of a GPT whose own weights are frozen.
 
-A matrix W gets two narrow ones: what is computed is x W' + (alpha / rank) x A' B', with A drawn and
-B zero, so an adapted model begins as the model it adapts. Only A and B are trained: of W neither a
-gradient nor an optimizer state is made. Afterwards the product is added to W (`merge_into`) and
-nothing is left of it but other numbers. A fused matrix is several maps side by side
-(`GPTConfig.maps`), and each has its A: queries, keys and values are adapted apart.
+A matrix W gets two narrow ones: the result is x W' + (alpha / rank) x A' B', with A drawn and B
+zero, so an adapted model begins as the model it adapts. Only A and B are trained: W has neither a
+gradient nor an optimizer state. Afterwards `merge_into` adds the product to W, and the model has
+its original shape. A fused matrix holds several maps (`GPTConfig.maps`), each with its own A:
+queries, keys and values are adapted separately.
 
-Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021). Without its dropout,
-and without adapters for embeddings and the head. Does not train (`model/training/`) and knows no
-files (`model/checkpoint/adapter.py`).
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), without its dropout
+and without adapters for embeddings and the head. `model/training/` trains adapters,
+`model/checkpoint/adapter.py` stores them.
 
 Shapes: C inputs of a matrix, R its rows (outputs), M maps in it, r = rank.
 """
@@ -24,16 +24,16 @@ from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 from logitd.model.transformer.gpt import GPT
 
 NARROW = ("lora_a", "lora_b")
-"""Names of the two matrices beside each."""
+"""Names of the two narrow matrices."""
 
 
 class LoraError(ValueError):
-    """Adapters that do not go with a model; the message says which and why."""
+    """Adapters that do not fit a model; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """Which matrices are adapted, and how narrowly."""
+    """The matrices to adapt, and the rank and scale of the adapters."""
 
     rank: int
     alpha: float
@@ -53,7 +53,7 @@ class LoraShape:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear map with adapters beside it; takes its place in a block."""
+    """A frozen linear map with adapters; it replaces the map in a block."""
 
     def __init__(self, whole: nn.Linear, heights: Sequence[int], shape: LoraShape) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         narrow = F.linear(x, self.lora_a.flatten(0, 1))  # (..., M * r)
-        beside = [
+        added = [
             F.linear(part, rows)  # (..., height)
             for part, rows in zip(
                 narrow.chunk(len(self.heights), dim=-1),
@@ -75,12 +75,12 @@ class LoraLinear(nn.Module):
             )
         ]
         out: Tensor = self.whole(x)  # (..., R)
-        return out + self.scale * torch.cat(beside, dim=-1)
+        return out + self.scale * torch.cat(added, dim=-1)
 
 
 def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
-    """Freeze a GPT and put adapters beside its matrices: A of variance 1 / C, drawn from
-    `generator`, and B zero."""
+    """Freeze a GPT and add adapters to its matrices: A with variance 1 / C, drawn from `generator`,
+    and B zero."""
     check_rank(gpt.config, shape)
     gpt.requires_grad_(False)
     maps = gpt.config.maps()
@@ -94,14 +94,14 @@ def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
 
 
 def check_rank(config: GPTConfig, shape: LoraShape) -> None:
-    """Raise LoraError for a rank that is above that of a matrix itself."""
+    """Raise LoraError if the rank exceeds the full rank of a map."""
     maps = config.maps()
     for target in shape.targets:
         full = min(*maps[target], config.d_model)
         if shape.rank > full:
             raise LoraError(
-                f"a rank of {shape.rank} is not low for {target}: a map of it has {full} rows "
-                "or columns. Choose a smaller rank, or leave it out of the targets"
+                f"rank is {shape.rank}, and a map of {target} has only {full} rows or columns: "
+                f"choose a smaller rank, or remove {target} from the targets"
             )
 
 
@@ -110,7 +110,7 @@ def is_adapted(gpt: GPT) -> bool:
 
 
 def trained_weights(gpt: GPT) -> dict[str, Tensor]:
-    """The weights that training changes, by name: all of them, or those of the adapters alone."""
+    """The weights that training changes, by name: all of them, or only the adapters'."""
     weights = gpt.state_dict()
     if not is_adapted(gpt):
         return weights
@@ -118,19 +118,19 @@ def trained_weights(gpt: GPT) -> dict[str, Tensor]:
 
 
 def load_trained_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Put back what `trained_weights` gave. Raises RuntimeError where names or shapes differ."""
+    """Load a result of `trained_weights`. Raises RuntimeError if names or shapes differ."""
     expected = set(trained_weights(gpt))
     if set(weights) != expected:
         odd = sorted(set(weights) ^ expected)
-        raise RuntimeError(f"{len(odd)} tensors are on one side alone, the first is {odd[0]}")
+        raise RuntimeError(f"{len(odd)} tensors are on one side only, the first is {odd[0]}")
     gpt.load_state_dict(weights, strict=False)
 
 
 @torch.no_grad()
 def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> None:
-    """Add the adapters' products to the matrices of a GPT that has none itself.
+    """Add the adapters' products to the matrices of a GPT without adapters.
 
-    Raises LoraError unless `weights` are the adapters of exactly this shape.
+    Raises LoraError unless `weights` are adapters of exactly this shape.
     """
     maps, left = gpt.config.maps(), dict(weights)
     for layer, block in enumerate(gpt.blocks):
@@ -151,4 +151,4 @@ def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> Non
             ]
             matrix += shape.scale * torch.cat(products)
     if left:
-        raise LoraError(f"{len(left)} tensors belong to no target, the first is {sorted(left)[0]}")
+        raise LoraError(f"{len(left)} tensors belong to no target, the first is {min(left)}")

@@ -1,13 +1,13 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position.
+"""Rotary positions: queries and keys turn by angles that grow with the position.
 
-Covers the tables of cosines and sines, with a part of each head that does not turn and with scaled
-angles, and their use (`rotate`). All that a `GPTConfig` says about rotary positions ends in the
-tables: forward, KV cache, native code and recorded steps read them and know nothing else. Does not
-cover learned and sinusoidal positions (`model/transformer/gpt.py`).
+Computes the tables of cosines and sines, for partly rotated heads and scaled angles too, and
+applies them (`rotate`). The tables hold everything that a `GPTConfig` says about rotary positions:
+forward, KV cache, native code and recorded steps read nothing else. Learned and sinusoidal
+positions are in `model/transformer/gpt.py`.
 
-Sources: Su et al., RoFormer (2021); GPT-NeoX for heads of which a part turns; for scaled angles the
-formulas of transformers 5, `modeling_rope_utils`, which are those of Chen et al. (2023, linear),
-Llama 3.1 (llama3) and Peng et al. (2023, yarn).
+Sources: Su et al., RoFormer (2021); GPT-NeoX for partly rotated heads; for scaled angles the
+formulas of transformers 5, `modeling_rope_utils`, after Chen et al. (2023, linear), Llama 3.1
+(llama3) and Peng et al. (2023, yarn).
 
 Shapes: D = head_dim, R = rotary_dim.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 from logitd.model.transformer.config import GPTConfig, RopeScaling
 
 TABLE_ROWS = 4096
-"""Positions whose angles are computed at a time."""
+"""Positions to compute angles for at a time."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of channels, in the half-split layout of Llama: channel i is paired with channel
+    """Turn pairs of channels in Llama's half-split layout: channel i is paired with channel
     i + D / 2. x (B, heads, T, D); cos, sin (B, 1, T, D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -33,8 +33,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines (context_length, D / 2) of the angles of all positions.
 
-    Those of the first R / 2 pairs, times yarn's attention factor; the other pairs do not turn, and
-    have a cosine of exactly 1 and a sine of exactly 0.
+    The first R / 2 pairs turn; yarn multiplies their values by its attention factor. The other
+    pairs have a cosine of exactly 1 and a sine of exactly 0.
     """
     turns = angles_per_position(config, device)
     scaling = config.rope_scaling
@@ -42,7 +42,7 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
     turning = config.rotary_dim // 2
     cos = torch.ones(config.context_length, config.head_dim // 2, device=device)
     sin = torch.zeros(config.context_length, config.head_dim // 2, device=device)
-    # In float64, but never all of them at once: that is six times the memory of the tables.
+    # Some rows at a time: in float64 all of them take six times the memory of the tables.
     for start in range(0, config.context_length, TABLE_ROWS):
         rows = slice(start, min(start + TABLE_ROWS, config.context_length))
         positions = torch.arange(rows.start, rows.stop, device=device)
@@ -53,8 +53,7 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
-    """By how much each pair that turns does so from one position to the next: (R / 2,), float64;
-    unscaled theta^(-2i / R)."""
+    """Angle of each turning pair per position: (R / 2,), float64; theta^(-2i / R) if unscaled."""
     turning = config.rotary_dim
     channels = torch.arange(0, turning, 2, device=device, dtype=torch.float64) / turning
     angles = config.rope_theta**-channels
@@ -71,8 +70,8 @@ def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
-    """Channels that turn rarely within the original context are divided by the factor, those that
-    turn often are left alone, and between both it is a mean."""
+    """Divide the angles of channels that turn rarely within the original context by the factor,
+    keep those that turn often, and average in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_context_length
     assert low is not None
@@ -84,15 +83,15 @@ def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
-    """The same with a ramp over the channels' indices, between those that turn `beta_fast` and
-    `beta_slow` times within the original context."""
+    """Like llama3, with a ramp over the indices of channels, from the one that turns `beta_fast`
+    times within the original context to the one that turns `beta_slow` times."""
     fast, slow, original = scaling.beta_fast, scaling.beta_slow, scaling.original_context_length
     assert fast is not None
     assert slow is not None
     assert original is not None
 
     def index(turns: float) -> float:
-        """Of the channel that turns so often."""
+        """Index of the channel with this number of turns."""
         rotations = math.log(original / (turns * 2 * math.pi))
         return config.rotary_dim * rotations / (2 * math.log(config.rope_theta))
 

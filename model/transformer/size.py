@@ -1,9 +1,8 @@
 """Size: the elements of a GPT's tensors, counted from its shape without building it.
 
-The one place where parameters are counted by formula: for the memory of a server, the arithmetic of
-a training step (`model/training/step/flops.py`), a run's summary, and what a benchmark reads
-(`model/benchmark/work.py`). Tests compare every count with the tensors of real models. Does not
-count adapters.
+Used for the memory of a server, the arithmetic of a training step (`model/training/step/flops.py`),
+a run's summary, and the bytes that a benchmark reads (`model/benchmark/work.py`). Tests compare
+every count with the tensors of real models. Adapters are not counted.
 """
 
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from logitd.model.transformer.gpt import VALUE_GATE_WIDTH
 class Elements:
     """Elements of the parameters of a GPT, each counted once.
 
-    block_matrices   of the matrices of all blocks; block_rows are the rows of these
-    vectors          of norms and biases, the head's with padding
-    embeddings       of the tables of tokens, learned positions and value embeddings, with padding
-    head             of the head's own matrix, with padding; 0 where it is the token embedding
-    looked_up        of the rows of all these tables that one token takes
+    block_matrices   matrices of all blocks; block_rows is the number of their rows
+    vectors          norms and biases, the head's with padding
+    embeddings       tables of tokens, learned positions and value embeddings, with padding
+    head             the head's own matrix, with padding; 0 if it is the token embedding
+    looked_up        the rows of all these tables that one token reads
     """
 
     block_matrices: int
@@ -64,19 +63,19 @@ def count_elements(config: GPTConfig) -> Elements:
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Parameters of a model of this shape; a tied head counts once, padded rows count."""
+    """Number of parameters. A tied head counts once, padded rows count."""
     elements = count_elements(config)
     return elements.block_matrices + elements.vectors + elements.embeddings + elements.head
 
 
 def table_elements(config: GPTConfig) -> int:
-    """Elements of the tables of positions that are computed and not trained: sinusoids, or cosines
-    and sines; and of the mask of a block of queries, which takes a byte each, in fours."""
+    """Elements of the computed tables: sinusoids, or cosines and sines; and the mask of a block of
+    queries, whose one-byte elements count as quarters."""
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}
     return config.context_length * (width[config.positions] + 8)
 
 
 def attention_operations(config: GPTConfig) -> int:
-    """Multiplications and additions in all layers for one query and one position that it sees: the
-    dot product with a key, and the addition of a value."""
+    """Multiplications and additions in all layers per query and visible position: the dot product
+    with the key, and the addition of the value."""
     return 2 * 2 * config.n_layer * config.n_head * config.head_dim

@@ -1,12 +1,11 @@
-"""Stages: the names of everything that a forward computes, what it means and which shape it has.
+"""Stages: names, meanings and shapes of everything that a forward computes.
 
-One list, `STAGES`, for whoever shows, records or changes what is inside: `GPT.transform` tells a
-`Tap` (`model/transformer/tap.py`) each of them by these names. Which of them a model has depends on
-its `GPTConfig`: one without rotary positions and QK-norm has no `q_raw`, one whose norms stand
-behind the residual addition has no `attention.norm`. Knows shapes and no tensors.
+`STAGES` lists them. `GPT.transform` shows each to a `Tap` (`model/transformer/tap.py`) under its
+name. A model's `GPTConfig` decides which of them it has: without rotary positions and QK-norm there
+is no `q_raw`, and with norms after the residual addition no `attention.norm`.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. Positions come first and are not listed.
-The names of TransformerLens are those of its TransformerBridge, version 4.
+TransformerLens' names are those of its TransformerBridge, version 4.
 """
 
 import fnmatch
@@ -24,17 +23,17 @@ _IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
 class UnknownStage(ValueError):
-    """A name that no stage of the model has; the message lists those there are."""
+    """No stage of the model has this name; the message lists the stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """A stage, be it of every block or of the model once.
+    """A kind of stage: one per block, or one per model.
 
-    name      without the block: "attention.q"
-    axes      of the value at one position
-    lens      what TransformerLens calls it, after `blocks.N.`; None where it has no such hook
-    changes   whether an intervention may change it
+    name      the name without the block: "attention.q"
+    axes      axes of the value at one position
+    lens      TransformerLens' name after `blocks.N.`; None if it has no such hook
+    changes   True if interventions may change it
     """
 
     name: str
@@ -47,7 +46,7 @@ class StageKind:
 
     @property
     def pattern(self) -> str:
-        """Its name with N for the layer."""
+        """The name with N for the layer."""
         return f"blocks.N.{self.name}" if self.in_block else self.name
 
     @property
@@ -58,7 +57,7 @@ class StageKind:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of one model: `kind` in block `layer`, or once where that is None."""
+    """A stage of one model; `layer` is None for a stage outside the blocks."""
 
     kind: StageKind
     layer: int | None
@@ -73,12 +72,12 @@ class Stage:
         return lens if lens is None or self.layer is None else f"blocks.{self.layer}.{lens}"
 
     def shape(self, config: GPTConfig, length: int) -> tuple[int, ...]:
-        """Of the value at one position of a prompt of `length` tokens."""
+        """Shape of the value at one position of a prompt of `length` tokens."""
         return tuple(length if axis == "T" else getattr(config, axis) for axis in self.kind.axes)
 
     @property
     def heads_axis(self) -> Literal["n_head", "n_kv_head"] | None:
-        """What its first axis counts, if it counts heads."""
+        """The first axis if it counts heads, else None."""
         first = self.kind.axes[0]
         return first if first in ("n_head", "n_kv_head") else None
 
@@ -133,7 +132,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "attention.k",
         ("n_kv_head", "head_dim"),
-        "keys as they stand in the cache",
+        "keys as stored in the cache",
         "attn.hook_rot_k",
     ),
     StageKind(
@@ -177,7 +176,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "middle",
         ("d_model",),
-        "the residual stream after attention (and after its norm, where that stands behind)",
+        "the residual stream after attention (and after its norm in models with post-norm)",
         "hook_resid_mid",
     ),
     StageKind(
@@ -225,11 +224,14 @@ STAGES: tuple[StageKind, ...] = (
         in_block=False,
     ),
 )
-"""In the order in which they are computed."""
+"""All stages in the order of the forward."""
+
+HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head"))
+"""Stages with an axis of heads, which comes before the positions in the forward."""
 
 
 def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages of a model, in the order in which they are computed."""
+    """The stages of a model in the order of the forward."""
     kinds = [kind for kind in STAGES if kind.has(config)]
     first = [Stage(kind, None) for kind in kinds if kind.name == "embedding"]
     blocks = [
@@ -240,9 +242,8 @@ def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
 
 
 def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages that names or patterns (`*` for any layer: "blocks.*.attention.q") choose, each
-    once, in the order in which they are computed. Raises UnknownStage for a pattern that chooses
-    none."""
+    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), each
+    once, in the order of the forward. Raises UnknownStage for a pattern without a match."""
     if len(patterns) == 1 and (named := _named(patterns[0], config)) is not None:
         return (named,)
     stages = {stage.name: stage for stage in stages_of(config)}
@@ -259,7 +260,7 @@ def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...
 
 
 def _named(name: str, config: GPTConfig) -> Stage | None:
-    """The stage of that name, without a look at all others: a request may name thousands."""
+    """The stage of a name, found without listing all stages: a request may name thousands."""
     layer: int | None = None
     if (inside := _IN_BLOCK.fullmatch(name)) is not None:
         layer, name = int(inside[1]), inside[2]

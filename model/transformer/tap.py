@@ -1,9 +1,8 @@
-"""Tap: is shown every stage of a forward, and may change it.
+"""Tap: an observer of a forward that sees every stage and may change it.
 
-`GPT.transform` calls a tap with each value that it computes, by the names of
-`model/transformer/stages.py`, and goes on with what the tap returns: the same tensor where nothing
-is changed. `UNTAPPED` is what training and serving pass. What records and changes is in
-`model/inference/kernels/eager/taps.py`.
+`GPT.transform` calls a tap with each value under its name in `model/transformer/stages.py` and
+continues with the returned tensor, which is the same one if nothing changes. Training and serving
+pass `UNTAPPED`. The taps that record and change are in `model/inference/kernels/eager/taps.py`.
 """
 
 from typing import Protocol
@@ -12,30 +11,15 @@ from torch import Tensor
 
 
 class Tap(Protocol):
-    """Values have the forward's own axes: (B, T, ...), and (B, heads, T, ...) for what heads
-    compute (`HEADS_FIRST`)."""
+    """Values have the axes of the forward: (B, T, ...), or (B, heads, T, ...) for the stages in
+    `stages.HEADS_FIRST`."""
 
     def wants(self, layer: int | None, stage: str) -> bool:
-        """Whether it looks at a stage; those that cost something are computed only then."""
+        """True if the tap uses a stage. Expensive stages are computed only then."""
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        """What the forward goes on with. `offset`: the first of the forward's T positions that
-        `value` holds, where that is computed a block of positions at a time."""
-
-
-HEADS_FIRST = frozenset(
-    (
-        "attention.q_raw",
-        "attention.k_raw",
-        "attention.q",
-        "attention.k",
-        "attention.v",
-        "attention.scores",
-        "attention.probs",
-        "attention.heads",
-        "attention.head_out",
-    )
-)
+        """Return the value to continue with. `offset` is the first of the forward's T positions in
+        `value`, for stages that are computed a block of positions at a time."""
 
 
 class _Untapped:

@@ -1,7 +1,7 @@
-"""Trace: the shape and size of every stage of a forward, in the order of `stages.py`.
+"""Trace: shape, mean and deviation of every stage of a forward, in the order of `stages.py`.
 
-For people who want to see what happens between a text and its logits. Keeps figures about the
-tensors, not the tensors; for those, use `GPT.forward`, a tap or the HTTP endpoints.
+It shows people the way from a text to its logits. For the tensors themselves use `GPT.forward`, a
+tap or the HTTP endpoints.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from logitd.model.transformer.attention import RecordingAttend, mask_causal
 from logitd.model.transformer.gpt import GPT
-from logitd.model.transformer.stages import Stage, stages_of
-from logitd.model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.stages import HEADS_FIRST, Stage, stages_of
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStage:
-    """Figures of a stage over a text: mean and deviation of what is finite. Axes: T positions (of
-    scores and probs, then the keys), the others as in `GPTConfig`."""
+    """Figures of a stage over a text: mean and deviation of its finite values. Axes: T positions;
+    in scores and probs T is also the keys; the others as in `GPTConfig`."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +29,7 @@ class TracedStage:
 
 @torch.inference_mode()
 def trace(gpt: GPT, token_ids: Sequence[int]) -> list[TracedStage]:
-    """Every stage of a forward over one text."""
+    """Trace every stage of a forward over one text."""
     ids = torch.tensor([token_ids], device=gpt.token_embedding.weight.device)  # (1, T)
     positions = torch.arange(len(token_ids), device=ids.device)[None]
     attend, tap = RecordingAttend(), _Figures()
@@ -43,7 +42,7 @@ def trace(gpt: GPT, token_ids: Sequence[int]) -> list[TracedStage]:
 
 
 class _Figures:
-    """A tap that keeps the shape, mean and deviation of each stage."""
+    """A tap that records the shape, mean and deviation of each stage."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int | None, str], tuple[tuple[int, ...], float, float]] = {}

@@ -1,4 +1,4 @@
-"""Optional packages: the command that is named installs what pyproject.toml says."""
+"""Optional packages: the printed command installs the packages of pyproject.toml."""
 
 import sys
 import tomllib
@@ -17,7 +17,7 @@ def test_packages_are_those_of_the_project(extra: str) -> None:
     assert list(EXTRAS[extra]) == project["optional-dependencies"][extra]
 
 
-def test_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
     assert installation("parquet") == ".venv/bin/python -m pip install 'pyarrow>=20'"
@@ -26,8 +26,8 @@ def test_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.MonkeyPat
     assert installation("gguf") == "'/opt/my envs/bin/python' -m pip install 'gguf>=0.17'"
 
 
-def test_no_message_says_that_logitd_is_on_an_index() -> None:
-    """The name on an index would be another package, or none."""
+def test_no_text_installs_logitd_from_an_index() -> None:
+    """On an index the name would be another package or none."""
     texts = [
         path
         for folder in ("model", "service", "logitd", "checkpoints", "benchmarks")

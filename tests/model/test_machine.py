@@ -1,5 +1,4 @@
-"""Machine: what is measured is what it says, and the better of two measurements counts. How fast
-this machine is, no test knows."""
+"""Machine: the rates follow from the measured times, and the quickest run counts."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def half_a_second(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Whatever is timed takes half a second; what it gave is kept."""
+    """Make every timed run take half a second, and keep its result."""
     given: list[Any] = []
 
     def quickest(run: Callable[[], Any], device: torch.device) -> float:
@@ -33,13 +32,13 @@ def half_a_second(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return given
 
 
-def test_a_bandwidth_is_all_bytes_over_the_time(half_a_second: list[Any]) -> None:
+def test_bandwidth_is_all_bytes_over_the_time(half_a_second: list[Any]) -> None:
     assert read_bandwidth(CPU, nbytes=4096) == 8192
     assert half_a_second[0].item() == 1024, "a sum of every number was taken"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rate_is_two_operations_per_element_and_width(
+def test_matrix_rate_counts_two_operations_per_product(
     half_a_second: list[Any], dtype: torch.dtype
 ) -> None:
     assert matrix_rate(CPU, dtype, width=8) == 2 * 8**3 / 0.5
@@ -47,8 +46,8 @@ def test_a_rate_is_two_operations_per_element_and_width(
     assert half_a_second[0].dtype == dtype
 
 
-def test_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that the runs move on."""
+def test_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs advance the clock."""
     now, pauses = [100.0], [0.5, 0.25, 0.125, 0.375, 0.5, 0.25, 0.25, 0.5]
 
     def run() -> None:
@@ -59,19 +58,19 @@ def test_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pauses == []
 
 
-def test_a_slow_machine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_of_a_slow_machine_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
     runs: list[None] = []
     machine._quickest(lambda: runs.append(None), CPU)
     assert len(runs) == 1
 
 
-def test_both_are_real() -> None:
+def test_real_rates_are_finite() -> None:
     assert 0 < read_bandwidth(CPU, nbytes=2**20) < math.inf
     assert 0 < matrix_rate(CPU, torch.float32, width=64) < math.inf
 
 
-def test_surroundings_are_in_the_words_of_info() -> None:
+def test_surroundings_use_the_words_of_info() -> None:
     placement = choose_placement("cpu", "bfloat16", 1)
     said = surroundings(placement)
     assert (said.dtype, said.threads, said.torch) == ("bfloat16", 1, torch.__version__)

@@ -1,4 +1,4 @@
-"""Memory of a device and of a model: what the system says, and refusals with their numbers."""
+"""Memory of a device and of a model: the system's figures, and refusals with numbers."""
 
 from pathlib import Path
 
@@ -26,8 +26,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_model_takes_no_more_than_is_counted(family: str) -> None:
-    """Weights, the tables beside them, and the mask of a KV cache."""
+def test_model_takes_at_most_the_counted_bytes(family: str) -> None:
+    """The count covers weights, tables and the mask of a KV cache."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
     weights = sum(parameter.nbytes for parameter in gpt.parameters())
@@ -97,7 +97,7 @@ def test_gpu_has_memory() -> None:
     assert 0 < memory.free <= memory.total
 
 
-def test_bytes_for_people() -> None:
+def test_bytes_have_a_unit() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1536, 3 * 2**20, 2**31)] == [
         "0 bytes", "1023 bytes", "1.5 KiB", "3.0 MiB", "2.0 GiB"
     ]  # fmt: skip

@@ -1,1 +1,1 @@
-"""How prompts and decode steps are computed: plain torch, native CPU code, or CUDA graphs."""
+"""Decoders of prompts and steps: plain torch, native CPU code, and CUDA graphs."""

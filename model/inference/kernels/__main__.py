@@ -1,5 +1,4 @@
-"""Build the native kernels now rather than at the first start: `python -m
-model.inference.kernels`."""
+"""Build the native kernels before the first start: `python -m logitd.model.inference.kernels`."""
 
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 
@@ -8,7 +7,7 @@ def main() -> None:
     try:
         load_library(print)
     except KernelsUnavailable as reason:
-        print(f"decoding will be in plain torch, which is slower: {reason}")
+        print(f"plain torch will decode, which is slower: {reason}")
 
 
 if __name__ == "__main__":

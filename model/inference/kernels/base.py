@@ -1,6 +1,6 @@
-"""What the engine asks of a decoder, whichever computes: prompts into slots, steps, and samples.
+"""The interface of a decoder: it computes prompts into slots, decode steps, and samples.
 
-The contract alone; `eager/`, `cpu/` and `cuda/` fulfil it, `select.py` chooses one of them.
+`eager/`, `cpu/` and `cuda/` implement it, `select.py` chooses one of them.
 
 Shapes: T positions of a piece, R rows, V = vocab_size.
 """
@@ -26,7 +26,7 @@ class AttentionSelection:
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
     """A piece of a prompt: its tokens, for a slot that holds the positions before `start`, a
-    multiple of BLOCK; and what is wanted besides their final hidden states."""
+    multiple of BLOCK; and the outputs to return next to the final hidden states."""
 
     token_ids: Sequence[int]  # (T,)
     slot: int
@@ -36,13 +36,13 @@ class PrefillInput:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing besides is wanted."""
+        """True if only the final hidden states are requested."""
         return not self.states and self.weights is None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What was computed of a piece; the optional parts where they were asked for."""
+    """The outputs of a piece; the optional ones are None unless requested."""
 
     hidden: Tensor  # (T, d_model): the final hidden states
     states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
@@ -50,13 +50,13 @@ class Prefilled:
 
 
 Collect = Callable[[], list[int | None]]
-"""Waits for the tokens of a step that was launched, and for nothing that was launched later; None
-for a row that is not finite. To be called before the second launch after it, or not at all."""
+"""Wait for the tokens of a launched step, and for no later one; None for a row that is not finite.
+Call it before the second launch after it, or never."""
 
 
 class Launcher(Protocol):
-    """Launches decode steps with their sampling, waiting for nothing: two may be in flight. No slot
-    has several rows. `sampling` is read before a call returns."""
+    """Launch decode steps with their sampling without waiting: two may be in flight. No slot has
+    several rows. `sampling` is read before a call returns."""
 
     def launch(
         self,
@@ -74,8 +74,8 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch the step of tokens that are not known yet: those that the launch before samples in
-        these `rows` of its own. After a row that gets no token, results mean nothing."""
+        """Launch the step of tokens that are not known yet: those that the previous launch samples
+        in these `rows` of its own. The results that follow a row without a token are undefined."""
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -83,61 +83,59 @@ DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 
 class MixedPass(Protocol):
-    """Computes prompts and a decode step in one pass, which reads weights once for both. Every row
-    has the bits that `Decoder.prefill`, `head` and `decode` would give it."""
+    """Compute prompts and a decode step in one pass, which reads weights once for both. Every row
+    has the bits of `Decoder.prefill`, `head` and `decode`."""
 
     most_rows: int
-    """Tokens of a pass, those of prompts and of the step together."""
+    """Limit of a pass, in tokens of prompts and of the step together."""
 
     def mixed(
         self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
     ) -> tuple[list[Tensor], Tensor]:
-        """Final hidden states (T, d_model) of each piece, which have to be plain; and logits
-        (E + B, V): those that follow the last token of the pieces that `ends` names by their
-        places, then those that follow each row of the step. The logits may be overwritten by the
-        next call. No slot of a piece is one of the step's."""
+        """Return the final hidden states (T, d_model) of each piece, and logits (E + B, V): those
+        after the last token of the pieces with the indices `ends`, then those after each row of
+        the step. The pieces are plain, and share no slot with the step. The next call may overwrite
+        the logits."""
 
 
 class Decoder(Protocol):
-    """A GPT over its KV cache: computes prompts into slots, one more position of each of several
-    slots, or some that follow one another, and samples tokens."""
+    """A GPT over its KV cache."""
 
     has_threads: bool
-    """Whether it decodes with threads of its own instead of torch's."""
+    """True if it decodes with threads of its own instead of torch's."""
     prefill_matches_decode: bool
-    """Whether a position of a prompt and a decoded one come from the same code, with the same bits:
-    then either can stand for the other in the cache."""
+    """True if the same code computes a prompt's position and a decoded one, with the same bits:
+    then the cache may hold either for the other."""
 
     @property
     def launcher(self) -> Launcher | None:
-        """Launches a step before the tokens of the step before are known; None if it cannot."""
+        """Launches a step before the tokens of the last one are known; None if it cannot."""
 
     @property
     def mixed_pass(self) -> MixedPass | None:
-        """Computes prompts together with a step; None if it cannot, or that would not pay."""
+        """Computes prompts together with a step; None if it cannot or gains nothing."""
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        """Compute pieces of prompts into their slots, one piece for each slot. Several have to be
-        plain; each gives the bits that it would give alone, and they may share products."""
+        """Compute pieces of prompts into their slots, one piece per slot. Several pieces must be
+        plain; they may share products, and each has the bits that it has alone."""
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
-        """Logits (B, V) that follow the tokens, whose keys and values are written into the cache.
-        They may be overwritten by the next call.
+        """Write keys and values of the tokens into the cache and return the logits (B, V) after
+        each. The next call may overwrite them.
 
-        Rows of one slot stand together, each at the position after the one before it, and give the
-        bits that calls of one row each would give. At most as many rows as there are slots, or
-        DRAFTED_ROWS where that is more."""
+        Rows of one slot are adjacent, at consecutive positions, and have the bits of calls of one
+        row each. The limit is the number of slots, or DRAFTED_ROWS if that is more."""
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives."""
+        """A token of each row of `logits` (R, V), float32, as `sample_tokens` chooses it."""
 
     def restore_weights(self) -> None:
-        """The GPT is about to be computed with by torch: all of it has to be in memory."""
+        """Bring all weights of the GPT back into memory, before torch computes with it."""
 
     def close(self) -> None:
-        """Nothing is decoded any more."""
+        """Free the decoder. It decodes nothing afterwards."""

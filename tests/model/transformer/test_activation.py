@@ -1,4 +1,4 @@
-"""Activations: both spellings agree, and the one of inference keeps a row's bits in any batch."""
+"""Activations: both spellings agree, and inference keeps a row's bits in any batch."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -40,8 +40,8 @@ def test_two_spellings_agree(kind: Activation) -> None:
     )
 
 
-def bits_that_depend_on_company(kind: Activation, *, fused: bool) -> list[tuple[int, int]]:
-    """(width, rows) at which a row's bits differ from those it has alone."""
+def bits_that_depend_on_the_batch(kind: Activation, *, fused: bool) -> list[tuple[int, int]]:
+    """The (width, rows) at which a row's bits differ from its bits alone."""
     results = []
     for width in WIDTHS:
         h = inputs(width)
@@ -53,7 +53,7 @@ def bits_that_depend_on_company(kind: Activation, *, fused: bool) -> list[tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_bits_do_not_depend_on_its_company(kind: Activation, threads: int) -> None:
-    """A needle: torch's sigmoid gave the gate of a value embedding other bits when 28 sequences
-    decoded together instead of 4; the tokens were the same, the logprobs were not."""
-    assert bits_that_depend_on_company(kind, fused=False) == []
+def test_row_has_the_same_bits_in_any_batch(kind: Activation, threads: int) -> None:
+    """Torch's sigmoid once gave the gate of a value embedding other bits with 28 sequences than
+    with 4: the tokens were the same, the logprobs were not."""
+    assert bits_that_depend_on_the_batch(kind, fused=False) == []

@@ -1,7 +1,7 @@
-"""The whole GPT against other people's: `transformers`' GPT-2, GPT-NeoX, OPT, Llama and Qwen3.
+"""The whole GPT against the GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`.
 
-Random weights, float32, no download. Theirs are drawn so large that attention chooses, biases and
-norms included, and copied into ours by name; those of GPT-NeoX and OPT by what imports them.
+Random weights, float32, no download. Their weights, with biases and norms, are drawn so large that
+attention chooses, and imported into ours.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,6 @@ from torch.testing import assert_close
 
 from logitd.model.convert.foreign import Settings, StateDictReader
 from logitd.model.convert.hf.config import read_model
-from logitd.model.transformer.config import GPTConfig, gpt2_shape
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids
 from tests.model.shapes import SCALINGS
@@ -30,129 +29,59 @@ Case = tuple[GPT, torch.nn.Module]
 
 
 def gpt2() -> Case:
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB_SIZE,
-            n_positions=64,
-            n_layer=3,
-            n_head=4,
-            n_embd=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
+    return imported(
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCAB_SIZE,
+                n_positions=64,
+                n_layer=3,
+                n_head=4,
+                n_embd=32,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
         )
     )
-    names = {
-        "transformer.wte.weight": "token_embedding.weight",
-        "transformer.wpe.weight": "position_embedding.weight",
-        "transformer.ln_f": "final_norm",
-    }
-    for layer in range(3):
-        layer_name, here = f"transformer.h.{layer}", f"blocks.{layer}"
-        names |= {
-            f"{layer_name}.ln_1": f"{here}.attention_norm",
-            f"{layer_name}.attn.c_attn": f"{here}.qkv",
-            f"{layer_name}.attn.c_proj": f"{here}.attention_out",
-            f"{layer_name}.ln_2": f"{here}.mlp_norm",
-            f"{layer_name}.mlp.c_fc": f"{here}.mlp_up",
-            f"{layer_name}.mlp.c_proj": f"{here}.mlp_down",
-        }
-    prepare(theirs)
-    weights = {}
-    for name, value in theirs.state_dict().items():
-        if name == "lm_head.weight":  # the embedding once more
-            continue
-        module, _, tensor = name.rpartition(".")
-        if module.endswith(("c_attn", "c_proj", "c_fc")) and tensor == "weight":
-            value = value.T  # their Conv1D holds (in, out)
-        weights[names.get(name) or f"{names[module]}.{tensor}"] = value
-    return ours(weights), theirs
 
 
 def llama(**overrides: Any) -> Case:
-    return llama_shaped(
-        transformers.LlamaForCausalLM, transformers.LlamaConfig, qk_norm=False, **overrides
-    )
+    return llama_shaped(transformers.LlamaForCausalLM, transformers.LlamaConfig, **overrides)
 
 
 def qwen3(**overrides: Any) -> Case:
-    return llama_shaped(
-        transformers.Qwen3ForCausalLM, transformers.Qwen3Config, qk_norm=True, **overrides
-    )
+    return llama_shaped(transformers.Qwen3ForCausalLM, transformers.Qwen3Config, **overrides)
 
 
 def llama_shaped(
     model: Callable[[Any], Any],
     config: Callable[..., Any],
     *,
-    qk_norm: bool,
     tied_head: bool = False,
     head_dim: int = 8,
     scaling: Mapping[str, Any] | None = None,
 ) -> Case:
-    theirs = model(
-        config(
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            hidden_size=32,
-            head_dim=head_dim,
-            intermediate_size=48,
-            rms_norm_eps=1e-6,
-            rope_parameters=rope(scaling),
-            tie_word_embeddings=tied_head,
-            bos_token_id=0,
-            eos_token_id=0,
+    return imported(
+        model(
+            config(
+                vocab_size=VOCAB_SIZE,
+                max_position_embeddings=64,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                hidden_size=32,
+                head_dim=head_dim,
+                intermediate_size=48,
+                rms_norm_eps=1e-6,
+                rope_parameters=rope(scaling),
+                tie_word_embeddings=tied_head,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
         )
     )
-    prepare(theirs)
-    state = theirs.state_dict()
-    weights = {
-        "token_embedding.weight": state["model.embed_tokens.weight"],
-        "final_norm.weight": state["model.norm.weight"],
-    }
-    if not tied_head:
-        weights["head.weight"] = state["lm_head.weight"]
-    for layer in range(3):
-        layer_name, here = f"model.layers.{layer}", f"blocks.{layer}"
-        weights |= {
-            f"{here}.attention_norm.weight": state[f"{layer_name}.input_layernorm.weight"],
-            f"{here}.qkv.weight": torch.cat(
-                [state[f"{layer_name}.self_attn.{part}_proj.weight"] for part in "qkv"]
-            ),
-            f"{here}.attention_out.weight": state[f"{layer_name}.self_attn.o_proj.weight"],
-            f"{here}.mlp_norm.weight": state[f"{layer_name}.post_attention_layernorm.weight"],
-            f"{here}.mlp_up.weight": torch.cat(
-                [state[f"{layer_name}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-            ),
-            f"{here}.mlp_down.weight": state[f"{layer_name}.mlp.down_proj.weight"],
-        }
-        if qk_norm:
-            weights |= {
-                f"{here}.query_norm.weight": state[f"{layer_name}.self_attn.q_norm.weight"],
-                f"{here}.key_norm.weight": state[f"{layer_name}.self_attn.k_norm.weight"],
-            }
-    gpt = ours(
-        weights,
-        n_kv_head=2,
-        head_dim=head_dim,
-        d_ff=48,
-        norm="rmsnorm",
-        norm_eps=1e-6,
-        positions="rotary",
-        rope_theta=THETA,
-        rope_scaling=scaling,
-        activation="swiglu",
-        bias=False,
-        qkv_bias=False,
-        qk_norm=qk_norm,
-        tied_head=tied_head,
-    )
-    return gpt, theirs
 
 
 def rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -179,7 +108,6 @@ def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overri
             **overrides,
         )
     )
-    prepare(theirs)
     return imported(theirs)
 
 
@@ -195,43 +123,30 @@ def opt(**overrides: Any) -> Case:
             **overrides,
         )
     )
-    prepare(theirs)
     return imported(theirs)
 
 
 def imported(theirs: Any) -> Case:
-    """A model of theirs as its reader gives it."""
+    """Their model with drawn weights, and ours as its reader makes it; padded rows hold noise."""
+    prepare(theirs)
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state)
     config, weights = read_model(Settings("theirs", theirs.config.to_dict()), reader)
-    return filled(config, weights), theirs
-
-
-def ours(weights: Mapping[str, Tensor], **overrides: Any) -> GPT:
-    """A GPT of 3 layers, 4 heads and width 32 with these weights; the padded rows hold noise."""
-    config = gpt2_shape(
-        vocab_size=VOCAB_SIZE, context_length=64, n_layer=3, n_head=4, d_model=32, **overrides
-    )
-    return filled(config, weights)
-
-
-def filled(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
-    gpt = GPT(config)
     assert config.padded_vocab_size == 128
     noise = torch.full((128 - VOCAB_SIZE, 32), 1e3)
+    padded = {"token_embedding.weight", "head.weight"}
+    gpt = GPT(config)
     gpt.load_state_dict(
         {
-            name: torch.cat((value, noise))
-            if name in ("token_embedding.weight", "head.weight")
-            else value
+            name: torch.cat((value, noise)) if name in padded else value
             for name, value in weights.items()
         }
     )
-    return gpt.eval().requires_grad_(False)
+    return gpt.eval().requires_grad_(False), theirs
 
 
 def prepare(theirs: Any) -> None:
-    """Draw every weight anew, and have attention weights returned."""
+    """Draw every weight anew, and enable the return of attention weights."""
     theirs.set_attn_implementation("eager")
     theirs.eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The arena: every weight once, in order, with zeros between."""
+"""The arena: every weight once, in order, with zeros in between."""
 
 import re
 from pathlib import Path
@@ -36,15 +36,7 @@ def test_module_keeps_its_values_and_lives_in_the_arena() -> None:
     assert all(start <= address < end for address in addresses)
 
 
-def test_tied_weights_are_there_once() -> None:
-    gpt = tiny_gpt(tiny_config(tied_head=True))
-    move_to_arena(gpt)
-    assert len({parameter.data_ptr() for parameter in gpt.parameters()}) == len(
-        list(gpt.parameters())
-    )
-
-
-def test_arena_has_zeros_behind_each_tensor() -> None:
+def test_arena_has_zeros_after_each_tensor() -> None:
     tensors = [torch.ones(size, dtype=torch.bfloat16) for size in (1, 31, 32, 33, 1000)]
     arena = Arena(sum(map(room_for, tensors)))
     placed = [arena.place(tensor) for tensor in tensors]
@@ -54,20 +46,20 @@ def test_arena_has_zeros_behind_each_tensor() -> None:
         assert (tensor == 1).all()
 
 
-def test_memory_for_a_module_is_where_settling_would_put_it() -> None:
+def test_allocated_parameters_have_the_places_of_moved_ones() -> None:
     gpt = empty_gpt(tiny_config(), torch.device("meta")).to(torch.bfloat16)
     allocate_in_arena(gpt)
     addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
     assert not any(parameter.any() for parameter in gpt.parameters())
-    settled = tiny_gpt().to(torch.bfloat16)
-    move_to_arena(settled)
+    moved = tiny_gpt().to(torch.bfloat16)
+    move_to_arena(moved)
     assert [address - addresses[0] for address in addresses] == [
-        parameter.data_ptr() - next(settled.parameters()).data_ptr()
-        for parameter in settled.parameters()
+        parameter.data_ptr() - next(moved.parameters()).data_ptr()
+        for parameter in moved.parameters()
     ]
 
 
-def test_arena_keeps_its_tensors_and_takes_others_in() -> None:
+def test_moving_twice_keeps_the_arena_until_a_tensor_leaves() -> None:
     gpt = tiny_gpt()
     first = move_to_arena(gpt)
     addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
@@ -93,7 +85,7 @@ def test_arena_lives_as_long_as_a_tensor_in_it() -> None:
     not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here"
 )
 def test_arena_is_on_large_pages() -> None:
-    """Memory that processes could share is not: Linux gives such memory small pages."""
+    """Shared memory is not: Linux gives it small pages."""
     arena = Arena(8 * PAGE)
     arena.place(torch.ones(8 * PAGE // 8 - GAP, dtype=torch.float64))
     address = arena._room.data_ptr()
@@ -105,6 +97,6 @@ def test_arena_is_on_large_pages() -> None:
 
 
 def holds(mapping: str, address: int) -> bool:
-    """True if an entry of smaps is of the memory around an address."""
+    """True if an entry of smaps covers an address."""
     span = re.search(r"^([0-9a-f]+)-([0-9a-f]+) ", mapping, re.MULTILINE)
     return span is not None and int(span[1], 16) <= address < int(span[2], 16)

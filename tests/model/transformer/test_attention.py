@@ -23,8 +23,8 @@ def heads(n_head: int, n_kv_head: int, time: int = 7) -> tuple[Tensor, Tensor, T
 
 def test_attention_takes_fewer_queries_as_the_last_positions() -> None:
     q, k, _ = heads(4, 2)
-    whole = attention_probs(attention_scores(q, k), causal=True)
-    last_three = attention_probs(attention_scores(q[:, :, -3:], k), causal=True)
+    whole = attention_probs(attention_scores(q, k))
+    last_three = attention_probs(attention_scores(q[:, :, -3:], k))
     assert last_three.shape == (2, 4, 3, 7)
     assert_close(last_three, whole[:, :, -3:])
 
@@ -33,7 +33,7 @@ def test_dropout_acts_on_the_attention_weights() -> None:
     """Unit vectors for values make the output equal to the weights."""
     q, k, _ = heads(4, 4)
     v = torch.eye(7).expand(2, 4, 7, 7)
-    probs = attention_probs(attention_scores(q, k), causal=True)
+    probs = attention_probs(attention_scores(q, k))
     torch.manual_seed(0)
     dropped = CausalAttend(dropout=0.25)(0, q, k, v)
     zero = (dropped == 0) & (probs > 0)

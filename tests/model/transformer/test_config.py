@@ -34,8 +34,9 @@ from tests.model.shapes import shapes
         ({"norm_position": "post", "residual": "parallel"}, "residual.*parallel.*post.*'pre'"),
         *(
             ({"positions": "rotary", "rotary_dim": wrong}, f"rotary_dim.*{wrong}.*2.*head_dim.*8")
-            for wrong in (0, 3, 10)
+            for wrong in (3, 10)
         ),
+        ({"positions": "rotary", "rotary_dim": 0}, "rotary_dim.*0.*2"),
         ({"rotary_dim": 4}, "rotary_dim.*4.*learned.*8"),
         (
             {"positions": "sinusoidal", "rope_scaling": {"kind": "linear", "factor": 2.0}},
@@ -98,13 +99,13 @@ def test_config_names_missing_and_unknown_keys() -> None:
         *(("n_layer", wrong, "integer") for wrong in ("3", 3.0, True, None)),
         ("norm_eps", "1e-5", "number"),
         ("dropout", False, "number"),
-        ("bias", 1, "true or false"),
-        ("bias", "true", "true or false"),
+        ("bias", 1, "boolean"),
+        ("bias", "true", "boolean"),
         ("norm", "LayerNorm", "layernorm.*rmsnorm"),
         ("norm", ["rmsnorm"], "layernorm.*rmsnorm"),
         ("norm_position", None, "pre.*post"),
-        ("final_norm", "pre", "true or false"),
-        ("head_bias", None, "true or false"),
+        ("final_norm", "pre", "boolean"),
+        ("head_bias", None, "boolean"),
         ("residual", True, "sequential.*parallel"),
         ("rotary_dim", 4.0, "integer"),
         ("rope_scaling", "linear", "object or null"),

@@ -1,4 +1,4 @@
-"""GPT: every shape against its definition, and the rules that every family keeps.
+"""GPT: every shape against its definition, and rules for every family.
 
 Whole models against other people's code are in `test_against_transformers.py`.
 """
@@ -69,42 +69,8 @@ def test_later_token_changes_no_earlier_logits(gpt: GPT) -> None:
         assert not torch.allclose(before[:, position], after[:, position], atol=1e-3)
 
 
-def test_padding_keeps_the_real_positions(gpt: GPT) -> None:
-    lengths = torch.tensor([3, 11, 1, 8])
-    ids = random_ids(4, 11)
-    batch = gpt(ids, lengths=lengths, hidden_states=True, attentions=True)
-    for row, length in enumerate(lengths.tolist()):
-        alone = gpt(ids[row : row + 1, :length], hidden_states=True, attentions=True)
-        assert_close(batch.logits[row, :length], alone.logits[0], atol=1e-4, rtol=1e-4)
-        assert_close(
-            batch.hidden_states[:, row, :length], alone.hidden_states[:, 0], atol=1e-4, rtol=1e-4
-        )
-        assert_close(
-            batch.attentions[:, row, :, :length, :length],
-            alone.attentions[:, 0],
-            atol=1e-4,
-            rtol=1e-4,
-        )
-
-
-def test_padding_positions_are_zero_for_any_padding_id(gpt: GPT) -> None:
-    lengths = torch.tensor([3, 11, 1, 8])
-    padding = torch.arange(11) >= lengths[:, None]
-    ids = random_ids(4, 11)
-    first, second = (
-        gpt(ids.masked_fill(padding, pad), lengths=lengths, hidden_states=True, attentions=True)
-        for pad in (0, gpt.config.vocab_size - 1)
-    )
-    assert torch.equal(first.logits, second.logits)
-    assert torch.equal(first.hidden_states, second.hidden_states)
-    assert torch.equal(first.attentions, second.attentions)
-    assert (first.logits[padding] == 0).all()
-    assert (first.hidden_states[:, padding] == 0).all()
-    assert (first.attentions.transpose(2, 3)[:, padding] == 0).all()
-
-
 def test_recording_attention_keeps_the_logits(gpt: GPT) -> None:
-    """The fused and the written-out kernel agree; recorded rows are causal distributions."""
+    """The fused and the explicit kernel agree; recorded rows are causal distributions."""
     ids = random_ids(2, 9)
     fused = gpt(ids)
     recorded = gpt(ids, attentions=True)
@@ -134,7 +100,7 @@ def test_bfloat16_stays_near_float32(gpt: GPT) -> None:
 
 
 def test_narrow_head_is_widened_piece_by_piece() -> None:
-    """Ends of pieces and padded ids lie in the same places as in one product."""
+    """The result is that of one product, at the ends of pieces and of the vocabulary too."""
     gpt = tiny_gpt(tiny_config(vocab_size=2 * HEAD_ROWS + 7)).to(torch.bfloat16).eval()
     hidden = torch.randn(3, 5, gpt.config.d_model).to(torch.bfloat16)
     weight = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
@@ -179,7 +145,7 @@ def test_tied_head_counts_once() -> None:
 @pytest.mark.parametrize("head_bias", [True, False])
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_padded_ids_are_cut_off(tied_head: bool, head_bias: bool, dtype: torch.dtype) -> None:
-    """Rows beyond the vocabulary are padding; their contents never reach the logits."""
+    """Rows beyond the vocabulary are padding and never reach the logits."""
     gpt = tiny_gpt(tiny_config(tied_head=tied_head, head_bias=head_bias)).to(dtype)
     ids = random_ids(2, 9)
     before = gpt(ids).logits
@@ -229,7 +195,7 @@ def test_initial_weights_are_gpt2s() -> None:
             assert abs(parameter.std().item() / std - 1) < 0.05, name
 
 
-def test_position_tables_are_no_part_of_the_weights() -> None:
+def test_position_tables_are_not_weights() -> None:
     for family in ("original", "llama"):
         names = tiny_gpt(tiny_config(**FAMILIES[family])).state_dict()
         assert not [name for name in names if "rope" in name or "sinusoid" in name]

@@ -1,4 +1,4 @@
-"""LoRA: adapters against the matrices that they stand for."""
+"""LoRA: adapters against the matrices that they are merged into."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ SHAPE = LoraShape(rank=3, alpha=6.0, targets=TARGETS)
 
 
 def adapted(gpt: GPT, shape: LoraShape = SHAPE, *, b: float = 0.0) -> GPT:
-    """A GPT with adapters; with `b` the matrices that begin as zero are drawn as well."""
+    """A GPT with adapters; with `b` the matrices that start as zero are drawn too."""
     draw = torch.Generator().manual_seed(1)
     adapt(gpt, shape, draw)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def adapted(gpt: GPT, shape: LoraShape = SHAPE, *, b: float = 0.0) -> GPT:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_begin_as_nothing_bit_for_bit(family: str) -> None:
+def test_new_adapters_change_no_bit(family: str) -> None:
     config = tiny_config(**FAMILIES[family])
     ids = random_ids(2, 20)
     before = tiny_gpt(config)(ids).logits
@@ -48,7 +48,7 @@ def test_adapters_begin_as_nothing_bit_for_bit(family: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_is_what_was_beside(family: str) -> None:
+def test_merged_model_matches_the_adapted_one(family: str) -> None:
     config = tiny_config(**FAMILIES[family])
     ids = random_ids(2, 20)
     gpt = adapted(tiny_gpt(config), b=0.05)
@@ -69,7 +69,7 @@ def test_merged_is_what_was_beside(family: str) -> None:
     targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
 )
 def test_any_rank_alpha_and_targets_merge(rank: int, alpha: float, targets: list[Any]) -> None:
-    """Maps of a fused matrix have products of their own, written out here row by row."""
+    """Each map of a fused matrix has its own product, written out here row by row."""
     shape = LoraShape(rank, alpha, tuple(targets))
     config = tiny_config(n_layer=1, n_kv_head=2, activation="swiglu")
     weights = trained_weights(adapted(tiny_gpt(config), shape, b=0.05))
@@ -97,7 +97,7 @@ def test_only_adapters_get_gradients() -> None:
     assert {name.split(".")[2] for name in trained_weights(gpt)} == {"qkv", "mlp_down"}
 
 
-def test_trained_weights_are_given_and_taken_back() -> None:
+def test_trained_weights_are_saved_and_loaded() -> None:
     plain, adapted_once, other = tiny_gpt(), adapted(tiny_gpt(), b=0.1), adapted(tiny_gpt())
     assert not is_adapted(plain)
     assert set(trained_weights(plain)) == set(plain.state_dict())
@@ -109,7 +109,7 @@ def test_trained_weights_are_given_and_taken_back() -> None:
     ids = random_ids(1, 8)
     load_trained_weights(other, trained_weights(adapted_once))
     assert torch.equal(other(ids).logits, adapted_once(ids).logits)
-    with pytest.raises(RuntimeError, match="on one side alone"):
+    with pytest.raises(RuntimeError, match="on one side only"):
         load_trained_weights(plain, trained_weights(adapted_once))
 
 
@@ -128,7 +128,7 @@ def test_impossible_adapters_are_refused(wrong: dict[str, Any], message: str) ->
         replace(SHAPE, **wrong)
 
 
-def test_rank_that_is_not_low_is_refused_with_the_size() -> None:
+def test_rank_above_the_full_rank_is_refused() -> None:
     config = tiny_config(n_kv_head=1)  # keys of 8 rows
     adapt(tiny_gpt(config), LoraShape(8, 1.0, TARGETS), torch.Generator())
     with pytest.raises(LoraError, match=r"rank.*9.*qkv.*8 rows"):

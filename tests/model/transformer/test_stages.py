@@ -1,18 +1,16 @@
-"""The list of stages: names, patterns and families; the README's table is the list."""
+"""The list of stages: names, patterns and families, and the README's table of them."""
 
 from pathlib import Path
 
 import pytest
 
 from logitd.model.transformer.stages import STAGES, UnknownStage, match_stages, stages_of
-from logitd.model.transformer.tap import HEADS_FIRST
 from tests.model.factories import FAMILIES, tiny_config
 
 README = Path(__file__).parents[3] / "model/transformer/README.md"
 
 
-def test_readmes_table_is_the_list() -> None:
-    """The table has the name that TransformerLens has for each stage."""
+def test_readme_table_matches_the_list() -> None:
     rows = [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")]
         for line in README.read_text(encoding="utf-8").splitlines()
@@ -25,7 +23,7 @@ def test_readmes_table_is_the_list() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_model_has_its_stages_in_the_order_of_its_layers(family: str) -> None:
+def test_stages_of_a_model_are_ordered_by_layer(family: str) -> None:
     config = tiny_config(**FAMILIES[family])
     stages = stages_of(config)
     names = [stage.name for stage in stages]
@@ -48,7 +46,7 @@ def test_pattern_chooses_layer_by_layer() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_name_alone_finds_what_a_search_finds(family: str) -> None:
+def test_name_finds_the_same_stage_as_a_search(family: str) -> None:
     config = tiny_config(**FAMILIES[family])
     for stage in stages_of(config):
         assert match_stages([stage.name], config) == (stage,)
@@ -62,14 +60,8 @@ def test_name_alone_finds_what_a_search_finds(family: str) -> None:
             match_stages([name], config)
 
 
-def test_unknown_stage_says_what_the_model_lacks() -> None:
+def test_unknown_stage_names_the_missing_kind_or_the_layers() -> None:
     with pytest.raises(UnknownStage, match=r"mlp\.up"):
         match_stages(["blocks.*.mlp.up"], tiny_config())
     with pytest.raises(UnknownStage, match="0 to 2"):
         match_stages(["blocks.7.output"], tiny_config(n_layer=3))
-
-
-def test_heads_come_first_in_the_forward_where_they_come_first_here() -> None:
-    """`HEADS_FIRST` says how the forward lays a stage out, the axes here what it is."""
-    with_heads = {kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head")}
-    assert with_heads == HEADS_FIRST

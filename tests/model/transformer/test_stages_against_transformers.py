@@ -1,5 +1,5 @@
-"""Every stage against hooks on other people's models: `transformers`' GPT-2, Llama, Qwen3 and
-GPT-NeoX (Pythia), with random weights in float64."""
+"""Every stage against hooks on the GPT-2, Llama, Qwen3 and GPT-NeoX (Pythia) of `transformers`,
+with random weights in float64."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,8 +12,7 @@ from torch.testing import assert_close
 
 from logitd.model.transformer.attention import RecordingAttend
 from logitd.model.transformer.gpt import GPT
-from logitd.model.transformer.stages import stages_of
-from logitd.model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.stages import HEADS_FIRST, stages_of
 from tests.model.factories import random_ids
 from tests.model.transformer.test_against_transformers import (
     VOCAB_SIZE,
@@ -27,9 +26,9 @@ from tests.model.transformer.test_against_transformers import (
 LENGTH = 32
 
 Read = Callable[[Tensor], Tensor]
-"""From what their module takes or gives (T, ...) to a stage (T, ...)."""
+"""Converts the input or output of their module (T, ...) to a stage (T, ...)."""
 Place = tuple[str, str, Read]
-"""A module, whether its "input" or its "output", and how to read it."""
+"""A module, "input" or "output", and the conversion."""
 
 
 def same(value: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ NEOX: Mapping[str, Place] = {
 
 
 class Recorder:
-    """A tap that keeps all that it is shown, positions first."""
+    """A tap that keeps every value, positions first."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -123,8 +122,8 @@ def our_stages(gpt: GPT, ids: Tensor) -> dict[str, Tensor]:
 
 
 def their_stages(theirs: Any, ids: Tensor, places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """Stages by our names, with the attention weights and rotated keys that their models hand
-    out."""
+    """Stages by our names, with the attention weights and rotated keys that their models
+    return."""
     seen: dict[str, Tensor] = {}
     handles = []
     for kind, (path, side, read) in places.items():
@@ -168,8 +167,8 @@ def their_stages(theirs: Any, ids: Tensor, places: Mapping[str, Place]) -> dict[
 def test_every_stage_is_what_a_hook_there_sees(
     make: Callable[[], Case], places: Mapping[str, Place], without: set[str]
 ) -> None:
-    """`without`: what no module of theirs takes or gives: scores, each head's part of the output,
-    rotated queries (their products with the keys are in the weights)."""
+    """`without`: stages that are no input or output of a module: scores, each head's part of the
+    output, rotated queries (the weights contain their products with the keys)."""
     gpt, theirs = make()
     gpt, theirs = gpt.double(), theirs.double()
     ids = random_ids(1, LENGTH, vocab_size=VOCAB_SIZE)

@@ -1,1 +1,1 @@
-"""The native decoder: C++ compiled for the processor at hand."""
+"""The native decoder: C++ that is compiled for the processor at hand."""

@@ -1,13 +1,12 @@
-"""NativeDecoder: tokens of one sequence or of several through the whole GPT, in one native call.
+"""NativeDecoder: one native call computes tokens of one or several sequences through the whole GPT.
 
-Calls the code in native/decoder.cpp. Covers every shape of
-`GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and weights in int8
-and int4; `unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal
-within the tolerance of the dtype, the residual stream being float32 here.
+Calls native/decoder.cpp. Covers every shape of `GPTConfig` on a CPU in float32 and bfloat16 whose
+head_dim is a multiple of 16, with weights in int8 and int4 too (`not_covered`). The plain twin is
+`PlainDecoder`: equal within the tolerance of the dtype, since the residual stream is float32 here.
 
-A prompt goes through the same code, and gives the bits that decoding it token by token would give.
-Where the kernels lack the instructions that make this fast (`prefills_natively`), torch computes
-prompts instead, unless their target was asked for.
+A prompt goes through the same code and has the bits of decoding it token by token. If the kernels
+lack the instructions that make this fast (`prefills_natively`), torch computes prompts instead,
+unless the kernel target was requested.
 """
 
 import ctypes
@@ -29,7 +28,7 @@ from logitd.model.inference.kernels.cpu.structures import (
     SampleRows,
     dtype_name,
 )
-from logitd.model.inference.kernels.eager.contention import ContentionMonitor
+from logitd.model.inference.kernels.eager.contention import ContentionMonitor, one_thread_keeps_bits
 from logitd.model.inference.kernels.eager.decoder import grouped_logits
 from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
@@ -42,23 +41,15 @@ from logitd.model.transformer.gpt import GPT
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
-"""Positions of a prompt that go through the model together. No bit depends on it; there are
-buffers for so many."""
+"""Positions of a prompt that go through the model together: the size of the buffers. No bit
+depends on it."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
-"""The processor feature that products of many rows need to be at least as fast as torch's: 32
-registers of 16 floats, and dot products of narrow dtypes. bfloat16 and quantized ones need no more
-than AVX2, but for processors with AVX-512 that lack its dot products, for which int8 has plain
-loops, and bfloat16 was never measured."""
-
-
-def unsupported(gpt: GPT) -> str | None:
-    """Why the native decoder cannot run this model; None when it can."""
-    weight = gpt.token_embedding.weight
-    return not_covered(gpt.config, weight.device, weight.dtype)
+"""The processor feature that makes products of many rows at least as fast as torch's: 32 registers
+of 16 floats, and dot products of narrow dtypes."""
 
 
 def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the native decoder cannot run a model of this shape on a device; None when it can."""
+    """The reason why the native decoder cannot run a model of this shape; None if it can."""
     if device.type != "cpu":
         return f"the model is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -71,7 +62,11 @@ def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> 
 def prefills_natively(
     dtype: torch.dtype, *, quantize: Quantization, features: Collection[str]
 ) -> bool:
-    """Whether prompts go through the native code too, by what the kernels were built for."""
+    """True if kernels for these processor features compute prompts as fast as torch.
+
+    bfloat16 and quantized products need only AVX2. Processors with AVX-512 but without its dot
+    products are excepted: there int8 has plain loops, and bfloat16 was never measured.
+    """
     narrow = quantize != "none" or dtype == torch.bfloat16
     if narrow and "avx2" in features and "avx512f" not in features:
         return True
@@ -79,8 +74,8 @@ def prefills_natively(
 
 
 class NativeDecoder:
-    """A GPT over its KV cache in native code. The GPT's parameters move into an arena, and must not
-    be replaced while this lives."""
+    """A GPT over its KV cache in native code. The GPT's parameters move into an arena and must not
+    be replaced during the life of the decoder."""
 
     has_threads = True
     launcher = None
@@ -96,40 +91,24 @@ class NativeDecoder:
         prefills: bool = True,
         owns_weights: bool = False,
     ) -> None:
-        """`prefills`: prompts are computed natively, else by torch. `owns_weights`: nobody else
-        computes with the GPT unless `restore_weights` was called; matrices that are computed with
-        in another form leave memory."""
-        reason = unsupported(gpt)
+        """`prefills`: compute prompts natively, else by torch. `owns_weights`: nothing else
+        computes with the GPT before `restore_weights`, so matrices that the decoder has in another
+        form leave memory. Raises ValueError for a model that is not covered."""
+        weight = gpt.token_embedding.weight
+        reason = not_covered(gpt.config, weight.device, weight.dtype)
         if reason is not None:
             raise ValueError(f"the native decoder does not cover this model: {reason}")
-        library.logitd_decoder_new.restype = c_void_p
-        library.logitd_decoder_new.argtypes = (POINTER(Model), POINTER(Cache), c_int32, c_int32)
-        library.logitd_decoder_delete.argtypes = (c_void_p,)
-        library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
-        library.logitd_prefill.argtypes = (
-            c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(Record), c_void_p
-        )  # fmt: skip
-        library.logitd_mixed.argtypes = (
-            c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(c_int32), c_int32,
-            c_void_p, c_void_p,
-        )  # fmt: skip
-        library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
-        library.logitd_contended.argtypes = (c_void_p,)
-        library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
-        library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
-        library.logitd_stage_names.restype = c_char_p
+        _declare(library)
         self._library = library
         self._description = Description(
             library, gpt, quantize, owns_weights=owns_weights and prefills
         )
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
-        # Products of many rows are what the processor is slow at: those of the head too, 8 times as
-        # slow as torch's where this was measured. Quantized weights and bfloat16 are not torch's.
-        plain = quantize == "none" and gpt.token_embedding.weight.dtype is torch.float32
-        self._torch_head = gpt if plain and not prefills else None
-        self._head_contention = ContentionMonitor(gpt, keep_bits=lambda gpt, rows: True)
-        self._head_keep: dict[int, bool] = {}
+        # A processor that is slow at products of many rows is slow at those of the head too: 8
+        # times as slow as torch in a measurement. Torch has none in bfloat16 or quantized.
+        plain = quantize == "none" and weight.dtype is torch.float32
+        self.torch_head = TorchHead(gpt) if plain and not prefills else None
         self._config = gpt.config
         described = self._description.cache(cache)
         rows = max(cache.slots, DRAFTED_ROWS)
@@ -145,21 +124,21 @@ class NativeDecoder:
 
     @property
     def mixed_pass(self) -> "NativeDecoder | None":
-        return self if self.prefill_matches_decode and self._torch_head is None else None
+        return self if self.prefill_matches_decode and self.torch_head is None else None
 
     @property
     def contended(self) -> bool:
+        """True while other processes hold the cores, so that the decoder computes alone."""
         return bool(self._library.logitd_contended(self._handle))
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
-        """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
-        the cache. The tensor is overwritten by the next call."""
+        """Logits (B, V) in float32 after each token. The next call overwrites the tensor."""
         count = len(token_ids)
         if count > len(self._logits):
             raise ValueError(
-                f"{count} rows are asked for, and this decoder has buffers for {len(self._logits)}"
+                f"the step has {count} rows, and this decoder has buffers for {len(self._logits)}"
             )
         for argument, values in zip(self._where, (token_ids, slots, positions), strict=True):
             argument[:count] = list(values)
@@ -181,13 +160,12 @@ class NativeDecoder:
     ) -> tuple[list[Tensor], Tensor]:
         assert all(piece.plain for piece in pieces)
         lengths = [len(piece.token_ids) for piece in pieces]
-        *last, prompts = accumulate(lengths, initial=0)  # where each piece begins, and all end
-        decoded = len(rows[0])
+        *firsts, prompts = accumulate(lengths, initial=0)
         where = [array + list(more) for array, more in zip(_rows_of(pieces), rows, strict=True)]
         count = len(where[0])
         assert count <= self.most_rows
-        wanted = [last[end] + lengths[end] - 1 for end in ends]
-        wanted += range(prompts, prompts + decoded)
+        wanted = [firsts[end] + lengths[end] - 1 for end in ends]
+        wanted += range(prompts, count)
         hidden = torch.empty(count, self._config.d_model)
         logits = self._logits[: len(wanted)]
         if len(logits) < len(wanted):
@@ -209,8 +187,8 @@ class NativeDecoder:
         if weights is not None:
             shape = count, len(weights.layers), len(weights.heads), weights.length
             attention = torch.zeros(shape)
-            layers = output_indices(weights.layers, config.n_layer)
-            heads = output_indices(weights.heads, config.n_head)
+            layers = _output_indices(weights.layers, config.n_layer)
+            heads = _output_indices(weights.heads, config.n_head)
             record.weights = attention.data_ptr()
             record.layer_places, record.head_places = map(ctypes.addressof, (layers, heads))
             _, record.layers, record.heads, record.length = shape
@@ -228,43 +206,16 @@ class NativeDecoder:
         )  # fmt: skip
         return hidden
 
-    @property
-    def has_torch_head(self) -> bool:
-        """Whether torch computes the head of prompts."""
-        return self._torch_head is not None
-
     def head(self, hidden: Tensor) -> Tensor:
-        count = len(hidden)
-        if self._torch_head is not None:
-            # Beside threads of our own one is best for the few rows of a step; those of a prompt
-            # are worth all of torch's, as the rest of the prompt is.
-            threads = torch.get_num_threads()
-            alone = threads == 1 or count < BLOCK or not self._head_keeps_bits(count)
-            with one_thread() if alone else self._head_contention.watched(count, self.contended):
-                return grouped_logits(self._torch_head, hidden, self._head_row_groups)
+        if self.torch_head is not None:
+            return self.torch_head(hidden, contended=self.contended)
         rows = hidden.float().contiguous()
-        logits = torch.empty(count, self._logits.shape[1])
-        self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
+        logits = torch.empty(len(hidden), self._logits.shape[1])
+        self._library.logitd_head(self._handle, rows.data_ptr(), len(hidden), logits.data_ptr())
         return logits
 
-    @cached_property
-    def _head_row_groups(self) -> RowGroups:
-        """Of torch's head with one thread."""
-        assert self._torch_head is not None
-        with one_thread():
-            return decode_row_groups(self._torch_head)
-
-    def _head_keeps_bits(self, rows: int) -> bool:
-        """Whether torch's threads may divide the head's product of so many rows."""
-        if rows not in self._head_keep:
-            assert self._torch_head is not None
-            self._head_keep[rows] = head_threads_keep_bits(
-                self._torch_head, rows, self._head_row_groups
-            )
-        return self._head_keep[rows]
-
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives, up to the
+        """A token of each row of `logits` (R, V), float32, as `sample_tokens` chooses it, up to the
         rounding of a sum."""
         count = len(sampling)
         where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
@@ -276,14 +227,14 @@ class NativeDecoder:
         return [None if token_id < 0 else token_id for token_id in rows.token_ids[:count].tolist()]
 
     def time_stages(self, enabled: bool) -> None:
-        """Time the stages of what follows, or stop timing them. Costs a look at a clock for each;
-        the results are the same bits."""
+        """Start or stop timing the stages. Costs one look at a clock per stage and changes no
+        bit."""
         total = self._nanoseconds if enabled else None
         self._library.logitd_time_stages(self._handle, total)
 
     def take_stage_seconds(self) -> dict[str, float]:
-        """Seconds of each stage of native/clocks.h since the last call, with the wait for the last
-        thread in each."""
+        """Seconds of each stage of native/clocks.h since the last call, including the wait for the
+        last thread."""
         taken = {name: 1e-9 * ns for name, ns in zip(self._stages, self._nanoseconds, strict=True)}
         for index in range(len(self._stages)):
             self._nanoseconds[index] = 0
@@ -293,7 +244,7 @@ class NativeDecoder:
         self._description.originals.restore()
 
     def close(self) -> None:
-        """End the threads. Nothing may be decoded afterwards."""
+        """End the threads. The decoder decodes nothing afterwards."""
         if self._handle is not None:
             self._library.logitd_decoder_delete(self._handle)
             self._handle = None
@@ -301,6 +252,60 @@ class NativeDecoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+
+class TorchHead:
+    """The head of prompts by torch, with the bits that one thread of torch gives.
+
+    A few rows use one thread, since the decoder's own threads run next to torch's. Those of a
+    prompt are worth all of torch's threads.
+    """
+
+    def __init__(self, gpt: GPT) -> None:
+        self._gpt = gpt
+        self._contention = ContentionMonitor(gpt, keep_bits=lambda gpt, rows: True)
+        self._keeps_bits: dict[int, bool] = {}
+
+    def __call__(self, hidden: Tensor, *, contended: bool) -> Tensor:
+        """Logits (R, V) of hidden states (R, d_model)."""
+        rows = len(hidden)
+        alone = torch.get_num_threads() == 1 or rows < BLOCK or not self.threads_keep_bits(rows)
+        with one_thread() if alone else self._contention.watched(rows, contended):
+            return grouped_logits(self._gpt, hidden, self._row_groups)
+
+    @cached_property
+    def _row_groups(self) -> RowGroups:
+        with one_thread():
+            return decode_row_groups(self._gpt)
+
+    def threads_keep_bits(self, rows: int) -> bool:
+        """True if torch's threads can divide the head's product of this many rows and keep its
+        bits. Tried with random rows, as in `eager/contention.py`."""
+        if rows not in self._keeps_bits:
+            generator = torch.Generator().manual_seed(0)
+            hidden = torch.randn(rows, self._gpt.config.d_model, generator=generator)
+            self._keeps_bits[rows] = one_thread_keeps_bits(
+                lambda: grouped_logits(self._gpt, hidden, self._row_groups)
+            )
+        return self._keeps_bits[rows]
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Declare the types of the functions of native/decoder.cpp."""
+    library.logitd_decoder_new.restype = c_void_p
+    library.logitd_decoder_new.argtypes = (POINTER(Model), POINTER(Cache), c_int32, c_int32)
+    library.logitd_decoder_delete.argtypes = (c_void_p,)
+    library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
+    rows = (*(POINTER(c_int32),) * 3, c_int32)  # token ids, slots, positions, count
+    library.logitd_decode.argtypes = (c_void_p, *rows, c_void_p)
+    library.logitd_prefill.argtypes = (c_void_p, *rows, POINTER(Record), c_void_p)
+    library.logitd_mixed.argtypes = (
+        c_void_p, *rows, POINTER(c_int32), c_int32, c_void_p, c_void_p
+    )  # fmt: skip
+    library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
+    library.logitd_contended.argtypes = (c_void_p,)
+    library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
+    library.logitd_stage_names.restype = c_char_p
 
 
 def _rows_of(pieces: Sequence[PrefillInput]) -> tuple[list[int], list[int], list[int]]:
@@ -315,18 +320,7 @@ def _rows_of(pieces: Sequence[PrefillInput]) -> tuple[list[int], list[int], list
     return token_ids, slots, positions
 
 
-def head_threads_keep_bits(gpt: GPT, rows: int, row_groups: RowGroups) -> bool:
-    """Whether the head gives so many rows the same bits with one thread as with all of torch's:
-    looked at with random rows, as for the products of blocks (`eager/contention.py`)."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, gpt.config.d_model, generator=generator)
-    together = grouped_logits(gpt, hidden, row_groups)
-    with one_thread():
-        alone = grouped_logits(gpt, hidden, row_groups)
-    return torch.equal(together, alone)
-
-
-def output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
+def _output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
     """For each of `count` layers or heads its index among the chosen ones, or -1."""
     indices = (c_int32 * count)(*([-1] * count))
     for position, index in enumerate(chosen):

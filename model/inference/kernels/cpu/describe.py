@@ -1,8 +1,7 @@
-"""Describe: a GPT and its KV cache as the native code sees them.
+"""Describe: a GPT and its KV cache as the structures of the native code.
 
-Covers where every tensor lies, quantizing matrices on the way, and keeping alive what is pointed
-to. The GPT's parameters move into an arena: what is read in a step is one stream. Does not compute
-(`decoder.py`).
+Collects the address of every tensor, quantizes or compresses matrices, and keeps alive what the
+structures point to. The GPT's parameters move into an arena, so a step reads them as one stream.
 """
 
 import ctypes
@@ -21,7 +20,6 @@ from logitd.model.inference.kernels.cpu.compress import (
 from logitd.model.inference.kernels.cpu.originals import Originals, Restore
 from logitd.model.inference.kernels.cpu.quantize import (
     Format,
-    QuantizedMatrix,
     round_matrix,
     stored_shape,
 )
@@ -43,16 +41,16 @@ from logitd.model.transformer.rotary import rotary_tables
 
 
 class Description:
-    """What a native decoder is made from, for as long as that lives.
+    """The structures of one native decoder and the memory they point to.
 
-    model      of the GPT, whose parameters must not be replaced meanwhile
-    originals  of the GPT: the matrices that are here in another form
+    model      the GPT, whose parameters must not be replaced during the life of this
+    originals  the GPT's own matrices that the decoder has in another form
     """
 
     def __init__(
         self, library: ctypes.CDLL, gpt: GPT, quantize: Quantization, *, owns_weights: bool = False
     ) -> None:
-        """`owns_weights`: matrices that are here in another form leave memory (`originals`)."""
+        """`owns_weights`: matrices that the decoder has in another form leave memory."""
         self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
         self._library = library
         self._quantize = quantize
@@ -60,7 +58,7 @@ class Description:
         self._tiles = bool(library.logitd_has_tiles())
         self._quantized = None
         if quantize != "none":
-            # One behind the other, as the weights themselves: what is read is one stream.
+            # Contiguous like the weights themselves, so a step reads one stream.
             sizes = quantized_bytes(gpt, quantize, tiles=self._tiles)
             self._quantized = Arena(sum(map(room_for_bytes, sizes)))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
@@ -160,7 +158,7 @@ class Description:
     def _head(self, gpt: GPT) -> Matrix:
         weight = head_matrix(gpt)
         matrix, restore = self._matrix(weight, head_bias(gpt), head_quantization(self._quantize))
-        # An embedding is read as it is, and rows beyond the vocabulary are nowhere else.
+        # An embedding is read as it is, and only the original has rows beyond the vocabulary.
         stays = gpt.config.tied_head or len(weight) < len(gpt.head.weight)
         if restore is not None and not stays:
             self.originals.add(gpt.head, restore)
@@ -169,7 +167,8 @@ class Description:
     def _matrix(
         self, weight: Tensor, bias: Tensor | None, quantize: Quantization
     ) -> tuple[Matrix, Restore | None]:
-        """A matrix as it is computed with, and what restores the original, if that is another."""
+        """Describe a matrix in the form that is computed with. The second result restores the
+        original if the form is another one."""
         rows, width = weight.shape
         described = Matrix(
             bias=None if bias is None else self._floats(bias), rows=rows, width=width
@@ -181,16 +180,16 @@ class Description:
         assert self._quantized is not None
         form = quantized_form(quantize, tiles=self._tiles)
         described.kind = KINDS[form]
-        # In place: what torch computes has the same weights.
+        # In place, so that torch computes with the same weights.
         stored = self._quantized.make_room(stored_shape(weight, form))
         quantized = round_matrix(self._library, weight, form, stored)
         described.weights = self._keep(stored)
         described.scale = self._keep(quantized.scale)
         described.row_sum = self._keep(quantized.row_sum)
-        return described, partial(_dequantize, quantized)
+        return described, lambda original: original.copy_(quantized.dequantized())
 
     def _compress(self, weight: Tensor, described: Matrix) -> Restore | None:
-        """Describe a matrix as it is compressed, where that pays; what restores it there."""
+        """Describe a matrix as compressed if that pays; then return what restores it."""
         if self._compressed is None:
             return None
         compressed = compress_matrix(self._library, weight, self._compressed.rest())
@@ -204,7 +203,7 @@ class Description:
 
     @property
     def _kind(self) -> int:
-        """Of what meets matrices."""
+        """The format of the activations that meet matrices."""
         if self._compressed is not None:
             return KINDS["compressed"]
         if self._quantize == "none":
@@ -215,14 +214,10 @@ class Description:
         return self._keep(tensor.detach().float().clone())
 
     def _keep(self, tensor: Tensor) -> int:
-        """The address of a tensor that lives as long as this does."""
+        """Keep a tensor alive and return its address."""
         assert tensor.is_contiguous()
         self._alive.append(tensor)
         return tensor.data_ptr()
-
-
-def _dequantize(quantized: QuantizedMatrix, original: Tensor) -> None:
-    original.copy_(quantized.dequantized())
 
 
 def matrices(gpt: GPT) -> Iterator[Tensor]:
@@ -235,7 +230,7 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
 
 
 def quantized_form(quantize: Literal["int8", "int4"], *, tiles: bool) -> Format:
-    """How quantized matrices lie in memory, where the kernels have `tiles` or not."""
+    """The format of quantized matrices for kernels with or without `tiles`."""
     return "int8_strips" if quantize == "int8" and tiles else quantize
 
 
@@ -249,12 +244,12 @@ def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, tiles: bool)
 
 
 def head_matrix(gpt: GPT) -> Tensor:
-    """The weights of the head, of the ids that exist: (vocab_size, d_model)."""
+    """The head's weights without its padded rows: (vocab_size, d_model)."""
     weight, _ = gpt.head_parameters()
     return weight[: gpt.config.vocab_size]
 
 
 def head_bias(gpt: GPT) -> Tensor | None:
-    """The bias of the head, of the ids that exist: (vocab_size,)."""
+    """The head's bias without its padded elements: (vocab_size,)."""
     _, bias = gpt.head_parameters()
     return None if bias is None else bias[: gpt.config.vocab_size]

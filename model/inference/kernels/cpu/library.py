@@ -1,12 +1,11 @@
-"""Library: the native kernels, built once by the machine's own compiler, or by Zig's where it has
-none, and loaded.
+"""Library: build and load the native kernels.
 
-The sources in native/ are compiled for the processor at hand, or for the target that was asked for
-(`targets.py`), which takes seconds the first time, and kept under a name that holds the hash of the
-sources, the compiler, its flags and the processor's features: whatever changes, another file is
-built. Where there are kernels in prebuilt/, as in the container image, nothing is compiled: the
-greatest target that the processor can run is taken. Without any of this, or when compiling fails,
-there is a KernelsUnavailable that says why, and the callers take the plain torch path.
+The sources in native/ are compiled for the processor at hand, or for the requested target
+(`targets.py`), by the machine's compiler or, if it has none, by Zig's. The first build takes
+seconds. The file name holds a hash of the sources, the compiler, its flags and the processor's
+features, so a change of any of them builds another file. If prebuilt/ holds kernels, as in the
+container image, nothing is compiled: the greatest target that the processor can run is loaded.
+If there are no kernels, KernelsUnavailable says why, and callers fall back to plain torch.
 """
 
 import ctypes
@@ -42,28 +41,28 @@ MAIN_SOURCE = "decoder.cpp"
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_SECONDS = 900
-"""Half a minute is usual. Zig's first build makes a library of its own before: where others had the
-cores, five minutes were not enough."""
+"""Time limit of a build. Half a minute is usual. Zig's first build also builds its own library, for
+which five minutes were not enough on busy cores."""
 ZIGS_NAMES = {"armv8-a": "generic"}
-"""Of processors; those that are not here have underlines for dashes."""
+"""Zig's names of processors. The others replace dashes by underscores."""
 
 Origin = Literal["compiled now", "compiled before", "prebuilt"]
 
 
 class KernelsUnavailable(RuntimeError):
-    """There are no native kernels on this machine; the message says why."""
+    """This machine has no native kernels; the message says why."""
 
 
 class TargetRefused(KernelsUnavailable):
-    """This processor cannot run what is built for the target that was asked for."""
+    """This processor cannot run the requested target."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The kernels that were loaded.
+    """The loaded kernels.
 
-    target  what they were built for; None for the processor at hand
-    origin  whether they were built now or before, here or elsewhere
+    target  the target they were built for; None for the processor at hand
+    origin  time and place of the build
     """
 
     functions: ctypes.CDLL
@@ -72,22 +71,35 @@ class NativeLibrary:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the code uses, in Linux's words, as far as the processor has it."""
+        """Processor features that the code may use, in Linux's words."""
         return processor_features() if self.target is None else self.target.features
 
     @property
     def description(self) -> str:
-        """For people: "x86-64-v3, prebuilt"."""
+        """The target and the origin: "x86-64-v3, prebuilt"."""
         return f"{_name(self.target)}, {self.origin}"
+
+    @property
+    def instructions(self) -> str:
+        """The widest instructions that the kernels were built for."""
+        function = self.functions.logitd_instructions
+        function.restype = ctypes.c_char_p
+        name: bytes = function()
+        return name.decode()
+
+    @property
+    def has_tiles(self) -> bool:
+        """True if the kernels multiply by AMX."""
+        return bool(self.functions.logitd_has_tiles())
 
 
 def load_library(
     log: Callable[[str], None] = lambda line: None, *, target: KernelTarget = "auto"
 ) -> NativeLibrary:
-    """The kernels for a target; for "auto" those that are best on this processor. `log` is told
-    when they are being built, which takes a moment.
+    """Load the kernels for a target; "auto" loads the best ones for this processor. `log` receives
+    a line before a build, which takes a moment.
 
-    Raises KernelsUnavailable, also for a target that this processor cannot run.
+    Raises KernelsUnavailable; TargetRefused for a target that this processor cannot run.
     """
     machine, features = platform.machine(), processor_features()
     wanted = None if target == "auto" else target_named(target)
@@ -102,7 +114,7 @@ def load_library(
 
 
 def prebuilt_path(target: Target) -> Path:
-    """Where the kernels of a target are when they are prebuilt, from these very sources."""
+    """The path of a target's prebuilt kernels, for exactly these sources."""
     flags = (*FLAGS, target.processor, *target.extra)
     return PREBUILT / f"kernels-{target.name}-{_hash(*flags)}.so"
 
@@ -114,10 +126,13 @@ def build_kernels(target: Target, path: Path) -> None:
 
 
 def _compiled(target: Target | None, log: Callable[[str], None]) -> tuple[Path, Origin]:
-    """The kernels for a target, or with None for this processor, in the user's cache."""
+    """The kernels for a target, or for this processor if None, in the user's cache."""
     compiler = _compiler()
     flags = (*FLAGS, *_flags_for(target, compiler))
-    path = _cache_folder() / f"kernels-{_hash(*compiler, _version(compiler), *flags, *_here())}.so"
+    here = platform.machine(), platform.processor(), *sorted(processor_features())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    name = _hash(*compiler, version.decode(errors="replace"), *flags, *here)
+    path = _cache_folder() / f"kernels-{name}.so"
     if not path.exists():
         with _building_alone(path.parent):
             if not path.exists():  # another process may have built it while this one waited
@@ -131,16 +146,6 @@ def _name(target: Target | None) -> str:
     return "this processor" if target is None else target.name
 
 
-def _version(compiler: tuple[str, ...]) -> str:
-    done = subprocess.run([*compiler, "--version"], capture_output=True, check=False)
-    return done.stdout.decode(errors="replace")
-
-
-def _here() -> tuple[str, ...]:
-    """What a compiler looks at when it is told to build for the processor at hand."""
-    return platform.machine(), platform.processor(), *sorted(processor_features())
-
-
 def _loaded(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
@@ -149,8 +154,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command that compiles. The package ziglang carries a Clang for machines that have no
-    compiler of their own; from it come the same bits."""
+    """The command that compiles: CXX, a compiler on the PATH, or the Clang of the package ziglang,
+    which makes the same bits."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
         if path := shutil.which(name):
@@ -164,35 +169,35 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _cache_folder() -> Path:
-    """Where the built library is kept: the user's cache, else a folder of this boot."""
+    """The folder of built libraries: the user's cache, else a temporary folder of this boot."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(home) / "logitd", Path(tempfile.gettempdir()) / f"logitd-{os.getuid()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # A library is code: only our own folder may give it.
+        # A library is code: load it only from a folder of our own.
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise KernelsUnavailable(
-        "no folder can be written to keep the built kernels in: neither the user's cache nor the "
-        "temporary folder"
+        "the built kernels cannot be kept: neither the user's cache nor the temporary folder is a "
+        "writable folder of this user"
     )
 
 
 def _flags_for(target: Target | None, compiler: tuple[str, ...]) -> tuple[str, ...]:
-    """How a compiler is told the processor."""
+    """The flags that name the processor to a compiler."""
     name = "native" if target is None else target.processor
     extra = () if target is None else target.extra
     if "ziglang" in compiler:
         return f"-mcpu={ZIGS_NAMES.get(name, name.replace('-', '_'))}", *extra
-    # On Arm -march=native is not known to every compiler.
+    # Some compilers for Arm do not know -march=native.
     option = "-mcpu" if target is None and platform.machine() != "x86_64" else "-march"
     return f"{option}={name}", *extra
 
 
 def _hash(*words: str) -> str:
-    """A name for what is built of the sources with these."""
+    """A hash of the sources and these words, for a file name."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -202,8 +207,8 @@ def _hash(*words: str) -> str:
 
 @contextmanager
 def _building_alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time build in `folder`: those that start together would all compile.
-    Where the file system has no locks they do, which costs time and nothing else."""
+    """Let one process at a time build in `folder`. On a file system without locks, processes that
+    start together all compile, which costs time and nothing else."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -214,7 +219,7 @@ def _building_alone(folder: Path) -> Iterator[None]:
 
 
 def _build(compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
-    """Compile aside and rename, so that a second process never loads half a file."""
+    """Compile into a temporary file and rename it: no process ever loads half a file."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "kernels.so"
         command = [*compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE)]

@@ -1,7 +1,7 @@
-"""Build the native kernels for every target of this architecture, for where there is no compiler
-afterwards: `python -m logitd.model.inference.kernels.cpu.prebuild`, as the Dockerfile does.
+"""Build the native kernels for every target of this architecture, for machines without a compiler:
+`python -m logitd.model.inference.kernels.cpu.prebuild`, as the Dockerfile does.
 
-Needs a compiler, and neither torch nor a processor that runs what is built.
+Needs a compiler, and neither torch nor a processor that runs the result.
 """
 
 import platform

@@ -1,8 +1,5 @@
-"""Structures: what the native code reads and writes, as native/model.h and native/sample.h have it.
-
-Covers the layouts, for ctypes and numpy, and the numbers that stand for formats and activations.
-Does not know a GPT (`describe.py`).
-"""
+"""Structures: the layouts of native/model.h and native/sample.h for ctypes and numpy, and the
+numbers of formats and activations."""
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
@@ -12,7 +9,7 @@ import torch
 from logitd.model.inference.sampling.sample import SAMPLING_ROW
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "compressed": 4, "int8_strips": 5}
-"""Formats of matrices: `Kind` of native/matrix.h."""
+"""Formats of matrices, as `Kind` in native/matrix.h numbers them."""
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 
 
@@ -107,9 +104,9 @@ _SAMPLE_ROW = np.dtype(
 
 
 class SampleRows:
-    """`room` rows to sample, the first at these addresses and the next ones at these distances.
-    `how` is filled in for each call, and `token_ids` is the answer. From one step to a like one
-    nothing else changes."""
+    """`room` rows to sample. The first row of the logits and of the computed logits has these
+    addresses, and the pitches are the floats between rows. A call fills in `how` and reads
+    `token_ids`; the rest serves all steps over the same tensors."""
 
     def __init__(
         self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int

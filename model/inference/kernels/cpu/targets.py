@@ -1,8 +1,8 @@
-"""Targets: kinds of processors that the native kernels can be built for, besides the one at hand.
+"""Targets: kinds of processors, other than the one at hand, that the native kernels are built for.
 
-For machines without a compiler, which choose among kernels that were built before, and for fleets
-that need the same bits on different processors. The names are those of GCC and Clang; what follows
-`x86-64-v4` adds the dot products of AVX-512, then the tiles of AMX. Pure functions of a machine and
+They serve machines without a compiler, which choose among prebuilt kernels, and fleets that need
+the same bits on different processors. The names are those of GCC and Clang; the suffixes of
+`x86-64-v4` add the dot products of AVX-512, then the tiles of AMX. Pure functions of a machine and
 its features.
 """
 
@@ -23,9 +23,9 @@ class Target:
     """A kind of processor.
 
     machines   the names of its architecture
-    features   what its code may use, in Linux's words
-    processor  its name for the compiler
-    extra      the compiler's flags for what the name lacks
+    features   processor features that its code may use, in Linux's words
+    processor  the name of the processor for the compiler
+    extra      compiler flags for features that the name does not include
     """
 
     name: TargetName
@@ -53,7 +53,7 @@ TARGETS = (
     ),
     Target("armv8-a", ARM, frozenset(), "armv8-a"),
 )  # fmt: skip
-"""From the least to the greatest."""
+"""All targets, from the least to the greatest."""
 
 
 def target_named(name: TargetName) -> Target:
@@ -61,21 +61,21 @@ def target_named(name: TargetName) -> Target:
 
 
 def targets_of(machine: str) -> tuple[Target, ...]:
-    """Those that programs for this architecture can be built for."""
+    """The targets of an architecture."""
     return tuple(target for target in TARGETS if machine in target.machines)
 
 
 def runnable(
     machine: str, features: Collection[str], among: Iterable[Target] = TARGETS
 ) -> tuple[Target, ...]:
-    """Those that a processor can run, the greatest last."""
+    """The targets that a processor can run, the greatest last."""
     return tuple(
         target for target in among if machine in target.machines and target.features <= {*features}
     )
 
 
 def refusal(target: Target, machine: str, features: Collection[str]) -> str | None:
-    """Why a processor cannot run what is built for a target; None when it can."""
+    """The reason why a processor cannot run a target; None if it can."""
     if machine not in target.machines:
         why = f"this machine is {machine}"
     elif lacking := sorted(target.features - {*features}):
@@ -83,6 +83,6 @@ def refusal(target: Target, machine: str, features: Collection[str]) -> str | No
     else:
         return None
     here = ", ".join(one.name for one in runnable(machine, features))
-    return f"kernel_target is {target.name}, and {why}; " + (
-        f"it can run {here}" if here else "leave it at auto"
+    return f"kernel_target is {target.name}, and {why}: set it to " + (
+        f"auto or one of {here}" if here else "auto"
     )

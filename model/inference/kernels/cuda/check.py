@@ -1,8 +1,8 @@
-"""Self-check: hold a decoder against plain torch on the same device, before it serves.
+"""Self-check: compare a decoder with plain torch on the same device before it serves.
 
-Both decode the same tokens behind a few prompts. Checked are logits of several numbers of rows and
-lengths of keys, tokens of every kind of sampling, steps launched ahead and, if asked for, batch
-invariance. Does not check the sizes that requests reach later.
+Both decode the same tokens after a few prompts. The check covers logits of several numbers of rows
+and lengths of keys, tokens of every kind of sampling, steps launched ahead and, if requested, batch
+invariance. It does not cover the sizes that requests reach later.
 """
 
 import math
@@ -20,22 +20,22 @@ from logitd.model.inference.sampling.sample import SamplingRow, SamplingRows, sa
 from logitd.model.transformer.gpt import GPT
 
 PROMPTS = (5, 32, 77, 126)
-"""Tokens of the prompts. Decoding leads the last to more keys than the smallest recording has."""
+"""Lengths of the prompts. The last one outgrows the keys of the smallest recording."""
 STEPS = 3
 POSITIONS = 160
-"""Length of a slot, so that the check takes little memory even if the context is long."""
+"""Length of a slot: the check needs little memory even if the context is long."""
 GREEDY, RANDOM, FILTERED = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.01)
 """Temperature, top_k, top_p and min_p."""
 
 
 class CheckFailed(Exception):
-    """A decoder computes something else than it should; the message has the numbers."""
+    """A decoder computes wrong results; the message has the numbers."""
 
 
 def find_fault(
     gpt: GPT, make: Callable[[GPT, KVCache], Decoder], *, batch_invariant: bool
 ) -> str | None:
-    """Why decoders of `make` may not serve this model on its device; None if they may."""
+    """Return why decoders of `make` cannot serve this model on its device; None if they can."""
     weight = gpt.token_embedding.weight
     config = replace(gpt.config, context_length=min(gpt.config.context_length, POSITIONS))
     longest = config.context_length - 2 * STEPS
@@ -60,7 +60,7 @@ def find_fault(
 
 def tolerance(dtype: torch.dtype) -> float:
     """Largest root mean square error of a row's logits, in standard deviations of that row. Another
-    order of additions makes some 0.01 in bfloat16 and 1e-6 in float32, another token about 1."""
+    order of additions causes about 0.01 in bfloat16 and 1e-6 in float32, another token about 1."""
     return 2 * math.sqrt(torch.finfo(dtype).eps)
 
 
@@ -73,8 +73,8 @@ def compare(
     *,
     batch_invariant: bool,
 ) -> None:
-    """Raise CheckFailed unless two decoders compute the same, up to `allowed`. Both have an empty
-    slot for each prompt and 2 * STEPS tokens more."""
+    """Raise CheckFailed unless two decoders compute the same up to `allowed`. Both have an empty
+    slot for each prompt and 2 * STEPS more tokens."""
     slots, positions = list(range(len(prompts))), [len(prompt) for prompt in prompts]
     pieces = [PrefillInput(prompt, slot, 0) for slot, prompt in enumerate(prompts)]
     expected, found = (
@@ -109,8 +109,8 @@ def compare(
 
 
 def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
-    """Hold rows of logits (R, V) against those expected, and the likeliest token of each: it is the
-    same, or nearly as likely."""
+    """Compare rows of logits (R, V) with the expected ones. The likeliest token of each must be the
+    same or nearly as likely."""
     spread = expected.std(-1).clamp(min=1e-6)
     off = (found - expected).square().mean(-1).sqrt() / spread
     likeliest = expected.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
@@ -122,5 +122,5 @@ def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
 
 
 def _rows(way: tuple[float, int, float, float], positions: list[int]) -> SamplingRows:
-    """Rows sampled one way, behind these positions."""
+    """Sampling rows of one way for the tokens after these positions."""
     return sampling_rows(SamplingRow(*way, seed=1, position=at + 1, index=0) for at in positions)

@@ -1,20 +1,20 @@
-"""GraphDecoder: decode steps and sampling on a GPU, two launches a step instead of hundreds.
+"""GraphDecoder: decode steps and sampling on a GPU with two launches per step instead of hundreds.
 
-A step is recorded once for a number of rows and a length of keys, both from a few sizes (buckets),
-and replayed on tensors that keep their place, filled by one copy from pinned memory. Rows beyond
-those asked for repeat the first and write what it writes; keys behind a sequence's position are
-masked, and `KVCache.clear_behind` keeps them zero. The forward is `GPT.transform`; the host waits
-for the tokens of a step alone.
+A step is recorded once for a number of rows and a length of keys, both from a few sizes (buckets).
+It is replayed on tensors at fixed addresses, which one copy from pinned memory fills. Padding rows
+repeat the first row and write the same values. Keys after a sequence's position are masked, and
+`KVCache.clear_behind` keeps them zero. The forward is `GPT.transform`; the host waits only for the
+tokens of a step.
 
-The next step can be launched before these are read: it takes them on the device, where sampling
-leaves them. The host knows everything else, because a random number is a function of its position.
+The next step can be launched before the host reads the tokens: it takes them from the device. The
+host knows everything else, because a random number is a function of its position.
 
-Batch-invariant, every step has the largest sizes, and prefill goes a block at a time: then no
-kernel and no division of work depends on the number of sequences or their lengths. That a kernel
-treats its rows alike is checked on the device (`check.py`).
+With batch invariance every step has the largest sizes, and prefill computes one block at a time:
+then no kernel and no division of work depends on the number of sequences or their lengths. The
+self-check on the device (`check.py`) verifies that a kernel treats its rows alike.
 
 Shapes: B rows of a step, H = n_head, K = n_kv_head, G = H / K, D = head_dim, V = vocab_size,
-N = keys looked at.
+N = keys that are read.
 """
 
 import bisect
@@ -47,15 +47,16 @@ from logitd.model.transformer.gpt import GPT
 SHORTEST = 128
 """The smallest bucket of keys. Chosen, not measured."""
 READS_OF_A_COPY = 3
-"""Copying a slot and attending over the copy moves as much memory as attending over three slots."""
+"""Slots that attention can read in the time of copying one slot and reading the copy."""
 
 Key = tuple[int, ...]
-"""Of a recording: (rows, keys, in place) of a forward, (rows, kind) of sampling, or (rows,)."""
+"""Key of a recording: (rows, keys, in place) for a forward, (rows, kind) for sampling, (rows,) for
+`_take_sampled`."""
 _TOKEN, _SLOT, _POSITION, _SAMPLED_IN = range(4)  # columns of an uploaded row
 
 
 class GraphDecoder:
-    """A GPT over its KV cache, recorded for each combination of sizes when it first comes up."""
+    """A GPT over its KV cache, recorded for each combination of sizes at its first use."""
 
     has_threads = False
     mixed_pass = None
@@ -70,7 +71,7 @@ class GraphDecoder:
         overlap: bool = True,
         stream: Stream | None = None,
     ) -> None:
-        """`overlap`: whether a step may be launched before the tokens of the last are read."""
+        """`overlap`: allow launching a step before the tokens of the last one are read."""
         device = gpt.token_embedding.weight.device
         self.batch_invariant = batch_invariant
         self._prefill = TorchPrefill(
@@ -99,7 +100,7 @@ class GraphDecoder:
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
-        """Logits (B, V) in float32, which the next call overwrites."""
+        """Logits (B, V) in float32. The next call overwrites them."""
         self._begin_decode(slots, positions, token_ids=token_ids)
         return self._logits[: len(token_ids)]
 
@@ -133,18 +134,18 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """What `sample_tokens` gives, up to the rounding of sums. Replayed if the rows are those
-        that `decode` has just returned."""
+        """A token of each row, as `sample_tokens` chooses it up to the rounding of sums. Replays a
+        recording if the rows are the ones that `decode` has just returned."""
         if self._is_own(logits) and self._is_own(computed):
             return self._begin_sample(sampling)()
         return _usable(self._sample_unrecorded(logits, computed, sampling))
 
     def restore_weights(self) -> None:
-        """All weights are there."""
+        """Do nothing: all weights stay in memory."""
 
     def close(self) -> None:
-        """Free the recordings once nothing runs in their memory. Nothing may be decoded after."""
-        with suppress(RuntimeError):  # of a step whose tokens will not be collected
+        """Free the recordings once nothing runs in their memory."""
+        with suppress(RuntimeError):  # a step whose tokens will not be collected may have failed
             self._stream.download(self._tokens[:1])()
         self._recorded.clear()
 
@@ -156,7 +157,7 @@ class GraphDecoder:
         token_ids: Sequence[int] | None = None,
         sampled_in: Sequence[int] | None = None,
     ) -> None:
-        """Start a forward on known tokens, or on those sampled last, by their rows."""
+        """Start a forward on known tokens, or on the tokens sampled last in these rows."""
         for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
             self._cache.clear_behind(slot, position + 1)
             self._cache.wrote(slot, position + 1)
@@ -171,7 +172,7 @@ class GraphDecoder:
         self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
 
     def _begin_sample(self, sampling: SamplingRows) -> Collect:
-        """Start sampling the logits of the last forward; the result waits for the tokens."""
+        """Start sampling the logits of the last forward. The result waits for the tokens."""
         kind, rows = self._kind(sampling), bucket(self._row_buckets, len(sampling))
         self._stream.upload(padded(pack(sampling), rows), self._how[:rows])
         self._run((rows, kind), lambda: self._sample_recorded(rows, kind))
@@ -182,14 +183,14 @@ class GraphDecoder:
         return SamplingKind.FILTERED if self.batch_invariant else kind_of(sampling)
 
     def _run(self, key: Key, compute: Callable[[], None]) -> None:
-        """Replay what was recorded under a key, recording it first if need be."""
+        """Replay the recording of a key; make it first if it is missing."""
         if key not in self._recorded:
             self._recorded[key] = self._stream.record(compute)
         self._recorded[key]()
 
     def _reads_in_place(self, slots: Sequence[int]) -> bool:
-        """Whether attention goes over all slots: if most decode, a row each, and steps may
-        differ."""
+        """True if attention reads all slots in place: if enough of them decode one row each, and
+        invariance is off."""
         several = len(set(slots)) < len(slots)
         few = READS_OF_A_COPY * len(slots) < self._cache.slots
         return not (self.batch_invariant or several or few)
@@ -209,7 +210,7 @@ class GraphDecoder:
 
     def _take_sampled(self, rows: int) -> None:
         """The recorded part of `launch_next`, from `_tokens` into `_where`. A row without a token
-        continues with any: its sequence has ended, and its results are discarded."""
+        continues with token 0: its sequence has ended, and its results are discarded."""
         where = self._where[:rows]
         # From one column into another, so that doing it twice changes nothing.
         where[:, _TOKEN] = self._tokens[where[:, _SAMPLED_IN]].clamp(min=0)
@@ -217,8 +218,8 @@ class GraphDecoder:
     def _sample_unrecorded(
         self, logits: Tensor, computed: Tensor, sampling: SamplingRows
     ) -> list[int]:
-        """Sample rows of no recording: some are behind prompts, or their logits were processed.
-        Batch-invariant, as many rows at a time as the recordings have."""
+        """Sample rows that no recording covers: rows after prompts, or processed logits. With batch
+        invariance, in products of the recordings' number of rows."""
         token_ids: list[int] = []
         for start in range(0, len(sampling), self._rows):
             part = slice(start, start + self._rows)
@@ -234,18 +235,18 @@ class GraphDecoder:
         return token_ids
 
     def _is_own(self, logits: Tensor) -> bool:
-        """Whether rows are those that `decode` gave."""
+        """True if these are the rows that `decode` returned."""
         own = self._logits
         return logits.data_ptr() == own.data_ptr() and logits.stride() == own.stride()
 
 
 class SlotsAttend:
     """Attention of new positions over the first `keys` positions of their slots. Slots and
-    positions (B,) are on the device, and keys behind a position are masked.
+    positions (B,) are on the device, and keys after a position are masked.
 
-    `in_place`: queries go to the places of their slots and attend over all S slots; only copies of
-    one row may share a slot, and results of slots without a row are dropped. Else the keys and
-    values of each row are copied together first.
+    `in_place`: queries move to the indices of their slots and attend over all S slots; only copies
+    of one row may share a slot, and results of slots without a row are dropped. Otherwise the keys
+    and values of each row are gathered first.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class SlotsAttend:
         for cell, new in zip(cells, (k, v), strict=True):
             cell[self._slots, :, self._positions] = new[:, :, 0]
         keys, values = (cell[:, :, : self._keys] for cell in cells)  # (S, K, N, D), no copies
-        # Queries that share a key head stand below each other: (B, K, G, D).
+        # Queries that share a key head are adjacent: (B, K, G, D).
         queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
         if self._in_place:
             queries = self._placed(queries)  # (S, K, G, D)
@@ -277,20 +278,20 @@ class SlotsAttend:
         return out.reshape(q.shape)
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Rows (B, ...) where their slots are: (S, ...), zeros elsewhere."""
+        """Scatter rows (B, ...) to the indices of their slots: (S, ...), zeros elsewhere."""
         placed = rows.new_zeros(self._cache.slots, *rows.shape[1:])
         placed[self._slots] = rows
         return placed
 
 
 def buckets(first: int, last: int) -> tuple[int, ...]:
-    """`first` and its doubles below `last`, then `last`."""
+    """`first`, its doubles below `last`, and `last`."""
     doubles = (first << power for power in range(last.bit_length()))
     return (*(size for size in doubles if size < last), last)
 
 
 def bucket(sizes: Sequence[int], count: int) -> int:
-    """The smallest of the sizes that holds so many."""
+    """The smallest size that is at least `count`."""
     return sizes[bisect.bisect_left(sizes, count)]
 
 

@@ -1,9 +1,9 @@
-"""Sampling on a device: tokens of all rows of a step at once, without asking the host in between.
+"""Sampling on a device: tokens of all rows of a step at once, without the host in between.
 
-Steps 7 to 11 of `model/inference/sampling/sampler.py`, like its twin `sampling/sample.py`, which
-reads values from the device; here all rows take the same way, with shapes known beforehand, so that
-it can be recorded. A row's uniform number is uploaded with its parameters (`pack`): on the device
-Philox would be seventy small kernels. On a GPU sums run in another order, so a number within a
+Steps 7 to 11 of `model/inference/sampling/sampler.py`. The twin, `sampling/sample.py`, reads values
+from the device; here all rows take the same path with shapes known in advance, so it can be
+recorded. A row's uniform number is uploaded with its parameters (`pack`), because Philox would be
+seventy small kernels on the device. On a GPU sums run in another order, so a number within a
 rounding of an edge may fall on its other side; on a CPU the tokens are the twin's.
 
 Shapes: R rows, V vocabulary.
@@ -21,7 +21,7 @@ from logitd.model.inference.sampling.philox import uniforms
 from logitd.model.inference.sampling.sample import COLDEST, LARGEST_LOGIT, SamplingRows
 
 FIELDS = 6
-"""64-bit integers that say how one row is sampled."""
+"""64-bit integers that hold the sampling parameters of one row."""
 _GREEDY, _DIVISOR, _FLOOR, _TOP_K, _TOP_P, _UNIFORM = range(FIELDS)
 
 NO_TOKEN = -1
@@ -29,7 +29,8 @@ NO_TOKEN = -1
 
 
 class SamplingKind(IntEnum):
-    """What a step's rows need; each does what those before it do, and gives the same tokens."""
+    """The work that a step's rows need. Each kind includes the ones before it and chooses the same
+    tokens."""
 
     GREEDY = 0  # an argmax
     PLAIN = 1  # temperature, no filters
@@ -37,7 +38,7 @@ class SamplingKind(IntEnum):
 
 
 def kind_of(sampling: SamplingRows) -> SamplingKind:
-    """The least that serves all rows."""
+    """The least kind that serves all rows."""
     random = sampling["divisor"] > 0
     if not random.any():
         return SamplingKind.GREEDY
@@ -46,11 +47,11 @@ def kind_of(sampling: SamplingRows) -> SamplingKind:
 
 
 def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
-    """(R, FIELDS): integers as they are, floats as the bits of float64."""
+    """The sampling rows as (R, FIELDS): integers, and floats as the bits of float64."""
     packed = np.empty((len(sampling), FIELDS), dtype=np.int64)
     floats = packed.view(np.float64)
     packed[:, _GREEDY] = sampling["divisor"] == 0
-    floats[:, _DIVISOR] = np.maximum(sampling["divisor"], COLDEST)  # nothing is divided by 0
+    floats[:, _DIVISOR] = np.maximum(sampling["divisor"], COLDEST)  # avoids a division by 0
     floats[:, _FLOOR] = sampling["floor"]
     packed[:, _TOP_K] = sampling["top_k"]
     floats[:, _TOP_P] = sampling["top_p"]
@@ -59,9 +60,9 @@ def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
 
 
 def sample_rows(logits: Tensor, computed: Tensor, packed: Tensor, kind: SamplingKind) -> Tensor:
-    """A token of each row of `logits` (R, V), float32: int64 (R,). NO_TOKEN where the row of
-    `computed` (R, V) is not finite or beyond LARGEST_LOGIT. `packed` (R, FIELDS) is `pack`'s, on
-    the device of the logits."""
+    """A token of each row of `logits` (R, V), float32: int64 (R,). It is NO_TOKEN if the row of
+    `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed` (R, FIELDS) is the result of
+    `pack` on the device of the logits."""
     usable = computed.abs().amax(dim=-1) <= LARGEST_LOGIT  # NaN fails it too
     token_ids = logits.argmax(dim=-1)
     if kind is not SamplingKind.GREEDY:
@@ -86,7 +87,7 @@ def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) 
     kth = values.gather(-1, count[:, None] - 1)  # (R, 1)
     values = values.masked_fill(values < kth, -math.inf)
     probs = values.double().softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs  # of the ids that are likelier
+    mass_before = probs.cumsum(dim=-1) - probs  # of the likelier ids
     outside = (mass_before >= top_p[:, None]) & (top_p[:, None] < 1)
     dropped = torch.empty_like(outside).scatter(-1, order, (values == -math.inf) | outside)
     logits = logits.masked_fill(dropped, -math.inf)
@@ -97,8 +98,8 @@ def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) 
 def pick(probs: Tensor, cumulated: Tensor, uniform: Tensor) -> Tensor:
     """Step 11 on probabilities (R, V) and their running sums, by uniform numbers (R,): int64 (R,).
 
-    An id of probability 0 is never taken, even where a sum that is computed in pieces falls by a
-    rounding from one id to the next; a row where nothing is left gives 0.
+    An id of probability 0 is never chosen, even if a sum that is computed in pieces decreases by a
+    rounding from one id to the next. A row without any probability returns 0.
     """
     total = cumulated[:, -1:]
     # Rounded up, uniform * total may be the total: then it is the last id of any weight.

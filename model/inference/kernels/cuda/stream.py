@@ -1,8 +1,7 @@
-"""Streams: the work of a device in its order, without the host waiting for it.
+"""Streams: work of a device in order, without waiting on the host.
 
-`CudaStream` records work as a CUDA graph, of which one call starts hundreds of kernels, and copies
-by pinned memory. `DirectStream` computes at once, on any device: the same work without the gain,
-for tests without a GPU.
+`CudaStream` records work as a CUDA graph, which starts hundreds of kernels in one call, and copies
+through pinned memory. `DirectStream` computes at once on any device, for tests without a GPU.
 """
 
 from collections.abc import Callable
@@ -14,31 +13,32 @@ import torch
 from torch import Tensor
 
 WARM_UP = 2
-"""Runs before a recording, in which libraries choose kernels and take their workspace."""
+"""Runs before a recording: libraries choose kernels and allocate their workspace."""
 
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
 Download = Callable[[], list[int]]
-"""Waits for integers of the device, and for nothing queued after their copy."""
+"""Wait for integers of the device, and for no work queued after their copy."""
 
 
 class Stream(Protocol):
-    """Queues work behind all that it was given before."""
+    """A queue of work in order."""
 
     def record(self, compute: Compute) -> Compute:
-        """Return a function that queues what `compute` does, on tensors that keep their place and
-        without asking the device for a number. `compute` may run before this returns, so running
-        it twice must have the effect of running it once."""
+        """Return a function that queues the work of `compute`, which uses tensors at fixed
+        addresses and reads no number from the device. `compute` may run before this returns, so
+        running it twice must have the effect of running it once."""
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        """Queue the copy of `values` into a tensor of the device. They may change afterwards."""
+        """Queue the copy of `values` into a tensor of the device. The caller may change them
+        afterwards."""
 
     def download(self, source: Tensor) -> Download:
         """Queue the copy of integers of the device, (R,)."""
 
 
 class DirectStream:
-    """Every call computes, one operation after the other."""
+    """A stream that computes in every call."""
 
     def record(self, compute: Compute) -> Compute:
         return compute
@@ -53,8 +53,8 @@ class DirectStream:
 
 class CudaStream:
     """CUDA graphs in one memory pool: a graph may overwrite the intermediate results of another, so
-    all of them together take hardly more than the largest. Lasting results go into tensors made
-    outside. Pinned memory is torch's, which reuses it when the copies from and to it are done.
+    all of them together take little more memory than the largest. Lasting results go into tensors
+    allocated outside. Torch reuses pinned memory when the copies from and to it are done.
 
     Source: PyTorch's notes on CUDA graphs (warm-up on a side stream, a shared pool).
     """
@@ -62,7 +62,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all: libraries keep a workspace for every stream that they have seen.
+        # One stream for all recordings: libraries keep a workspace for every stream they see.
         self._side = torch.cuda.Stream(device)
 
     def record(self, compute: Compute) -> Compute:
@@ -74,7 +74,7 @@ class CudaStream:
                     compute()
             main.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Thread-local: other threads may use the device meanwhile.
+            # Thread-local: other threads may use the device during the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
             ):
@@ -98,5 +98,5 @@ class CudaStream:
 
 
 def padded(rows: Integers, count: int) -> Integers:
-    """Rows (R, ...) and copies of the first one, `count` in all, as one piece of memory."""
+    """Rows (R, ...) and copies of the first one, `count` in all, in contiguous memory."""
     return np.ascontiguousarray(np.concatenate((rows, rows[:1].repeat(count - len(rows), axis=0))))

@@ -1,2 +1,1 @@
-"""Stock torch, one operation after the other: the twin that the faster decoders are tested
-against."""
+"""Decoding in stock torch, one operation after the other: the twin of the faster decoders."""

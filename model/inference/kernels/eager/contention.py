@@ -1,39 +1,39 @@
 """CPU contention: fewer threads for torch's operations while other processes hold the cores.
 
-Torch's threads meet after every operation. When one has lost its core to another process, all wait
-for it, a slice of the scheduler's at a time: measured, a prompt took 6 to 12 times as long beside a
-process that spun on one of two cores. One thread takes twice as long and waits for no other. So
-`ContentionMonitor` watches how much of its time the calling thread was off its core. Where that is
-a large share, the thread computes alone for a while, then tries again; for longer each time that it
-did not help.
+Torch's threads meet after every operation. If one has lost its core to another process, all wait
+for it, a scheduler slice at a time: next to a process that spun on one of two cores, a prompt took
+6 to 12 times as long. One thread takes twice as long and waits for no other. `ContentionMonitor`
+measures how much of its time the calling thread was off its core. If that share is large, the
+thread computes alone for a while and then tries again; the pause doubles while it does not help.
 
-When threads are changed is a matter of timing, so it must not change a bit. Torch divides products
-over threads by output on the machines where this was looked at; where it does not, for the products
-of a model and a number of rows, threads are left as they are. The native decoder's threads are not
-torch's and do the same by themselves (cpu/native/pool.h).
+The timing of these changes is random, so they must not change a bit. On the machines examined,
+torch divides products over threads by output. If it does not, for the products of a model and a
+number of rows, the threads are left alone. The native decoder's threads do the same by themselves
+(cpu/native/pool.h).
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from logitd.model.device import one_thread
 from logitd.model.transformer.gpt import GPT, Block
 
 LOST = 0.4
-"""Share of its time off its core from which a thread is late. Without contention it is 0.1 or
-less."""
+"""Share of its time off its core that makes a thread late. Without contention it is at most 0.1."""
 LATE = 0.002
-"""Seconds off its core below which it is not late: the system's own interruptions."""
+"""Seconds off its core that never make a thread late: the system's own interruptions."""
 SHORTEST, LONGEST = 0.1, 1.6
-"""Seconds alone, the first time and when it did not help."""
+"""Seconds alone: the first time, and the most when it does not help."""
 
 
 class ContentionMonitor:
-    """How contended the cores are, seen from the thread that drives a model's prefill."""
+    """Contention for the cores, as seen by the thread that drives a model's prefill."""
 
     def __init__(
         self,
@@ -43,8 +43,7 @@ class ContentionMonitor:
         *,
         keep_bits: Callable[[GPT, int], bool] | None = None,
     ) -> None:
-        """`keep_bits` says of the operations that are watched what `threads_keep_bits` says of
-        those of prefill, for so many rows."""
+        """`keep_bits` replaces `threads_keep_bits` for operations other than those of prefill."""
         self._gpt = gpt
         self._keep_bits = keep_bits
         self._clock = clock
@@ -55,8 +54,8 @@ class ContentionMonitor:
 
     @contextmanager
     def watched(self, rows: int, contended: bool = False) -> Iterator[None]:
-        """Around torch operations on `rows` positions: with all threads, or alone for now; also
-        alone where the caller knows that the cores are `contended`."""
+        """Run torch operations on `rows` positions with all threads, or with one during contention.
+        `contended` says that the caller knows of contention."""
         began = self._clock()
         if torch.get_num_threads() == 1 or self._gpt.token_embedding.weight.device.type != "cpu":
             yield
@@ -84,16 +83,20 @@ class ContentionMonitor:
 
 
 def threads_keep_bits(gpt: GPT, rows: int) -> bool:
-    """Whether the matrix products of a block, with that many rows, give the same bits with one
-    thread as with all of torch's."""
+    """True if the matrix products of a block with this many rows have the same bits with one thread
+    as with all of torch's."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     generator = torch.Generator().manual_seed(0)
     for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
         x = torch.randn(1, rows, linear.in_features, generator=generator).to(linear.weight.dtype)
-        together = F.linear(x, linear.weight, linear.bias)
-        with one_thread():
-            alone = F.linear(x, linear.weight, linear.bias)
-        if not torch.equal(together, alone):
+        if not one_thread_keeps_bits(partial(F.linear, x, linear.weight, linear.bias)):
             return False
     return True
+
+
+def one_thread_keeps_bits(compute: Callable[[], Tensor]) -> bool:
+    """True if a computation has the same bits with one thread as with all of torch's."""
+    together = compute()
+    with one_thread():
+        return torch.equal(together, compute())

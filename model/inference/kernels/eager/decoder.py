@@ -1,7 +1,7 @@
-"""PlainDecoder: prompts and decode steps in stock torch, wherever torch runs; the others' twin.
+"""PlainDecoder: prompts and decode steps in stock torch on any device; the twin of the others.
 
-The rows of a step are padded, and computed some at a time where there are many, so that the
-arithmetic of a row does not depend on how many others are in the batch (`row_groups.py`).
+The rows of a step are padded, and a large step is computed a group of rows at a time, so that the
+arithmetic of a row does not depend on the size of the batch (`row_groups.py`).
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
+from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
 class PlainDecoder:
@@ -29,10 +31,9 @@ class PlainDecoder:
     mixed_pass = None
 
     def __init__(self, gpt: GPT, cache: KVCache, *, row_groups: RowGroups | None = None) -> None:
-        """`row_groups`: others than those that keep a row's bits."""
+        """`row_groups` replaces the groups that keep a row's bits."""
         self._gpt = gpt
         self._cache = cache
-        self._device = gpt.token_embedding.weight.device
         self._prefill = TorchPrefill(gpt, cache)
         self._given = row_groups
 
@@ -46,23 +47,14 @@ class PlainDecoder:
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
-        parts = [
-            self._decode(token_ids[part], slots[part], positions[part])
-            for part in self._row_groups.parts(len(token_ids))
-        ]
+        parts = []
+        for part in self._row_groups.parts(len(token_ids)):
+            attend = self._cache.decode(slots[part], positions[part])
+            padding = self._row_groups.padding(len(slots[part]))
+            parts.append(
+                step_logits(self._gpt, token_ids[part], positions[part], attend, padding=padding)
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode(
-        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
-    ) -> Tensor:
-        padding = [0] * self._row_groups.padding(len(token_ids))
-        ids = torch.tensor([*token_ids, *padding], device=self._device)
-        position_ids = torch.tensor([*positions, *padding], device=self._device)
-        attend = self._cache.decode(slots, positions)
-        hidden = self._gpt.transform(
-            ids[:, None], position_ids[:, None], attend
-        )  # (B padded, 1, d_model)
-        return self._gpt.logits(hidden)[: len(token_ids), 0]
 
     def head(self, hidden: Tensor) -> Tensor:
         return grouped_logits(self._gpt, hidden, self._row_groups)
@@ -71,14 +63,33 @@ class PlainDecoder:
         return sample_tokens(logits, computed, sampling)
 
     def restore_weights(self) -> None:
-        """All weights are there."""
+        """Do nothing: all weights stay in memory."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
+
+
+def step_logits(
+    gpt: GPT,
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    attend: Attend,
+    *,
+    padding: int,
+    tap: Tap = UNTAPPED,
+) -> Tensor:
+    """Logits (B, V) of a decode step with `padding` more rows, which are dropped."""
+    device, zeros = gpt.token_embedding.weight.device, [0] * padding
+    ids = torch.tensor([*token_ids, *zeros], device=device)
+    position_ids = torch.tensor([*positions, *zeros], device=device)
+    hidden = gpt.transform(
+        ids[:, None], position_ids[:, None], attend, tap=tap
+    )  # (B padded, 1, d_model)
+    return gpt.logits(hidden)[: len(token_ids), 0]
 
 
 def grouped_logits(gpt: GPT, hidden: Tensor, row_groups: RowGroups) -> Tensor:
-    """Logits (R, V) of hidden states (R, d_model), by rows in groups like those of decode."""
+    """Logits (R, V) of hidden states (R, d_model), in the groups of rows of decode steps."""
     parts = []
     for part in row_groups.parts(len(hidden)):
         rows = hidden[part]
@@ -88,7 +99,7 @@ def grouped_logits(gpt: GPT, hidden: Tensor, row_groups: RowGroups) -> Tensor:
 
 
 def block_logits(gpt: GPT, hidden: Tensor) -> Tensor:
-    """Logits (R, V) of hidden states (R, d_model), by products of BLOCK rows each whatever R is:
-    where the kernel of a product, and with it a row's bits, depends on the number of rows."""
+    """Logits (R, V) of hidden states (R, d_model), in products of always BLOCK rows: for devices
+    whose choice of a kernel, and with it a row's bits, depends on the number of rows."""
     padded = F.pad(hidden, (0, 0, 0, -len(hidden) % BLOCK))
     return torch.cat([gpt.logits(rows) for rows in padded.split(BLOCK)])[: len(hidden)]

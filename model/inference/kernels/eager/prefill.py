@@ -1,9 +1,8 @@
 """Prefill: positions of prompts into their slots, by torch.
 
 Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
-its position only. So the blocks of several prompts share products, where a product may have several
-of them (`row_groups.py`). Whoever computes prompts in another way
-(`model/inference/kernels/cpu/decoder.py`) takes and gives the same.
+its position only. For the same reason blocks of several prompts can share a product, up to the
+limit of `row_groups.py`. `model/inference/kernels/cpu/decoder.py` has the same interface.
 
 Shapes: T positions of a piece, N of several, one after the other and each padded to whole blocks.
 """
@@ -26,8 +25,9 @@ from logitd.model.transformer.gpt import GPT
 class TorchPrefill:
     """Prompts of a GPT into the slots of its cache, one torch operation after the other.
 
-    `blockwise`: a block at a time, for batch invariance where the kernel of a product depends on
-    the number of rows (a GPU). `at_once`: attention too in one operation, for speed there.
+    `blockwise`: compute one block at a time, for batch invariance on a device whose choice of a
+    kernel depends on the number of rows (a GPU). `at_once`: attend in one operation, for speed
+    there.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class TorchPrefill:
 
     @cached_property
     def _rows(self) -> int:
-        """Positions that may share a product."""
+        """The most positions that share a product."""
         return BLOCK if self._blockwise else prefill_rows(self._gpt)
 
     def _sharing_products(self, pieces: Sequence[PrefillInput]) -> Iterator[list[PrefillInput]]:
-        """Pieces in their order, those together that are computed together."""
+        """Group the pieces, in their order, into those that are computed together."""
         few, rows = list[PrefillInput](), 0
         for piece in pieces:
-            length = _padded_length(piece)
+            length = _padded_length(piece.token_ids)
             if few and (self._at_once or rows + length > self._rows):
                 yield few
                 few, rows = [], 0
@@ -69,8 +69,11 @@ class TorchPrefill:
 
     def _together(self, pieces: Sequence[PrefillInput], contended: bool) -> list[Prefilled]:
         assert all(piece.plain for piece in pieces)
-        lengths = [_padded_length(piece) for piece in pieces]
-        ids, positions = zip(*map(self._padded, pieces), strict=True)
+        lengths = [_padded_length(piece.token_ids) for piece in pieces]
+        ids, positions = zip(
+            *(padded_piece(self._gpt, piece.token_ids, piece.start) for piece in pieces),
+            strict=True,
+        )
         attend = attend_apart(
             [self._cache.prefill(piece.slot, piece.start) for piece in pieces], lengths
         )
@@ -82,32 +85,19 @@ class TorchPrefill:
             for piece, part in zip(pieces, parts, strict=True)
         ]
 
-    def _padded(self, piece: PrefillInput) -> tuple[Tensor, Tensor]:
-        """Ids and positions of whole blocks, (1, T padded) each. The padding's keys lie behind
-        every position that is ever looked at before it is overwritten; its own results are
-        dropped."""
-        start, length = piece.start, _padded_length(piece)
-        assert start % BLOCK == 0
-        device = self._gpt.token_embedding.weight.device
-        padding = [0] * (length - len(piece.token_ids))
-        ids = torch.tensor([[*piece.token_ids, *padding]], device=device)
-        positions = torch.arange(start, start + length, device=device)
-        return ids, positions.clamp(max=self._gpt.config.context_length - 1)[None]
-
     def _alone(self, piece: PrefillInput, contended: bool) -> Prefilled:
-        start, weights = piece.start, piece.weights
-        length, padded = len(piece.token_ids), _padded_length(piece)
-        ids, positions = self._padded(piece)
+        weights, length = piece.weights, len(piece.token_ids)
+        ids, positions = padded_piece(self._gpt, piece.token_ids, piece.start)
         recorder = None
         if weights is not None:
             recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
-        width = padded if self._at_once else self._rows
+        width = ids.shape[1] if self._at_once else self._rows
         parts: list[Tensor] = []  # (1, width, d_model) each
         collected: list[list[Tensor]] = []
-        for offset in range(0, padded, width):
+        for offset in range(0, ids.shape[1], width):
             part = slice(offset, offset + width)
             kept: list[Tensor] | None = [] if piece.states else None
-            attend = self._attend(piece.slot, start + offset, recorder)
+            attend = self._attend(piece.slot, piece.start + offset, recorder)
             with self._contention.watched(width, contended):
                 hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
             parts.append(hidden)
@@ -126,11 +116,22 @@ class TorchPrefill:
         return self._cache.prefill(slot, start, recorder)
 
 
-def _padded_length(piece: PrefillInput) -> int:
-    return -(-len(piece.token_ids) // BLOCK) * BLOCK
+def padded_piece(gpt: GPT, token_ids: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
+    """Ids and positions of a piece in whole blocks, (1, T padded) each. The keys of the padding are
+    overwritten before any position looks at them; the caller drops its results."""
+    assert start % BLOCK == 0
+    device, length = gpt.token_embedding.weight.device, _padded_length(token_ids)
+    padding = [0] * (length - len(token_ids))
+    ids = torch.tensor([[*token_ids, *padding]], device=device)
+    positions = torch.arange(start, start + length, device=device)
+    return ids, positions.clamp(max=gpt.config.context_length - 1)[None]
+
+
+def _padded_length(token_ids: Sequence[int]) -> int:
+    return -(-len(token_ids) // BLOCK) * BLOCK
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """Parts (1, T, ...) as one; a single one as it is."""
+    """Concatenate parts (1, T, ...); a single one is not copied."""
     together = list(parts)
     return together[0] if len(together) == 1 else torch.cat(together, dim=1)

@@ -1,14 +1,13 @@
-"""Row groups: how many rows stock torch's products may have, so that no row's bits depend on them.
+"""Row groups: numbers of rows in stock torch's products that keep the bits of each row.
 
-Covers the choice, by computing products of the model's shapes with one row among more or fewer of
-its like. Torch's libraries choose the kernel of a product by its number of rows among other things,
-and kernels add in different orders. Where one ends and the next begins depends on the processor: on
-AMD's, from 4 rows up multiples of 4 are one class; on Intel's with AVX-512, float32 has 16 rows and
-more in another class than fewer. So it is looked at on the machine, for the shapes at hand. Sums
-are looked at that cancel: what is left of them is their rounding, so that another order of
-additions shows in bfloat16 too, where it changes one of thousands of results otherwise. Does not
-cover attention, which is computed for each sequence by itself, or GPUs, on which plain torch does
-not promise that.
+Torch's libraries choose the kernel of a product by its number of rows, among other things, and
+kernels add in different orders. The limits depend on the processor: on AMD's, multiples of 4 from 4
+rows up are one class; on Intel's with AVX-512, float32 has another class from 16 rows up. So the
+groups are found by trial, on the machine and for the model's shapes: a row is multiplied among
+more or fewer copies of itself. The trials use sums that cancel. Only their rounding is left, so
+another order of additions shows in bfloat16 too, in which it otherwise changes one of thousands of
+results. Does not cover attention, which is computed per sequence, or GPUs, on which plain torch
+does not promise this.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,18 +22,18 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
-"""Multiples of rows that are tried for decode steps, the cheapest first."""
+"""Multiples of rows to try for decode steps, the cheapest first."""
 PREFILL_ROWS = 256
-"""Positions of prompts that share a product at most."""
+"""The most positions of prompts that share a product."""
 UNBOUNDED = 1 << 20
 
 Product = Callable[[Tensor], Tensor]
-"""Of activations (rows, 1, width) or (1, rows, width)."""
+"""A product of activations (rows, 1, width) or (1, rows, width)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Rows are computed at most `most` at a time, padded to a multiple of `multiple`."""
+    """Compute at most `most` rows at a time, padded to a multiple of `multiple`."""
 
     multiple: int
     most: int
@@ -43,26 +42,26 @@ class RowGroups:
         return [slice(first, first + self.most) for first in range(0, max(rows, 1), self.most)]
 
     def padding(self, rows: int) -> int:
-        """Rows that are missing from a multiple."""
+        """Rows that fill up a multiple."""
         return -rows % self.multiple
 
 
 def decode_row_groups(gpt: GPT) -> RowGroups:
-    """Those of a model's decode steps and its head."""
+    """The groups of a model's decode steps and head."""
     if not gpt.token_embedding.weight.is_cpu:
         return RowGroups(MULTIPLES[0], UNBOUNDED)
     products = [_Probed(product, row, (-1, 1)) for product, row in _products(gpt)]
     for multiple in MULTIPLES:
         if _constant_up_to(products, multiple, BLOCK) == BLOCK:
             return RowGroups(multiple, BLOCK)
-    # With no multiple: always as many rows, or always one, if rows differ by their place.
+    # No multiple works: always use BLOCK rows, or one if bits depend on a row's place.
     fixed = all(product.bits(BLOCK) is not None for product in products)
     return RowGroups(BLOCK, BLOCK) if fixed else RowGroups(1, 1)
 
 
 def prefill_rows(gpt: GPT) -> int:
-    """Positions of prompts that may share the products of a model's blocks: whole blocks, and
-    `PREFILL_ROWS` at most."""
+    """The most positions of prompts that share the products of a model's blocks: whole blocks up to
+    `PREFILL_ROWS`."""
     if not gpt.token_embedding.weight.is_cpu:
         return UNBOUNDED
     products = [_Probed(product, row, (1, -1)) for product, row in _block_products(gpt)]
@@ -70,7 +69,7 @@ def prefill_rows(gpt: GPT) -> int:
 
 
 class _Probed:
-    """A product of rows that are all the same."""
+    """A product of equal rows."""
 
     def __init__(self, product: Product, row: Tensor, shape: tuple[int, int]) -> None:
         self._product = product
@@ -79,7 +78,7 @@ class _Probed:
         self._found: dict[int, Tensor | None] = {}
 
     def bits(self, rows: int) -> Tensor | None:
-        """What a row gives among so many; None where it depends on its place among them."""
+        """The result of a row among this many; None if it depends on the row's place."""
         if rows not in self._found:
             width = len(self._row)
             given = self._row.expand(rows, width).reshape(*self._shape, width)
@@ -91,7 +90,8 @@ class _Probed:
 
 @torch.inference_mode()
 def _constant_up_to(products: list[_Probed], multiple: int, limit: int) -> int:
-    """The largest multiple, up to `limit`, up to which a row has the same bits among any."""
+    """The largest multiple up to `limit` such that a row has the same bits among this many rows and
+    among any smaller multiple."""
     for rows in range(multiple, limit + 1, multiple):
         for product in products:
             one, other = product.bits(multiple), product.bits(rows)
@@ -101,13 +101,13 @@ def _constant_up_to(products: list[_Probed], multiple: int, limit: int) -> int:
 
 
 def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """All kinds of products of a step, each with a row for it."""
+    """The products of a step, each with a row for it."""
     yield from _block_products(gpt)
     yield gpt.logits, _row(gpt, gpt.config.d_model)
 
 
 def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """Those of its blocks, which are all alike, by weights of other values."""
+    """The products of a block, with other weights. All blocks are alike."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     shapes = {
@@ -122,8 +122,8 @@ def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
 
 
 def _that_cancel(rows: int, width: int, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (rows, width) and a row (width) that they make zeros of, but for rounding: half of
-    the products are those of the other half, less than zero, in another order."""
+    """Weights (rows, width) and a row (width) whose products are zero up to rounding: each has half
+    its terms negated in another order."""
     generator = torch.Generator().manual_seed(rows)
     first, second = torch.randperm(width, generator=generator)[: width // 2 * 2].chunk(2)
     weight = torch.zeros(rows, width).to(row)

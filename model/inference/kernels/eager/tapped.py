@@ -1,12 +1,12 @@
 """TappedDecoder: prompts and decode steps in stock torch with a tap on every stage.
 
-For sequences whose stages are recorded or changed, whichever decoder computes the others: over the
-same cache, in the same blocks and rows as `TorchPrefill` and `PlainDecoder`, and with their bits
-where nothing is changed. Scores and attention weights are spelled out for a tap that wants them;
-attention goes on with the fused kernel's result unless they were changed.
+It serves sequences whose stages are recorded or changed; another decoder computes the rest over the
+same cache. It works in the same blocks and rows as `TorchPrefill` and `PlainDecoder` and has their
+bits if nothing is changed. Scores and attention weights are computed separately if a tap wants
+them; the forward continues with the fused kernel's result unless they were changed.
 
-On a GPU, where a row's bits depend on how many are computed with it, prompts are computed a block
-at a time and decode steps a row at a time: so they are the same in any batch there too.
+On a GPU a row's bits depend on the number of rows, so prompts are computed one block and decode
+steps one row at a time: then they are the same in any batch there too.
 
 Shapes: T positions of a piece, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
 """
@@ -17,7 +17,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from logitd.model.inference.kernels.eager.decoder import block_logits, grouped_logits
+from logitd.model.inference.kernels.eager.decoder import (
+    block_logits,
+    grouped_logits,
+    step_logits,
+)
+from logitd.model.inference.kernels.eager.prefill import padded_piece
 from logitd.model.inference.kernels.eager.row_groups import (
     RowGroups,
     decode_row_groups,
@@ -30,17 +35,17 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
-"""On a GPU."""
+"""Groups of rows on a GPU."""
 
 
 class TappedDecoder:
-    """A GPT over a KV cache that another decoder uses too, each sequence by one of them alone."""
+    """A GPT over a KV cache that it shares with another decoder. Each sequence belongs to one of
+    them."""
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt
         self._cache = cache
-        self._device = gpt.token_embedding.weight.device
-        self._on_cpu = self._device.type == "cpu"
+        self._on_cpu = gpt.token_embedding.weight.device.type == "cpu"
 
     @cached_property
     def _row_groups(self) -> RowGroups:
@@ -52,21 +57,16 @@ class TappedDecoder:
 
     def prefill(self, token_ids: Sequence[int], slot: int, start: int, tap: PieceTap) -> Tensor:
         """Compute tokens of a prompt into their slot, which holds the positions before `start`, a
-        multiple of BLOCK: their final hidden states (T, d_model)."""
-        assert start % BLOCK == 0
-        length = len(token_ids)
-        padding = -length % BLOCK
-        ids = torch.tensor([[*token_ids, *[0] * padding]], device=self._device)  # (1, T padded)
-        positions = torch.arange(start, start + length + padding, device=self._device)
-        positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
+        multiple of BLOCK. Return their final hidden states (T, d_model)."""
+        ids, positions = padded_piece(self._gpt, token_ids, start)
         width = self._prefill_rows
         parts = []
-        for offset in range(0, length + padding, width):
+        for offset in range(0, ids.shape[1], width):
             part = slice(offset, offset + width)
             shifted = _Shifted(tap, offset)
             attend = self._attend_piece(slot, start + offset, shifted)
             parts.append(self._gpt.transform(ids[:, part], positions[:, part], attend, tap=shifted))
-        return torch.cat(parts, dim=1)[0, :length]
+        return torch.cat(parts, dim=1)[0, : len(token_ids)]
 
     def decode(
         self,
@@ -75,13 +75,18 @@ class TappedDecoder:
         positions: Sequence[int],
         changes: Sequence[Changes],
     ) -> Tensor:
-        """Logits (B, V) that follow the tokens, a row of each sequence with its changes."""
-        return torch.cat(
-            [
-                self._decode_rows(token_ids[rows], slots[rows], positions[rows], changes[rows])
-                for rows in self._row_groups.parts(len(token_ids))
-            ]
-        )
+        """Logits (B, V) after the tokens, one row per sequence with its changes."""
+        parts = []
+        for rows in self._row_groups.parts(len(token_ids)):
+            taps = RowTaps(list(zip(changes[rows], positions[rows], strict=True)))
+            attend = self._attend_rows(slots[rows], positions[rows], taps)
+            padding = self._row_groups.padding(len(slots[rows]))
+            parts.append(
+                step_logits(
+                    self._gpt, token_ids[rows], positions[rows], attend, padding=padding, tap=taps
+                )
+            )
+        return torch.cat(parts)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of final hidden states (R, d_model)."""
@@ -89,24 +94,8 @@ class TappedDecoder:
             return block_logits(self._gpt, hidden)
         return grouped_logits(self._gpt, hidden, self._row_groups)
 
-    def _decode_rows(
-        self,
-        token_ids: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        changes: Sequence[Changes],
-    ) -> Tensor:
-        padding = [0] * self._row_groups.padding(len(token_ids))
-        ids = torch.tensor([*token_ids, *padding], device=self._device)
-        position_ids = torch.tensor([*positions, *padding], device=self._device)
-        taps = RowTaps(list(zip(changes, positions, strict=True)))
-        hidden = self._gpt.transform(
-            ids[:, None], position_ids[:, None], self._attend_rows(slots, positions, taps), tap=taps
-        )  # (B padded, 1, d_model)
-        return self._gpt.logits(hidden)[: len(token_ids), 0]
-
     def _attend_piece(self, slot: int, start: int, tap: "_Shifted") -> Attend:
-        """As `KVCache.prefill`, with a tap on scores and attention weights."""
+        """Attend like `KVCache.prefill`, with a tap on scores and attention weights."""
         fused = self._cache.prefill(slot, start)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,7 +116,7 @@ class TappedDecoder:
         return attend
 
     def _attend_rows(self, slots: Sequence[int], positions: Sequence[int], taps: RowTaps) -> Attend:
-        """As `KVCache.decode`, with the taps on scores and attention weights."""
+        """Attend like `KVCache.decode`, with the taps on scores and attention weights."""
         fused = self._cache.decode(slots, positions)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +136,7 @@ class TappedDecoder:
 
 
 class _Shifted:
-    """A tap of a whole piece, for a part of it that begins `offset` positions in."""
+    """A tap of a whole piece, for the part that begins at position `offset` of it."""
 
     def __init__(self, tap: PieceTap, offset: int) -> None:
         self._tap = tap
@@ -168,7 +157,7 @@ def _weighted(
     tap: PieceTap | _Shifted, layer: int, q: Tensor, keys: Tensor, values: Tensor, offset: int
 ) -> Tensor | None:
     """Show a tap the scores and weights of queries (1, H, T, D) over the keys (1, K, S, D) up to
-    the last query's own; what they make of the values, if they were changed."""
+    the last query's own. Return the weighted values if the tap changed any, else None."""
     scores = mask_causal(attention_scores(q, keys))  # (1, H, T, S)
     shown_scores = tap(layer, "attention.scores", scores, offset)
     probs = shown_scores.softmax(dim=-1)

@@ -1,9 +1,9 @@
-"""Taps of inference: what records stages and carries out interventions.
+"""Taps of inference: they record stages and carry out interventions.
 
-`Changes` are the interventions of one sequence, with their values where the model computes.
-`PieceTap` shows a forward over a piece of one prompt to them and keeps what is recorded after they
-are done; `RowTaps` does the same for a decode step, a row of each of several sequences. All but
-`Changes` live for one forward.
+`Changes` holds the interventions of one sequence, with their values on the model's device.
+`PieceTap` applies them to a forward over a piece of one prompt and records stages afterwards.
+`RowTaps` does the same for a decode step with one row per sequence. Taps live for one forward,
+`Changes` for a sequence.
 
 Shapes: T positions of a piece, H heads, S keys.
 """
@@ -19,11 +19,10 @@ from torch import Tensor
 from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.stages import match_stages
-from logitd.model.transformer.tap import HEADS_FIRST
+from logitd.model.transformer.stages import HEADS_FIRST, match_stages
 
 Key = tuple[int | None, str]
-"""A stage of a model: its block, and its name there."""
+"""A stage of a model: its block and its name in the block."""
 OVER_KEYS = frozenset(("attention.scores", "attention.probs"))
 """Stages whose last axis is the keys, computed a block of positions at a time."""
 
@@ -38,7 +37,7 @@ class _Change:
         self._heads = None if intervention.heads is None else _index(intervention.heads)
 
     def rows(self, positions: range, prompt_length: int) -> Sequence[int]:
-        """The rows of a piece that are changed."""
+        """The rows of a piece to change."""
         count, generated = len(positions), max(0, prompt_length - positions.start)
         match self._intervention.positions:
             case "all":
@@ -52,14 +51,14 @@ class _Change:
                 return [position - positions.start for position in listed[first:end]]
 
     def apply(self, value: Tensor, positions: range, rows: Sequence[int]) -> None:
-        """Change `value` (positions, ...) in place, at some rows."""
+        """Change some rows of `value` (positions, ...) in place."""
         index: tuple[slice | Tensor, ...] = (_index(rows),)
         if self._heads is not None:
             index = (*index, self._heads)
             if isinstance(index[0], Tensor) and isinstance(self._heads, Tensor):
                 index = (index[0][:, None], self._heads)
         part = value[index]  # a view, if all are slices
-        width = part.shape[-1]  # of stages over keys, more or fewer than values have
+        width = part.shape[-1]  # keys so far; the values may have more or fewer
         factor = self._intervention.factor
         match self._intervention.operation:
             case "zero":
@@ -106,7 +105,7 @@ class Changes:
         return key in self._changes
 
     def apply(self, key: Key, value: Tensor, positions: range) -> Tensor:
-        """The changed value (positions, ...), or `value` itself where nothing is changed."""
+        """Return the changed value (positions, ...), or `value` itself if nothing changes."""
         meant = [
             (change, rows)
             for change in self._changes.get(key, ())
@@ -115,11 +114,11 @@ class Changes:
         if not meant:
             return value
         changed = value.clone()
-        # Elements by themselves: threads change no bit, and would meet after each of many changes.
+        # Elementwise, so threads change no bit; all threads would meet after each of many changes.
         with one_thread():
             for change, rows in meant:
                 change.apply(changed, positions, rows)
-        if key[1] in OVER_KEYS:  # what is not seen stays unseen
+        if key[1] in OVER_KEYS:  # keys after the position stay unseen
             keys = torch.arange(value.shape[-1], device=value.device)
             seen = keys <= torch.tensor(positions, device=value.device)[:, None]  # (T, S)
             changed = torch.where(seen[:, None], changed, value)
@@ -138,8 +137,8 @@ class PieceTap:
         rows: Sequence[int] = (),
         length: int = 0,
     ) -> None:
-        """`record` names what is kept, of the `rows` (ascending indices of the piece's positions);
-        `length` is the prompt's, for stages over its keys."""
+        """`record` names the stages to keep, `rows` the ascending indices of positions to keep, and
+        `length` is the length of the prompt, for stages over its keys."""
         self._start = start
         self._changes = changes
         self._rows = list(rows)
@@ -164,7 +163,7 @@ class PieceTap:
         return value if changed is shown else _positions_first(stage, changed)[None]
 
     def recorded(self, layer: int | None, stage: str) -> Tensor:
-        """What was kept of a stage: (rows, ...)."""
+        """The recorded rows of a stage: (rows, ...)."""
         return torch.cat(self._kept[layer, stage])
 
     def _keep(self, key: Key, value: Tensor, offset: int) -> None:
@@ -178,8 +177,8 @@ class PieceTap:
 
 
 class RowTaps:
-    """The stages of a decode step: a row of each of several sequences, at a position each. Rows
-    behind them are padding."""
+    """The stages of a decode step with one row per sequence, each at its position. Any further rows
+    are padding."""
 
     def __init__(self, rows: Sequence[tuple[Changes, int]]) -> None:
         self._rows = rows
@@ -201,18 +200,19 @@ class RowTaps:
         return changed
 
     def row(self, index: int) -> PieceTap:
-        """The tap of one row, to be shown a value (1, ...)."""
+        """The tap of one row, for values (1, ...)."""
         changes, position = self._rows[index]
         return PieceTap(position, changes)
 
 
 def _index(indices: Sequence[int]) -> slice | Tensor:
-    """Ascending indices: as a slice, which copies nothing, if they are consecutive."""
+    """Ascending indices; a slice, which copies nothing, if they are consecutive."""
     if indices[-1] - indices[0] == len(indices) - 1:
         return slice(indices[0], indices[-1] + 1)
     return torch.tensor(indices)
 
 
 def _positions_first(stage: str, value: Tensor) -> Tensor:
-    """(heads, T, ...) and (T, heads, ...) into each other; what heads do not compute as it is."""
+    """Swap (heads, T, ...) and (T, heads, ...); values without a heads axis are returned as they
+    are."""
     return value.transpose(0, 1) if stage in HEADS_FIRST else value

@@ -1,5 +1,5 @@
-"""A late device: a stream whose work is done when somebody waits for it, in the order it came in.
-So a result that is read without waiting is an old one on a CPU too."""
+"""A late device: a stream that does its work, in order, only when a caller waits for it. So a
+result that is read without waiting is stale on a CPU too."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class LateDevice:
 
     @property
     def given(self) -> int:
-        """Amount of work given so far."""
+        """The amount of work so far."""
         return self.done + len(self._queue)
 
     def idle(self) -> bool:
@@ -59,7 +59,7 @@ class LateDevice:
 
 
 class LateDecoder(GraphDecoder):
-    """A graph decoder whose steps are done late."""
+    """A graph decoder on a late device."""
 
     def __init__(self, late: LateDevice, gpt: GPT, cache: KVCache, **options: Any) -> None:
         super().__init__(gpt, cache, stream=late, **options)

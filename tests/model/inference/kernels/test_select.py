@@ -1,4 +1,4 @@
-"""Selection of dtype and decoder: by what the machine has, with a reason, and without loss."""
+"""Choice of dtype and decoder by the machine, with a reason and without loss."""
 
 import ctypes
 import os
@@ -20,15 +20,12 @@ from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import decode_nats
 from logitd.model.inference.kernels import select
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
-from logitd.model.inference.kernels.cpu.library import (
-    NativeLibrary,
-)
-from logitd.model.inference.kernels.cpu.targets import TARGETS, runnable, target_named
+from logitd.model.inference.kernels.cpu.library import NativeLibrary
+from logitd.model.inference.kernels.cpu.targets import runnable, target_named
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.select import (
     DTypeChoice,
     KernelError,
-    auto_dtype,
     check_kv_cache_dtype,
     choose_decode_path,
     choose_dtype,
@@ -45,23 +42,10 @@ BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"
 COVERED = tiny_config(head_dim=16)
 
 
-@pytest.mark.parametrize(
-    ("device", "multiplies", "obstacle", "name", "why"),
-    [
-        ("cuda", None, None, "bfloat16", "CUDA"),
-        ("cuda", "AVX-512 BF16", "x", "bfloat16", "CUDA"),
-        ("cpu", "AVX-512 BF16", None, "bfloat16", "AVX-512 BF16"),
-        ("cpu", "AVX-512 BF16", "kernels is torch", "float32", "kernels is torch"),
-        ("cpu", None, None, "float32", "dot products"),
-        ("cpu", None, "kernels is torch", "float32", "dot products"),
-    ],
-)
-def test_auto_dtype_follows_the_machine(
-    device: str, multiplies: str | None, obstacle: str | None, name: str, why: str
-) -> None:
-    choice = auto_dtype(device, multiplies, obstacle)
-    assert choice.name == name
-    assert why in choice.why
+@pytest.fixture
+def multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the processor dot products of bfloat16."""
+    monkeypatch.setattr(select, "processor_features", lambda: frozenset({"avx512_bf16"}))
 
 
 @pytest.mark.parametrize(
@@ -78,31 +62,37 @@ def test_bfloat16_instructions_of_a_processor(features: str, expected: str | Non
     assert bfloat16_instructions(frozenset(features.split())) == expected
 
 
+def test_auto_dtype_on_cuda_is_bfloat16() -> None:
+    assert choose_dtype(COVERED, torch.device("cuda")) == DTypeChoice("bfloat16", "auto: on CUDA")
+
+
+@pytest.mark.usefixtures("multiplies_bfloat16")
 @pytest.mark.parametrize(
-    ("head_dim", "kernels", "why"),
-    [(16, "torch", "kernels is torch"), (8, "auto", "head_dim is 8")],
+    ("head_dim", "kernels", "compiler", "why"),
+    [
+        (16, "torch", "c++", "kernels is torch"),
+        (8, "auto", "c++", "head_dim is 8"),
+        (16, "auto", "no-such-compiler", "compiler"),
+    ],
 )
-def test_auto_is_float32_where_decoding_is_not_native(
-    head_dim: int, kernels: Any, why: str, monkeypatch: pytest.MonkeyPatch
+def test_auto_dtype_without_native_decoding_is_float32(
+    head_dim: int, kernels: Any, compiler: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "logitd.model.inference.kernels.select.processor_features",
-        lambda: frozenset({"avx512_bf16"}),
-    )
+    monkeypatch.setenv("CXX", compiler)
     choice = choose_dtype(tiny_config(head_dim=head_dim), CPU, ComputeOptions(kernels=kernels))
     assert choice.name == "float32"
     assert why in choice.why
 
 
-def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(
-        "logitd.model.inference.kernels.select.processor_features",
-        lambda: frozenset({"avx512_bf16"}),
-    )
-    choice = choose_dtype(COVERED, CPU)
-    assert choice.name == "float32"
-    assert "compiler" in choice.why
+@pytest.mark.usefixtures("library", "multiplies_bfloat16")
+def test_auto_dtype_with_native_decoding_is_what_the_processor_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert choose_dtype(COVERED, CPU).name == "bfloat16"
+    assert "AVX-512 BF16" in choose_dtype(COVERED, CPU).why
+    monkeypatch.setattr(select, "processor_features", frozenset)
+    assert choose_dtype(COVERED, CPU).name == "float32"
+    assert "dot products" in choose_dtype(COVERED, CPU).why
 
 
 @pytest.mark.parametrize(
@@ -112,7 +102,7 @@ def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
         (tiny_gpt(), "head_dim.*8.*16.*256"),
     ],
 )
-def test_torch_decodes_what_the_kernels_do_not_cover_and_that_is_said(gpt: GPT, note: str) -> None:
+def test_uncovered_model_is_decoded_by_torch_with_a_note(gpt: GPT, note: str) -> None:
     path = choose_decode_path(gpt, threads=1)
     assert path.name == "torch"
     assert re.search(note, path.note or "")
@@ -126,33 +116,21 @@ def test_torch_decodes_what_the_kernels_do_not_cover_and_that_is_said(gpt: GPT, 
 
 
 @pytest.mark.usefixtures("library")
-def test_native_decoding_says_what_it_is() -> None:
-    gpt = tiny_gpt(COVERED)
-    path = choose_decode_path(gpt, threads=1)
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_native_path_names_its_instructions_and_format(quantize: Quantization) -> None:
+    path = choose_decode_path(tiny_gpt(COVERED), ComputeOptions(quantize=quantize), threads=1)
     assert path.name.startswith("native (")
+    assert path.name.endswith(f", {quantize})") == (quantize != "none")
     assert path.note is None
-    assert choose_decode_path(gpt, ComputeOptions(quantize="int8"), threads=1).name.endswith(
-        ", int8)"
-    )
-    assert choose_decode_path(gpt, ComputeOptions(quantize="int4"), threads=1).name.endswith(
-        ", int4)"
-    )
 
 
 HERE = runnable(platform.machine(), processor_features())
-BEYOND = [target.name for target in TARGETS if target not in HERE]
 
 
-@pytest.mark.parametrize("name", BEYOND)
-def test_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
-    with pytest.raises(KernelError, match=f"kernel_target.*{name}"):
-        choose_decode_path(tiny_gpt(COVERED), ComputeOptions(kernel_target=name), threads=1)
-
-
-def test_target_whose_tiles_the_system_withholds_is_refused(
+def test_target_is_refused_if_the_system_withholds_amx(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process has to ask for AMX. Others of a fleet would compute by it: other bits."""
+    """The rest of a fleet would compute by AMX, with other bits."""
 
     class Withheld:
         def logitd_has_tiles(self) -> int:
@@ -167,7 +145,7 @@ def test_target_whose_tiles_the_system_withholds_is_refused(
         )
 
 
-def test_target_is_not_for_torch() -> None:
+def test_target_with_torch_is_refused() -> None:
     with pytest.raises(KernelError, match=r"kernel_target.*x86-64-v3.*kernels.*torch"):
         choose_decode_path(
             tiny_gpt(COVERED), ComputeOptions(kernels="torch", kernel_target="x86-64-v3"), threads=1
@@ -177,15 +155,13 @@ def test_target_is_not_for_torch() -> None:
         choose_decode_path(tiny_gpt(), ComputeOptions(kernel_target=name), threads=1)
 
 
-@pytest.mark.usefixtures("library")
-@pytest.mark.skipif(not HERE, reason="this processor is of no target")
+@pytest.mark.usefixtures("multiplies_bfloat16")
+@pytest.mark.skipif(not HERE, reason="this processor runs no target")
 def test_target_decides_native_prompts_and_dtype(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = NativeLibrary(library, HERE[0], "prebuilt")
-    monkeypatch.setattr(
-        "logitd.model.inference.kernels.select.load_library", lambda log, target: loaded
-    )
+    monkeypatch.setattr(select, "load_library", lambda log, target: loaded)
     gpt, name = tiny_gpt(COVERED), HERE[0].name
     path = choose_decode_path(gpt, ComputeOptions(kernel_target=name), threads=1)
     decoder = path.make_decoder(gpt, KVCache(gpt.config, 1, device=CPU, dtype=torch.float32))
@@ -193,10 +169,6 @@ def test_target_decides_native_prompts_and_dtype(
     decoder.close()
     assert path.kernels == f"{name}, prebuilt"
     assert path.name.endswith(f", target {name})")
-    monkeypatch.setattr(
-        "logitd.model.inference.kernels.select.processor_features",
-        lambda: frozenset({"avx512_bf16"}),
-    )
     choice = choose_dtype(COVERED, CPU, ComputeOptions(kernel_target=name))
     assert choice == DTypeChoice("float32", f"auto: {name} has no dot products of bfloat16")
 
@@ -206,7 +178,7 @@ ELSEWHERE = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "MKL_CBWR": "COMPATIBLE",
 }
-"""Makes torch compute as it does on a lesser processor."""
+"""Environment that makes torch compute as on a lesser processor."""
 SHOW = """
 import sys
 from logitd.model.llm import LLM, SamplingParams
@@ -221,10 +193,10 @@ with LLM(sys.argv[1], dtype="bfloat16", threads=1, **how) as llm:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
-def test_target_gives_the_same_bits_where_torch_gives_others() -> None:
+def test_target_has_the_same_bits_on_processors_where_torch_differs() -> None:
     """The environment makes torch compute as on another processor."""
     if "x86-64-v3" not in [target.name for target in HERE]:
-        pytest.skip("this processor is none of those that the test knows")
+        pytest.skip("this processor does not run x86-64-v3")
 
     def shown(target: str, **environment: str) -> str:
         """Numbers of a target, or of torch."""
@@ -234,17 +206,17 @@ def test_target_gives_the_same_bits_where_torch_gives_others() -> None:
         ).stdout  # fmt: skip
 
     assert shown("x86-64-v3") == shown("x86-64-v3", **ELSEWHERE)
-    assert shown("torch") != shown("torch", **ELSEWHERE), "torch gives the same as well"
+    assert shown("torch") != shown("torch", **ELSEWHERE), "torch has the same bits too"
 
 
-def test_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
+def test_gpu_path_with_kernels_torch_is_plain_torch() -> None:
     path = cuda_path(tiny_gpt(), "torch", batch_invariant=False)
     assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
     with pytest.raises(KernelError, match=r"kernels.*torch.*batch"):
         cuda_path(tiny_gpt(), "torch", batch_invariant=True)
 
 
-def test_keys_and_values_in_int8_are_for_a_cpu() -> None:
+def test_kv_cache_in_int8_is_refused_off_the_cpu() -> None:
     for kept in get_args(KVCacheDType):
         check_kv_cache_dtype(kept, CPU)
     check_kv_cache_dtype("auto", torch.device("cuda:1"))
@@ -253,13 +225,13 @@ def test_keys_and_values_in_int8_are_for_a_cpu() -> None:
 
 
 def nats(logits: Tensor, targets: Tensor) -> float:
-    """The loss of logits (B, T, V) for targets (B, T), summed."""
+    """The summed loss of logits (B, T, V) for targets (B, T)."""
     return float(cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
 
 
-def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
-    """Why "auto" may choose it: bits per byte of the bundled checkpoint, prefilled by torch and
-    decoded by the kernels, are within 0.2 % of float32's. A few windows of its text show it."""
+def test_bfloat16_loses_less_than_two_permille(library: ctypes.CDLL) -> None:
+    """The reason for "auto": bits per byte of the bundled checkpoint on a few windows of its text,
+    prefilled by torch and decoded by the kernels, are within 0.2 % of float32's."""
     try:
         text = held_out_windows(read_checkpoint(BUNDLED))
     except TextError as reason:
@@ -310,10 +282,7 @@ def test_chosen_decoder_prefills_as_the_kernels_can(
     v3, v4 = target_named("x86-64-v3"), target_named("x86-64-v4")
     for target, expected in ((v3, False), (v4, True)):
         loaded = NativeLibrary(library, target, "prebuilt")
-        monkeypatch.setattr(
-            "logitd.model.inference.kernels.select.load_library",
-            lambda log, target, one=loaded: one,
-        )
+        monkeypatch.setattr(select, "load_library", lambda log, target, one=loaded: one)
         path = choose_decode_path(gpt, threads=1)
         cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)
         decoder = path.make_decoder(gpt, cache)

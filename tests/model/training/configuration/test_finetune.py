@@ -274,7 +274,7 @@ def test_a_longer_context_is_trained_and_may_scale_the_positions(tune: Tune) -> 
         ({"from_checkpoint": None, "lora": 2}, "lora .*--from"),
         ({"lora_alpha": 2.0}, "lora_alpha .*--lora"),
         ({"lora": 2, "rope_scaling": {"kind": "linear", "factor": 2.0}}, "rope_scaling .*linear"),
-        ({"lora": 33}, "rank of 33"),
+        ({"lora": 33}, "rank is 33"),
         ({"lora": 2, "optimizer": "muon"}, "optimizer .*muon.*adapters"),
         ({"lora": 2, "head_lr": 0.1}, "head_lr .*--lora"),
     ],

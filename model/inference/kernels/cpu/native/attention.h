@@ -1,30 +1,28 @@
 // Attention of new positions over a slot of the KV cache, one key head with its query heads.
 //
-// Keys and values are (positions, width) in float32, bfloat16, or int8 with a scale for each position;
-// queries are float32 beside int8, else in the same format. `width` is a multiple of 16.
-// Everything is accumulated in float32, position after position, each query for itself: `attend` goes
-// through the cache for one position, `attend_together` for a few that follow one another, which share
-// what is loaded, and both give a query the same bits. Where the processor has AMX, most heads in bfloat16
-// attend by tile_attention.h instead.
+// Keys and values are (positions, width) in float32, bfloat16, or int8 with a scale for each position.
+// Queries are float32 for int8, else in the same format. `width` is a multiple of 16. Sums are float32,
+// position after position, each query by itself. `attend` serves one position; `attend_together` serves a
+// few consecutive ones, which share loads. A query has the same bits in both. With AMX most heads in
+// bfloat16 attend by tile_attention.h instead.
 #pragma once
 
 #include <algorithm>
 
 #include "buffer.h"
 #include "dot.h"
-#include "stream.h"
 #include "vectors.h"
 
 namespace logitd {
 
 constexpr int MAX_HEAD_VECTORS = 16;  // head_dim up to 256
 
-// How far ahead of where they are used keys and values are asked for. A head's are two streams, one
-// behind the other: towards the end of the first, the beginning of the second is asked for. Measured,
-// 32 sequences of 300 positions, bfloat16: a step 1.09 times as fast with 12 to 32 KB as with 4 KB.
+// Distance from the keys or values in use to those being prefetched. A head reads two streams; towards the
+// end of the first, the beginning of the second is prefetched. Measured with 32 sequences of 300 positions
+// in bfloat16: a step is 1.09 times as fast with 12 to 32 KB as with 4 KB.
 constexpr int CELLS_AHEAD_BYTES = 16384;
 
-// What is wanted so much after the cells of position p.
+// The address to prefetch at position p of a stream of `count` positions that `following` continues.
 template <class Cell>
 inline const char* cells_ahead(const Cell* stream, int p, int count, const Cell* following, int width) {
   const int place = p + std::min(CELLS_AHEAD_BYTES / (width * int(sizeof(Cell))), count);
@@ -34,20 +32,19 @@ inline const char* cells_ahead(const Cell* stream, int p, int count, const Cell*
 }
 
 template <int V, class Cell>
-inline void ask(const Cell* stream, int p, int count, const Cell* following) {
+inline void prefetch_cells(const Cell* stream, int p, int count, const Cell* following) {
   constexpr int width = V * LANES, bytes = width * int(sizeof(Cell));
   const char* at = cells_ahead(stream, p, count, following, width);
   for (int i = 0; i < bytes; i += int(LINE)) __builtin_prefetch(at + i, 0, SECOND_CACHE);
 }
 
-// One head's keys or values in a slot: (positions, width), and what each position's numbers are
-// multiplied by (positions), of int8 alone.
+// One head's keys or values in a slot: (positions, width), and for int8 the scale of each position.
 template <class Cell>
 struct HeadCells {
   const Cell* cells;
   const float* scales;
 
-  // A weight of a position, and what the position's numbers as they stand are multiplied by for it.
+  // The factor of a position's stored numbers for a weight.
   float weighed(int p, float weight) const {
     if constexpr (std::is_same_v<Cell, std::int8_t>) return weight * scales[p];
     else return weight;
@@ -57,22 +54,9 @@ struct HeadCells {
 template <class Cell>
 using QueryCell = std::conditional_t<std::is_same_v<Cell, std::int8_t>, float, Cell>;
 
-// A query or a key of V vectors as the parts that are multiplied at once, and these as the registers that
-// they take, of which there are PIECES times COUNT.
+// A query or a key of V vectors as COUNT parts that are multiplied at once. Each part is PIECES registers.
 template <class Cell, int V>
-struct Parts;
-
-template <int V>
-struct Parts<float, V> : F32 {
-  static constexpr int COUNT = V;
-  using Cells = Piece;
-
-  static Part part(const float* from, int i) { return load(from + i * LANES); }
-  static Cells cells(const float* from, int i) { return load<Piece>(from + i * PIECE); }
-};
-
-template <int V>
-struct Parts<std::int8_t, V> : F32 {
+struct Parts : F32 {
   static constexpr int COUNT = V;
   using Cells = Piece;
 
@@ -82,7 +66,7 @@ struct Parts<std::int8_t, V> : F32 {
   static Cells cells(const From* from, int i) { return load<Piece>(from + i * PIECE); }
 };
 
-// The last one of an odd number of vectors is half a part: what follows is not this head's.
+// If V is odd, the last part is half a part: the numbers after it belong to the next position.
 template <int V>
 struct Parts<Bf16, V> : B16 {
   static constexpr int COUNT = (V + 1) / 2;
@@ -102,8 +86,7 @@ struct Parts<Bf16, V> : B16 {
   }
 };
 
-// scores[p] = query . keys[p] for p in [0, count); V vectors wide. The values are asked for at the end, if
-// AHEAD.
+// scores[p] = query . keys[p] for p in [0, count), V vectors wide. AHEAD: prefetch the values at the end.
 template <int V, bool AHEAD, class Cell>
 inline void scores_of(const QueryCell<Cell>* query, HeadCells<Cell> keys, const Cell* values, int count,
                       float* scores) {
@@ -116,7 +99,7 @@ inline void scores_of(const QueryCell<Cell>* query, HeadCells<Cell> keys, const 
     int here = count - p < PIECE ? count - p : PIECE;
     for (int j = 0; j < here; j++) {
       const Cell* key = keys.cells + std::size_t(p + j) * V * LANES;
-      if (AHEAD) ask<V>(keys.cells, p + j, count, values);
+      if (AHEAD) prefetch_cells<V>(keys.cells, p + j, count, values);
       Piece product[PIECES] = {};
 #pragma GCC unroll 64
       for (int i = 0; i < Parts::COUNT * PIECES; i++)
@@ -129,7 +112,7 @@ inline void scores_of(const QueryCell<Cell>* query, HeadCells<Cell> keys, const 
   }
 }
 
-// scores[0, count) = their softmax; what is behind them up to a whole vector becomes 0.
+// Replace scores[0, count) by their softmax, and the rest of the last vector by 0.
 inline void softmax(float* scores, int count) {
   int padded = (count + LANES - 1) / LANES * LANES;
   for (int p = count; p < padded; p++) scores[p] = -1e30f;
@@ -146,14 +129,14 @@ inline void softmax(float* scores, int count) {
   for (int p = 0; p < padded; p += LANES) store(scores + p, load(scores + p) * scale);
 }
 
-// out[0, V * LANES) = the sum of values[p] * weights[p].
+// out[0, V * LANES) = the sum of values[p] * weights[p]. AHEAD: prefetch the next keys at the end.
 template <int V, bool AHEAD, class Cell>
 inline void mix(const float* weights, HeadCells<Cell> values, int count, const Cell* next_keys,
                 float* out) {
   Piece mixed[V * PIECES] = {};
   for (int p = 0; p < count; p++) {
     Piece weight = all<Piece>(values.weighed(p, weights[p]));
-    if (AHEAD) ask<V>(values.cells, p, count, next_keys);
+    if (AHEAD) prefetch_cells<V>(values.cells, p, count, next_keys);
     const Cell* value = values.cells + std::size_t(p) * V * LANES;
 #pragma GCC unroll 64
     for (int i = 0; i < V * PIECES; i++)
@@ -163,44 +146,37 @@ inline void mix(const float* weights, HeadCells<Cell> values, int count, const C
   for (int i = 0; i < V * PIECES; i++) store(out + i * PIECE, mixed[i]);
 }
 
-template <int V, bool AHEAD, class Cell>
-inline void attend_heads(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> keys,
-                         HeadCells<Cell> values, const Cell* next_keys, int count, float* scores,
-                         float* out) {
-  for (int head = 0; head < heads; head++) {
-    scores_of<V, AHEAD>(queries + head * V * LANES, keys, values.cells, count, scores);
-    softmax(scores, count);
-    const Cell* following = head + 1 < heads ? keys.cells : next_keys;
-    mix<V, AHEAD>(scores, values, count, following, out + head * V * LANES);
-  }
-}
-
-// `queries` are the heads that share this key head, (heads, width), already scaled; `scores` has room
-// for `count` rounded up to 16; `next_keys` are likely to be wanted afterwards, if AHEAD: else all of it is
-// in the cache. There is a copy for each width, so that a sum stays in registers.
-template <bool AHEAD, class Cell, int V = 1>
+// `queries` are the scaled heads of one position that share this key head, (heads, width). `scores` has room
+// for `count` rounded up to 16. AHEAD: memory holds the cells, and `next_keys` are read next; otherwise the
+// cache holds them. Each width has its own code, so that sums stay in registers.
+template <bool AHEAD, class Cell>
 inline void attend(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> keys,
                    HeadCells<Cell> values, const Cell* next_keys, int count, int width, float* scores,
                    float* out) {
-  if (width == V * LANES)
-    attend_heads<V, AHEAD>(queries, heads, keys, values, next_keys, count, scores, out);
-  else if constexpr (V < MAX_HEAD_VECTORS)
-    attend<AHEAD, Cell, V + 1>(queries, heads, keys, values, next_keys, count, width, scores, out);
+  with_constant<MAX_HEAD_VECTORS>(width / LANES, [&](auto constant) {
+    constexpr int V = constant;
+    for (int head = 0; head < heads; head++) {
+      scores_of<V, AHEAD>(queries + head * V * LANES, keys, values.cells, count, scores);
+      softmax(scores, count);
+      const Cell* following = head + 1 < heads ? keys.cells : next_keys;
+      mix<V, AHEAD>(scores, values, count, following, out + head * V * LANES);
+    }
+  });
 }
 
 // One head of one position.
 template <class Cell>
 struct Query {
   const QueryCell<Cell>* query;  // (width), scaled
-  int count;      // of the positions that it sees
-  float* scores;  // room for `count` of the last query rounded up to 16; its weights, afterwards
+  int count;      // of visible positions
+  float* scores;  // room for `count` of the last query rounded up to 16; holds the weights afterwards
   float* out;     // (width)
 };
 
-// The scores of Q queries, up to the count of the last of them, or a few more.
+// The scores of Q queries for the positions that the last of them sees, and up to 15 more.
 template <int V, int Q, class Cell>
 inline void scores_together(const Query<Cell>* queries, HeadCells<Cell> keys) {
-  constexpr int SIDE = LANES / Q;  // keys beside one another
+  constexpr int SIDE = LANES / Q;  // keys at a time
   using Parts = Parts<Cell, V>;
   for (int p = 0; p < queries[Q - 1].count; p += SIDE) {
     Floats products[LANES] = {};
@@ -224,7 +200,7 @@ inline void scores_together(const Query<Cell>* queries, HeadCells<Cell> keys) {
   }
 }
 
-// What Q queries, of which none sees less than the first, make of the values.
+// The weighted values of Q queries, none of which sees fewer positions than the first.
 template <int V, int Q, class Cell>
 inline void mix_together(const Query<Cell>* queries, HeadCells<Cell> values) {
   Floats mixed[Q][V] = {};
@@ -261,16 +237,17 @@ inline void attend_queries(const Query<Cell>* queries, int count, HeadCells<Cell
   if constexpr (Q > 1) attend_queries<V, 1>(queries + first, count - first, keys, values);
 }
 
-// `count` queries of one key head, in the order of what they see. Scores may be computed for up to 15
-// positions more than that, so the cache has to go on there.
-template <class Cell, int V = 1>
+// `count` queries of one key head, in the order of the positions that they see. The cache must extend 15
+// positions beyond the last one, because scores may be computed up to there.
+template <class Cell>
 inline void attend_together(const Query<Cell>* queries, int count, HeadCells<Cell> keys,
                             HeadCells<Cell> values, int width) {
 #if defined(__AVX512F__)
-  constexpr int Q = V <= 4 ? 4 : V <= 8 ? 2 : 1;  // their sums stay in registers
-  if (width == V * LANES) attend_queries<V, Q>(queries, count, keys, values);
-  else if constexpr (V < MAX_HEAD_VECTORS)
-    attend_together<Cell, V + 1>(queries, count, keys, values, width);
+  with_constant<MAX_HEAD_VECTORS>(width / LANES, [&](auto constant) {
+    constexpr int V = constant;
+    constexpr int Q = V <= 4 ? 4 : V <= 8 ? 2 : 1;  // as many as keep their sums in registers
+    attend_queries<V, Q>(queries, count, keys, values);
+  });
 #else  // there are too few registers for more than one
   for (const Query<Cell>* q = queries; q < queries + count; q++)
     attend<false>(q->query, 1, keys, values, keys.cells, q->count, width, q->scores, q->out);

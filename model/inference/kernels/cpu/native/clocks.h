@@ -1,8 +1,7 @@
-// Clocks: how long the stages of a step take, where that is asked for; else they cost a look at a pointer
-// per stage.
+// Clocks: the time of each stage of a step, on request. Otherwise a stage costs one test of a pointer.
 //
-// Read by the thread that calls, when a stage is over for all threads: so a stage's time holds the
-// waiting for the last of them.
+// The calling thread reads the clock when all threads have finished a stage, so a stage's time includes the
+// wait for the last of them.
 #pragma once
 
 #include <chrono>
@@ -10,10 +9,10 @@
 
 namespace logitd {
 
-// What a step goes through, in this order, but for the blocks, which are gone through again and again.
-//   NORMS      what a row's stream becomes before a product: residual sums are in the products
-//   ATTENTION  positions, norms of heads, the new keys and values, the look back, the heads' outputs
-// (Activations of compressed weights' products are a part of MLP_UP, but for those of a gate.)
+// The stages of a step in order. Each block repeats NORMS to MLP_DOWN.
+//   NORMS      preparing a row's stream for a product; products include the residual sums
+//   ATTENTION  positions, norms of heads, new keys and values, attention, the heads' outputs
+// (With weights in strips MLP_UP includes the activation, except that of a gate.)
 enum Stage { EMBEDDING, NORMS, QKV, ATTENTION, ATTENTION_OUT, MLP_UP, ACTIVATION, MLP_DOWN, HEAD, SAMPLING };
 
 constexpr const char* STAGE_NAMES =
@@ -21,14 +20,14 @@ constexpr const char* STAGE_NAMES =
 
 class Clocks {
  public:
-  // Nanoseconds are added to total[Stage] from now on; nothing is where that is null.
+  // Add nanoseconds to total[Stage] from now on; null: measure nothing.
   void add_to(std::int64_t* total) { total_ = total; }
 
   void begin() {
     if (total_) last_ = now();
   }
 
-  // What was computed since the last call was this stage.
+  // Attribute the time since the last call to this stage.
   void end(Stage stage) {
     if (!total_) return;
     std::int64_t time = now();

@@ -1,12 +1,11 @@
-// ContentionMonitor: when other processes hold the cores, so that computing alone is better than waiting
-// for other threads.
+// ContentionMonitor: detects that other processes hold the cores, so that computing alone is better than
+// waiting for other threads.
 //
-// A worker that is late has lost its core to another process, and while that lasts every loop may wait
-// for it again, a slice of the scheduler's each time. So when a large share of some time was lost to
-// waiting, the caller computes alone for a while, which costs no more than the workers' share, and then
-// tries again; for longer each time that it did not help. A millisecond now and then is ignored: an event
-// loop takes that much to deliver the tokens of a step (measured: a server of 32 streams lost a tenth of
-// its rate and more where each of these made its threads compute alone).
+// A late worker has lost its core to another process. While that lasts, every loop may wait for it again, a
+// scheduler slice each time. If waiting takes a large share of some time, the caller computes alone for a
+// while, which costs at most the workers' share, and then tries again. The pause doubles while it does not
+// help. An occasional millisecond is ignored, because an event loop needs that to deliver the tokens of a
+// step: a server of 32 streams lost a tenth of its rate or more when it reacted to each of them (measured).
 #pragma once
 
 #include <algorithm>
@@ -31,11 +30,11 @@ class ContentionMonitor {
   Time alone_until() const { return alone_until_; }
 
  private:
-  static constexpr auto LATE = std::chrono::microseconds(500);  // an item takes tens
+  static constexpr auto LATE = std::chrono::microseconds(500);  // an item takes tens of them
   static constexpr auto WINDOW = std::chrono::milliseconds(30);
   static constexpr auto LEAST_WINDOW = std::chrono::milliseconds(8);
   static constexpr int LOST_PERCENT = 35;
-  static constexpr Duration SHORTEST = std::chrono::milliseconds(20);  // alone
+  static constexpr Duration SHORTEST = std::chrono::milliseconds(20);  // pause without the workers
   static constexpr Duration LONGEST = std::chrono::milliseconds(640);
 
   void stay_alone(Time since, Time now) {

@@ -1,4 +1,4 @@
-// The border: what Python calls, in plain C. model/inference/kernels/cpu/decoder.py declares it.
+// The C interface for Python, which model/inference/kernels/cpu/decoder.py declares.
 #include "decoder.h"
 #include "quantize.h"
 
@@ -11,7 +11,7 @@ using namespace logitd;
 
 extern "C" {
 
-// The widest instructions that this was compiled for and may use, for people.
+// The name of the widest instructions that the code may use.
 const char* logitd_instructions() {
   if (has_tiles()) return "AMX";
 #if defined(__AVX512BF16__)
@@ -27,7 +27,7 @@ const char* logitd_instructions() {
 #endif
 }
 
-// Whether products are computed by AMX: it was compiled for, and the system allows it.
+// 1 if AMX computes products: the code was compiled for it, and the system allows it.
 std::int32_t logitd_has_tiles() { return has_tiles(); }
 
 void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::int32_t rows,
@@ -64,18 +64,17 @@ void logitd_sample(void* decoder, SampleRow* rows, std::int32_t count) {
   static_cast<Decoder*>(decoder)->sample(rows, count);
 }
 
-// The names of the stages that are timed, in their order, with spaces between them.
+// The names of the timed stages in order, separated by spaces.
 const char* logitd_stage_names() { return STAGE_NAMES; }
 
-// Nanoseconds of each stage of what is computed from now on are added to `total`, which outlives that;
-// null: no stage is timed.
+// Add the nanoseconds of each later stage to `total`, which must outlive them; null: time nothing.
 void logitd_time_stages(void* decoder, std::int64_t* total) {
   static_cast<Decoder*>(decoder)->time_stages(total);
 }
 
-// `count` rows of a matrix to int8 or int4 (`kind`), each with its scale and what its integers sum to; the
-// weights become what that stands for. int4's scales are up to `most` times the row's. In strips of int8 the
-// first row is one's first, and `stored` is zeros.
+// Round `count` rows of a matrix in place to a format (`kind`), with the scale and the sum of the integers of
+// each. int4's scales are at most `most` times the row's. For strips of int8 the first row is the first of a
+// strip, and `stored` is zeros.
 void logitd_quantize(std::int32_t kind, float* weights, std::int32_t count, std::int32_t width,
                      std::int32_t most, void* stored, float* scale, std::int32_t* row_sum) {
   auto* bytes = static_cast<std::uint8_t*>(stored);
@@ -98,28 +97,28 @@ void logitd_quantize(std::int32_t kind, float* weights, std::int32_t count, std:
   }
 }
 
-// Weights (rows, width) of bfloat16 without loss into `to`, as compressed.h says, and where each strip begins
-// and the last one ends, in lines. Bytes written; 0: they are more than `room`, or there are no tiles.
+// Compress bfloat16 weights (rows, width) into `to` (compressed.h). `strips` receives the line at which each
+// strip begins, and the end of the last one. Returns the bytes; 0 if they exceed `room` or without tiles.
 std::int64_t logitd_compress([[maybe_unused]] const void* weights, [[maybe_unused]] std::int32_t rows,
                              [[maybe_unused]] std::int32_t width, [[maybe_unused]] void* to,
                              [[maybe_unused]] std::int64_t room, [[maybe_unused]] std::uint32_t* strips) {
 #if defined(TILES)
-  return std::int64_t(Compressor::compress(static_cast<const Bf16*>(weights), rows, width,
-                                           static_cast<std::uint8_t*>(to), std::size_t(room), strips));
+  return std::int64_t(compress(static_cast<const Bf16*>(weights), rows, width,
+                               static_cast<std::uint8_t*>(to), std::size_t(room), strips));
 #else
   return 0;
 #endif
 }
 
-// Weights (rows, width) of bfloat16 from a compressed matrix.
+// Decompress a matrix to bfloat16 weights (rows, width).
 void logitd_decompress([[maybe_unused]] const Matrix* matrix, [[maybe_unused]] void* to) {
 #if defined(TILES)
   decompress(*matrix, static_cast<Bf16*>(to));
 #endif
 }
 
-// Give the memory of `size` bytes back to the system, as far as it is whole pages, where this is known to be
-// possible. What is read there afterwards means nothing; it may be written anew.
+// Return the whole pages of `size` bytes to the system, on Linux only. Their contents are lost; they can be
+// written again.
 void logitd_forget([[maybe_unused]] void* from, [[maybe_unused]] std::int64_t size) {
 #if defined(__linux__)
   const auto page = std::uintptr_t(sysconf(_SC_PAGESIZE)), at = reinterpret_cast<std::uintptr_t>(from);
@@ -129,8 +128,8 @@ void logitd_forget([[maybe_unused]] void* from, [[maybe_unused]] std::int64_t si
 #endif
 }
 
-// For tests: until when, in microseconds, a thread computes alone after it has waited `count` times,
-// each from `since` to `until`.
+// For tests: the microsecond until which a thread computes alone after `count` waits, each from `since` to
+// `until`.
 std::int64_t logitd_contention_alone_until(const std::int64_t* since, const std::int64_t* until,
                                            std::int32_t count) {
   ContentionMonitor monitor;
@@ -140,9 +139,9 @@ std::int64_t logitd_contention_alone_until(const std::int64_t* since, const std:
   return std::chrono::duration_cast<std::chrono::microseconds>(alone).count();
 }
 
-// One matrix by itself, for tests: out (count, rows) of float rows (count, width).
-void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count,
-                   std::int32_t threads, std::int32_t repeat, float* out) {
+// For tests: out (count, rows) = inputs (count, width) times a matrix.
+void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count, std::int32_t threads,
+                   float* out) {
   Pool pool(threads);
   Converted converted(matrix->kind, count, matrix->width);
   pool.begin();
@@ -150,13 +149,11 @@ void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count
     converted.put(row, inputs + std::size_t(row) * matrix->width, matrix->width);
   if (converted.packs(count))
     for (int row = 0; row < count; row += SIDE) converted.pack(row, std::min(SIDE, count - row));
-  for (int i = 0; i < repeat; i++)
-    linear(pool, *matrix, converted.inputs(count), out, matrix->rows, false);
+  linear(pool, *matrix, converted.inputs(count), out, matrix->rows, false);
   pool.rest();
 }
 
-// An activation by itself, for tests: `width` numbers, whole vectors of them; of swiglu's `from` has as many
-// of the gate first.
+// For tests: the activation of `width` numbers, whole vectors. For swiglu the gate's numbers come first.
 void logitd_activate(std::int32_t kind, const float* from, float* to, std::int32_t width) {
   activate(Activation(kind), from, to, width);
 }

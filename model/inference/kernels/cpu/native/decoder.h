@@ -1,11 +1,11 @@
-// Decoder: tokens through a whole GPT, one of each of several sequences or many that follow one
-// another, in one call; and the sampling of the next ones.
+// Decoder: tokens of several sequences, or many consecutive ones, through a whole GPT in one call; and the
+// sampling of the next tokens.
 //
 // The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and
-// conversions by row, matrices by some weight rows at a time, attention by key head and by sequence or some
-// rows of one. The residual stream is float32 whatever the weights are. What a row computes depends on its
-// token, its position and what its slot holds before it, so a prompt's rows are the bits that decoding the
-// same tokens one by one would give. The plain twin is model/inference/kernels/eager/decoder.py.
+// conversions by row, matrices by groups of weight rows, attention by key head and by sequence or rows of
+// one. The residual stream is float32 for all weights. A row depends on its token, its position and the
+// earlier positions of its slot, so a prompt's rows have the bits of decoding the same tokens one by one. The
+// plain twin is model/inference/kernels/eager/decoder.py.
 #pragma once
 
 #include <algorithm>
@@ -21,16 +21,14 @@
 
 namespace logitd {
 
-// Queries of a sequence that attend together, and how many keys they see altogether: each thread has
-// room for their scores, and none should keep the others waiting at the end (pool.h).
+// Limits of the queries of a sequence that attend together, and of the keys that they see in all. Each thread
+// has room for their scores, and short items keep the wait at the end of a loop short (pool.h).
 constexpr int TOGETHER = 16;
 constexpr int KEYS_TOGETHER = 65536;
-constexpr int ITEMS_A_THREAD = 4;  // of attention by tiles, at least: so none waits long for the last
+constexpr int ITEMS_A_THREAD = 4;  // at least, in attention by tiles, to keep the wait at the end short
 constexpr int WRITTEN = 8;  // rows of a sequence whose keys and values one thread writes
 
-constexpr int ROW_PAD = LANES;
-
-inline int padded(int width) { return (width + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
+inline int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
 
 // Buffers for up to `rows` tokens, and the forward over them.
 class Decoder {
@@ -47,7 +45,7 @@ class Decoder {
         qkv_(floats(rows, padded(qkv_width_))),
         queries_(sizeof(float) * std::size_t(rows) * heads_width_),
         heads_(floats(rows, padded(heads_width_))),
-        up_(floats(rows, padded(up_width_) + ROW_PAD)),
+        up_(floats(rows, padded(up_width_) + LANES)),
         narrow_(weights.kind, rows, weights.d_model),
         mixed_(weights.kind, rows, heads_width_),
         wide_(weights.kind, rows, weights.d_ff),
@@ -57,8 +55,8 @@ class Decoder {
     single_.reserve(rows);
   }
 
-  // logits (count, vocab_size) that follow each of `count` tokens. Those of one slot stand together,
-  // at positions that follow one another.
+  // logits (count, vocab_size) after each of `count` tokens. Tokens of one slot are adjacent, at consecutive
+  // positions.
   void decode(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
               int count, float* logits) {
     clocks_.begin();
@@ -72,8 +70,8 @@ class Decoder {
     pool_.rest();
   }
 
-  // hidden (count, d_model): the final hidden states of the tokens of several texts, in the order that
-  // `decode` wants, as many at a time as there is room for.
+  // hidden (count, d_model): the final hidden states of the tokens of several texts, in the order of
+  // `decode`. Any number of tokens.
   void prefill(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
                int count, const Record& record, float* hidden) {
     clocks_.begin();
@@ -92,9 +90,8 @@ class Decoder {
     pool_.rest();
   }
 
-  // Prompts' tokens and one of each of several sequences, or some that follow one another, in one pass, as
-  // `decode` wants them: no more than there is room for. hidden (count, d_model): all final hidden states.
-  // logits (wanted, vocab_size): those that follow some rows.
+  // Tokens of prompts and of a decode step in one pass, in the order of `decode`, up to the capacity. hidden
+  // (count, d_model): all final hidden states. logits (wanted, vocab_size): those after some of the rows.
   void mixed(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions, int count,
              const std::int32_t* wanted_rows, int wanted, float* hidden, float* logits) {
     clocks_.begin();
@@ -110,7 +107,7 @@ class Decoder {
     pool_.rest();
   }
 
-  // logits (count, vocab_size) of final hidden states (count, d_model), any number of them.
+  // logits (count, vocab_size) of any number of final hidden states (count, d_model).
   void head(const float* hidden, int count, float* logits) {
     clocks_.begin();
     pool_.begin();
@@ -157,7 +154,7 @@ class Decoder {
     pool_.loop(count_, stage);
   }
 
-  // Rows into `to`, by a stage that ends with putting them there.
+  // Run a stage on rows that it puts into `to`.
   template <class Stage>
   void convert(Converted& to, int count, const Stage& stage) {
     if (count < MANY_ROWS) return pool_.loop(count, stage);
@@ -172,9 +169,9 @@ class Decoder {
   float* h(int row) { return h_.data() + std::size_t(row) * padded(w_.d_model); }
   float* qkv(int row) { return qkv_.data() + std::size_t(row) * padded(qkv_width_); }
   float* heads(int row) { return heads_.data() + std::size_t(row) * padded(heads_width_); }
-  float* up(int row) { return up_.data() + std::size_t(row) * (padded(up_width_) + ROW_PAD); }
+  float* up(int row) { return up_.data() + std::size_t(row) * (padded(up_width_) + LANES); }
 
-  // Everything up to the final norm, which `finished` is.
+  // Everything up to the final norm, which `finished` computes.
   void forward(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
                int count) {
     tokens_ = tokens, slots_ = slots, positions_ = positions, count_ = count;
@@ -184,13 +181,13 @@ class Decoder {
     for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
   }
 
-  // Into rows of sequences that have one alone, and those of the others: as they are written, and as they
-  // attend.
+  // Divide the rows into those of sequences with a single one, and the spans of the other sequences in which
+  // they are written and in which they attend.
   void divide() {
     single_.clear(), written_.clear(), spans_.clear();
     for (int first = 0, last; first < count_; first = last) {
       for (last = first + 1; last < count_ && slots_[last] == slots_[first];) last++;
-      if (attends_at_once(first, last)) {
+      if (last - first == 1 && record_.weights == nullptr) {
         single_.push_back(first);
         continue;
       }
@@ -203,8 +200,8 @@ class Decoder {
     for (; first < last; first += most) spans.push_back({first, std::min(first + most, last)});
   }
 
-  // How many of a sequence's rows [first, last) attend together. By tiles what they see is laid out anew
-  // for them, so they are as many as leave each thread some of the heads' work.
+  // The number of a sequence's rows [first, last) that attend together. Tiles rearrange the visible keys and
+  // values for them, so the number is as large as it can be while each thread has work.
   int rows_together(int first, int last) const {
     const int keys = positions_[last - 1] + 1;
     if (!by_tiles_) return std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
@@ -212,11 +209,6 @@ class Decoder {
     const int parts = std::max(1, ITEMS_A_THREAD * pool_.threads() / w_.n_kv_head);
     const int share = (last - first + parts - 1) / parts;
     return (share + least - 1) / least * least;
-  }
-
-  // A sequence's rows [first, last).
-  bool attends_at_once(int first, int last) const {
-    return last - first == 1 && record_.weights == nullptr;
   }
 
   void block(int layer) {
@@ -232,7 +224,7 @@ class Decoder {
     }
     convert(mixed_, count_, [&](int row) { mixed_.put(row, heads(row), heads_width_); });
     clocks_.end(ATTENTION);
-    if (w_.parallel) prepare_mlp(w);  // of the stream as attention has read it
+    if (w_.parallel) prepare_mlp(w);  // from the stream that attention has read
     linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
     clocks_.end(ATTENTION_OUT);
     if (!w_.parallel) prepare_mlp(w);
@@ -241,15 +233,15 @@ class Decoder {
     clocks_.end(MLP_DOWN);
   }
 
-  // What the second matrix of the feed-forward reads, into `wide_`.
+  // Compute the input of the second matrix of the feed-forward, in `wide_`.
   void mlp_up(const Matrix& matrix, Activation activation) {
     const Inputs inputs = narrow_.inputs(count_);
-    const int pitch = padded(up_width_) + ROW_PAD;
+    const int pitch = padded(up_width_) + LANES;
     const bool as_computed = activates(matrix, activation);
     if (as_computed) wide_.activated_products(pool_, matrix, inputs, activation, up_.data(), pitch);
     else linear(pool_, matrix, inputs, up_.data(), pitch, false);
     clocks_.end(MLP_UP);
-    if (as_computed && !wide_.scales()) return;
+    if (as_computed && !wide_.has_scales()) return;
     convert(wide_, count_, [&](int row) {
       if (as_computed) wide_.put(row, up(row), w_.d_ff);
       else wide_.put_activated(row, activation, up(row), w_.d_ff);
@@ -267,17 +259,22 @@ class Decoder {
     }
   }
 
-  // to (+)= a row of an embedding in the model's own format.
+  // A number of an embedding in the model's own format.
+  float cell(const void* table, std::size_t at) const {
+    return w_.cells == KIND_F32 ? static_cast<const float*>(table)[at]
+                                : widen(static_cast<const Bf16*>(table)[at]);
+  }
+
+  // Write or add a row of an embedding.
   void add_row(const void* table, int index, int width, float* to, bool add) const {
     std::size_t first = std::size_t(index) * width;
     for (int i = 0; i < width; i++) {
-      float value = w_.cells == KIND_F32 ? static_cast<const float*>(table)[first + i]
-                                         : widen(static_cast<const Bf16*>(table)[first + i]);
+      float value = cell(table, first + i);
       to[i] = add ? to[i] + value : value;
     }
   }
 
-  // The stream as attention's matrices want it, in `narrow_`; and its floats in h, for the gate.
+  // The input of attention's matrices, in `narrow_`, and its floats in h, for the gate.
   void before_attention(int layer, int row) {
     if (w_.post_norm) {
       if (layer) finish_post(w_.layers[layer - 1], row);
@@ -289,7 +286,7 @@ class Decoder {
     narrow_.put(row, h(row), w_.d_model);
   }
 
-  // A row's final hidden state, when all blocks are done.
+  // A row's final hidden state, after all blocks.
   const float* finished(int row) {
     if (w_.post_norm && w_.n_layer) finish_post(w_.layers[w_.n_layer - 1], row);
     keep_state(w_.n_layer, row);
@@ -308,7 +305,7 @@ class Decoder {
     normalise(w.mlp_norm, x(row), x(row), w_.d_model);
   }
 
-  // What the feed-forward reads into `narrow_`, where attention's products have read theirs.
+  // The input of the feed-forward, in `narrow_`, which attention's products have finished reading.
   void prepare_mlp(const LayerWeights& w) {
     convert(narrow_, count_, [&](int row) { before_mlp(w, row); });
     clocks_.end(NORMS);
@@ -324,8 +321,8 @@ class Decoder {
     }
   }
 
-  // Write what is new, and let a row that is its sequence's only one look back at once, by key head. The
-  // rows of a sequence that has several wait until all are written, then look back some at a time.
+  // Write new keys and values. A sequence's only row attends right away, by key head. The rows of a sequence
+  // with several attend after all are written, a span at a time.
   template <class Cell>
   void attention(int layer) {
     const int written = int(written_.size()), single = int(single_.size()) * w_.n_kv_head;
@@ -333,18 +330,18 @@ class Decoder {
       if (item < written) return write<Cell>(layer, written_[item]);
       const int place = (item - written) / w_.n_kv_head, head = (item - written) % w_.n_kv_head;
       write<Cell>(layer, single_[place], head);
-      look_back<Cell>(layer, place, head);
+      attend_row<Cell>(layer, place, head);
     });
     if (spans_.empty()) return;
-    // The later ones see more: they are begun first, so that the threads end together.
+    // Later spans see more keys. They start first, so that the threads end together.
     int items = int(spans_.size()) * w_.n_kv_head;
     pool_.loop(items, [&](int item) {
       const Span& span = spans_[spans_.size() - 1 - item / w_.n_kv_head];
-      look_back_together<Cell>(layer, span, item % w_.n_kv_head);
+      attend_span<Cell>(layer, span, item % w_.n_kv_head);
     });
   }
 
-  // Where a head's positions in the slot of a row begin, in positions.
+  // The index of the first position of a head in the slot of a row.
   std::size_t place(int layer, int row, int kv_head) const {
     std::size_t slot_row = (std::size_t(layer) * cache_.slots + slots_[row]) * w_.n_kv_head + kv_head;
     return slot_row * cache_.slot_length;
@@ -368,7 +365,7 @@ class Decoder {
     return all == nullptr ? nullptr : all + first;
   }
 
-  // A row's queries of one key head, scaled, in the format that meets the keys.
+  // A row's scaled queries of one key head, in the format that meets the keys.
   template <class Cell>
   QueryCell<Cell>* queries(int row, int kv_head) {
     auto* all = reinterpret_cast<QueryCell<Cell>*>(queries_.data());
@@ -377,14 +374,14 @@ class Decoder {
 
   int group() const { return w_.n_head / w_.n_kv_head; }
 
-  // Row by row, as their numbers lie in memory.
+  // Write the keys and values of a span, in the order of memory.
   template <class Cell>
   void write(int layer, const Span& span) {
     for (int row = span.first; row < span.last; row++)
       for (int head = 0; head < w_.n_kv_head; head++) write<Cell>(layer, row, head);
   }
 
-  // A row's new key and value of one head into the cache; its queries made ready.
+  // Write a row's new key and value of one head into the cache and prepare its queries.
   template <class Cell>
   void write(int layer, int row, int kv_head) {
     const LayerWeights& w = w_.layers[layer];
@@ -412,7 +409,7 @@ class Decoder {
     for (int i = 0; i < group() * width; i += LANES) store(scaled + i, load(query + i) * scale);
   }
 
-  // A row's key or value into the cache, in the format that this has.
+  // Write a row's key or value into the cache in its format.
   template <class Cell>
   static void keep(const float* from, int width, void* cells, float* scales, std::size_t at) {
     Cell* to = static_cast<Cell*>(cells) + at * width;
@@ -421,9 +418,9 @@ class Decoder {
       for (int i = 0; i < width; i += LANES) store(to + i, load(from + i));
   }
 
-  // A head of the row that has this place in `single_`.
+  // Attend with one key head of the row at this index of `single_`.
   template <class Cell>
-  void look_back(int layer, int place, int kv_head) {
+  void attend_row(int layer, int place, int kv_head) {
     const int row = single_[place];
     const bool same_row = kv_head + 1 < w_.n_kv_head, last = !same_row && place + 1 == int(single_.size());
     const int next_head = same_row ? kv_head + 1 : last ? kv_head : 0;
@@ -431,6 +428,7 @@ class Decoder {
     const HeadCells<Cell> own = keys<Cell>(layer, row, kv_head);
     const HeadCells<Cell> next = keys<Cell>(layer, next_row, next_head);
     float* out = heads(row) + kv_head * group() * w_.head_dim;
+#if defined(TILES)
     if constexpr (std::is_same_v<Cell, Bf16>)
       if (by_tiles_) {
         const NextHead next_one = {next.cells, values<Cell>(layer, next_row, next_head).cells,
@@ -438,14 +436,17 @@ class Decoder {
         return attend_by_tiles(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
                                next_one, positions_[row] + 1, w_.head_dim, out);
       }
+#endif
     attend<true, Cell>(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
                        next.cells, positions_[row] + 1, w_.head_dim, scores(1), out);
   }
 
   template <class Cell>
-  void look_back_together(int layer, const Span& span, int kv_head) {
+  void attend_span(int layer, const Span& span, int kv_head) {
+#if defined(TILES)
     if constexpr (std::is_same_v<Cell, Bf16>)
-      if (by_tiles_) return look_back_by_tiles(layer, span, kv_head);
+      if (by_tiles_) return attend_span_by_tiles(layer, span, kv_head);
+#endif
     const int width = w_.head_dim, pitch = padded(int(cache_.slot_length));
     static thread_local std::vector<Query<Cell>> together;
     together.clear();
@@ -461,7 +462,8 @@ class Decoder {
                    together[i].scores);
   }
 
-  void look_back_by_tiles(int layer, const Span& span, int kv_head) {
+#if defined(TILES)
+  void attend_span_by_tiles(int layer, const Span& span, int kv_head) {
     static thread_local std::vector<TileQuery> together;
     together.clear();
     for (int row = span.first; row < span.last; row++)
@@ -473,8 +475,9 @@ class Decoder {
     attend_by_tiles(together.data(), int(together.size()), keys<Bf16>(layer, span.first, kv_head),
                     values<Bf16>(layer, span.first, kv_head), w_.head_dim);
   }
+#endif
 
-  // This thread's room for the scores of so many queries.
+  // This thread's memory for the scores of a number of queries.
   float* scores(int queries) const {
     static thread_local Buffer<float> room;
     std::size_t wanted = std::size_t(queries) * padded(int(cache_.slot_length));
@@ -487,7 +490,7 @@ class Decoder {
       std::memcpy(kept, weights, sizeof(float) * (positions_[row] + 1));
   }
 
-  // Where the attention weights of a row's head are kept; null: they are not.
+  // The record of the attention weights of a row's head; null if they are not recorded.
   float* kept_weights(int layer, int row, int head) const {
     if (record_.weights == nullptr) return nullptr;
     int at = record_.layer_places[layer], head_at = record_.head_places[head];
@@ -503,12 +506,7 @@ class Decoder {
     for (int i = 0; i < w_.value_gate_width; i++) steer += h(row)[i] * gate[i];
     float open = 2.0f / (1.0f + std::exp(-steer));
     std::size_t first = std::size_t(tokens_[row]) * kv_width_ + kv_head * w_.head_dim;
-    for (int i = 0; i < w_.head_dim; i++) {
-      float own = w_.cells == KIND_F32
-                      ? static_cast<const float*>(w.value_embedding)[first + i]
-                      : widen(static_cast<const Bf16*>(w.value_embedding)[first + i]);
-      value[i] += open * own;
-    }
+    for (int i = 0; i < w_.head_dim; i++) value[i] += open * cell(w.value_embedding, first + i);
   }
 
   ModelWeights w_;
@@ -524,10 +522,10 @@ class Decoder {
   bool by_tiles_;  // attention
   int capacity_;  // rows
   int count_ = 0;
-  int done_ = 0;  // rows of a prompt that went before
+  int done_ = 0;  // earlier rows of the prompts
   Record record_{};
   std::vector<int> single_;  // rows
-  std::vector<Span> written_, spans_;  // of sequences with several rows
+  std::vector<Span> written_, spans_;  // rows of sequences with several
 };
 
 }  // namespace logitd

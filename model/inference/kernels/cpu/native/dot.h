@@ -1,18 +1,30 @@
 // Dot products of a few weight rows with a few activation rows, in the four formats of weights.
 //
-// A tile computes NR x MR products at once. Each product has one accumulator, which takes the same
-// elements in the same order whatever the tile's shape is: so an activation row gets the same bits
-// alone and among others. Weight rows may end anywhere: activations are padded with zeros, so what is
-// read behind the end of a weight row counts nothing (it is always finite; arena.py sees to that).
+// A tile computes NR x MR products at once. Each product has one accumulator, which adds the same elements in
+// the same order in every shape of a tile, so an activation row has the same bits alone and among others.
+// Weight rows may end anywhere: activations are padded with zeros, so the numbers after the end of a weight
+// row, which arena.py keeps finite, add nothing.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "buffer.h"
-#include "stream.h"
 #include "vectors.h"
 
 namespace logitd {
+
+// Call `call` with a constant that equals `count`, from 1 to MOST; for other counts do nothing.
+template <int MOST, int CONSTANT = 1, class Call>
+[[gnu::always_inline]] inline void with_constant(int count, const Call& call) {
+  if (count == CONSTANT) call(std::integral_constant<int, CONSTANT>{});
+  else if constexpr (CONSTANT < MOST) with_constant<MOST, CONSTANT + 1>(count, call);
+}
+
+// A format has the types Weight, Input (an activation), Acc (a vector of sums) and Sum, a STEP of elements
+// per instruction, and `add`, which adds the products of a step to an accumulator. `add` takes a Part, which
+// is a whole step; or, where registers are smaller than vectors, Cells, which are a register's share of it,
+// with a Register as the accumulator.
 
 // float32 weights and activations.
 struct F32 {
@@ -20,23 +32,19 @@ struct F32 {
   using Input = float;
   using Acc = Floats;
   using Sum = float;
-  static constexpr int STEP = 16;  // elements per instruction
+  static constexpr int STEP = 16;
   using Part = Floats;
-
-  static Part load_weight(const Weight* from) { return load(from); }
-  static Part load_input(const Input* from) { return load(from); }
-  static Acc add(Acc acc, Part w, Part x) { return fused(w, x, acc); }
 #if !defined(__AVX512F__)
   using Register = Piece;
-
-  static Register weight(const Weight* from, int piece) { return load<Piece>(from + PIECE * piece); }
-  static Register input(const Input* from, int piece) { return weight(from, piece); }
-  static Register add(Register acc, Register w, Register x) { return fused(w, x, acc); }
+  using Cells = Piece;
 #endif
+
+  template <class V>
+  static V add(V acc, V w, V x) { return fused(w, x, acc); }
 };
 
-// bfloat16 weights and activations, accumulated in float32: the even elements of a step, then the
-// odd ones, as AVX512-BF16's instruction does.
+// bfloat16 weights and activations, accumulated in float32: the even elements of a step, then the odd ones,
+// in the order of AVX512-BF16's instruction.
 struct B16 {
   using Weight = Bf16;
   using Input = Bf16;
@@ -44,42 +52,33 @@ struct B16 {
   using Sum = float;
   static constexpr int STEP = 32;
   using Part = Words;
-
-  static Part load_weight(const Weight* from) { return read<Part>(from); }
-  static Part load_input(const Input* from) { return read<Part>(from); }
-  static Acc add(Acc acc, Part w, Part x) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
-#else
-    acc = fused(as<Floats>(w << 16), as<Floats>(x << 16), acc);
-    return fused(as<Floats>(w & 0xFFFF0000u), as<Floats>(x & 0xFFFF0000u), acc);
-#endif
-  }
 #if !defined(__AVX512F__)
   using Register = Piece;
-
-  static WordPiece weight(const Weight* from, int piece) {
-    return read<WordPiece>(from + 2 * PIECE * piece);
-  }
-  static WordPiece input(const Input* from, int piece) { return weight(from, piece); }
-  static Register add(Register acc, WordPiece w, WordPiece x) {
-    acc = fused(as<Piece>(w << 16), as<Piece>(x << 16), acc);
-    return fused(as<Piece>(w & 0xFFFF0000u), as<Piece>(x & 0xFFFF0000u), acc);
-  }
+  using Cells = WordPiece;
 #endif
+
+  template <class V, class W>
+  static V add(V acc, W w, W x) {
+#if defined(__AVX512BF16__)
+    return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+    acc = fused(as<V>(w << 16), as<V>(x << 16), acc);
+    return fused(as<V>(w & 0xFFFF0000u), as<V>(x & 0xFFFF0000u), acc);
+#endif
+  }
 };
 
-// What a quantized activation of zero is: 128, so that they are unsigned, as the dot products of AVX-512
-// and the plain loops want them; but the multiplication of bytes that AVX2 has takes one side signed,
-// and there either format of weights is faster if that are the activations.
+// The quantized activation for zero. With 128 activations are unsigned, as the dot products of AVX-512 and
+// the plain loops need them. AVX2's product of bytes takes one signed side, and both formats of weights are
+// faster if that is the activations.
 #if defined(HALVES)
 constexpr int ZERO = 0;
 #else
 constexpr int ZERO = 128;
 #endif
 
-// int8 weights and activations (ZERO is zero), accumulated in int32: exact. Activations end in zeros,
-// with which nothing is multiplied that counts.
+// int8 weights and activations (ZERO is zero), accumulated in int32: exact. The padding of a row of
+// activations is 0, not ZERO, so the weights that it meets add nothing.
 struct I8 {
   using Weight = std::int8_t;
   using Input = std::uint8_t;
@@ -88,24 +87,17 @@ struct I8 {
   static constexpr int STEP = 64;
 #if defined(HALVES)
   using Register = __m256i;
+  using Cells = __m256i;
 
-  static Register weight(const Weight* from, int half) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
-  }
-  static Register input(const Input* from, int half) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
-  }
-  // Weights without their signs, which the activations take: of both none is below -127, and a pair of
-  // products of 127 times 127 does not saturate sixteen bits.
-  static Register add(Register acc, Register w, Register x) {
+  // The weights lose their signs to the activations. Neither is below -127, so a pair of products of 127
+  // times 127 does not saturate sixteen bits.
+  static Register add(Register acc, Cells w, Cells x) {
     Register pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 #else
   using Part = std::int8_t __attribute__((vector_size(64)));
 
-  static Part load_weight(const Weight* from) { return read<Part>(from); }
-  static Part load_input(const Input* from) { return read<Part>(from); }
   static Acc add(Acc acc, Part w, Part x) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
@@ -120,15 +112,14 @@ struct I8 {
 #endif
 };
 
-// int4 weights with an int8 scale for every sixteen, activations as those of int8, accumulated in int32:
-// exact, so that neither the order of additions nor the processor changes a bit.
+// int4 weights with an int8 scale for every sixteen, and the activations of int8, accumulated in int32:
+// exact, so neither the order of additions nor the processor changes a bit.
 //
-// A row is blocks of up to four steps; the last may have fewer. A block is sixteen scales, then 32 bytes
-// for each of its steps. A byte holds weights i and i + 32 of a step, the first in the lower four bits,
-// each as weight + 8. A scale is that of weights 2 i, 2 i + 1, 2 i + 32 and 2 i + 33 of all steps of its
-// block: of one lane of sixteen bits, in which all their products come together. That is what makes a
-// product cheap: a scale is multiplied once for sixteen weights. A lane holds it, 16 * 255 * 8 < 2^15,
-// and quantize.py keeps scales so small that no sum leaves 32 bits.
+// A row is blocks of four steps; the last may have fewer. A block is sixteen scales, then 32 bytes per step.
+// A byte holds weights i and i + 32 of a step, the first in the lower four bits, each as weight + 8. Weights
+// 2 i, 2 i + 1, 2 i + 32 and 2 i + 33 of all steps of a block share a scale: one lane of sixteen bits sums up
+// their products, so the scale is multiplied only once for sixteen weights. The lane is wide enough,
+// 16 * 255 * 8 < 2^15, and quantize.py keeps scales so small that every sum fits into 32 bits.
 struct I4 {
   using Weight = std::uint8_t;
   using Input = std::uint8_t;
@@ -141,20 +132,20 @@ struct I4 {
 
   static constexpr int steps(int width) { return (width + STEP - 1) / STEP; }
   static constexpr int row_bytes(int width) { return STEP_BYTES * steps(width) + sums(width); }
-  // Of a row of activations, one for each scale of a row of weights.
+  // Elements of `Inputs::sums` in a row: one for each scale of a row of weights.
   static constexpr int sums(int width) {
     return SCALES * ((steps(width) + BLOCK_STEPS - 1) / BLOCK_STEPS);
   }
 
-  // Unpacked: the weights of a step. Products: sums that a scale is still to be multiplied with, and
-  // `nothing` is what they begin with. Total: sums of what was.
+  // Unpacked: the weights of a step. Products: sums before the multiplication by a scale, which start as
+  // `nothing`. Total: sums after it.
 #if defined(__AVX512BW__)
   using Unpacked = __m512i;
   using Scales = __m512i;
   using Products = __m512i;
   using Total = __m512i;
 
-  // Each as weight + 8.
+  // The weights of a step, each as weight + 8.
   static Unpacked apart(const Weight* from) {
     __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     __m512i apart = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
@@ -191,11 +182,11 @@ struct I4 {
   static Scales scales(const Weight* from) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
-  // The sum is this by now, and what is added later is added to it. GCC would change the order of additions
-  // of integers until there are too few registers for them (measured: a sixth slower).
+  // Pins the value of a sum. Otherwise GCC reorders additions of integers until it runs out of registers
+  // (measured: a sixth slower).
   static void stays(Products& sum) { asm("" : "+x"(sum)); }
-  // Weights stay weight + 8, which is unsigned; what that adds is known of each row of activations, and
-  // sums begin with so much less. They may leave sixteen bits between and come back.
+  // Weights stay weight + 8, which is unsigned. Sums start with minus the excess, which depends on the
+  // activations alone. They may wrap around sixteen bits and come back.
   static Products nothing(const std::int16_t* sums) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums));
   }
@@ -207,7 +198,7 @@ struct I4 {
     stays(acc);
     return acc;
   }
-  // -8 times the activations that meet each scale of a block.
+  // -8 times the sum of the activations that meet each scale of a block.
   static void put_sums(const Input* x, int steps, std::int16_t* sums) {
     Products sum = {};
     const Unpacked ones = {_mm256_set1_epi8(1), _mm256_set1_epi8(1)};
@@ -258,10 +249,10 @@ struct I4 {
 #endif
 };
 
-// How far ahead of a stream of weights the next lines are asked for; a step of any format is a line.
+// Distance at which a stream of weights is prefetched. A step of any format is a line.
 constexpr int PREFETCH_BYTES = 4096;
 
-// total[m] += the products of a block of int4 weights, unpacked once, with each of MR activation rows.
+// total[m] += the products of a block of int4 weights with activation row m. The block is unpacked once.
 template <int MR, int STEPS>
 [[gnu::always_inline]] inline void add_block(const std::uint8_t* block, const std::uint8_t* inputs,
                                              std::size_t pitch, const std::int16_t* sums,
@@ -281,8 +272,8 @@ template <int MR, int STEPS>
   }
 }
 
-// acc[m * gap]: as `dots`, of one row of int4 weights. With each block that is read the lines are asked for
-// that are PREFETCH_BYTES further on, if AHEAD.
+// Like `dots` for one row of int4 weights, into acc[m * gap]. AHEAD: prefetch PREFETCH_BYTES ahead with each
+// block.
 template <int MR, int AHEAD>
 [[gnu::always_inline]] inline void dots4(const std::uint8_t* row, const std::uint8_t* inputs,
                                          std::size_t pitch, const std::int16_t* sums, int width,
@@ -299,20 +290,22 @@ template <int MR, int AHEAD>
     add_block<MR, I4::BLOCK_STEPS>(row, inputs, pitch, sums, sums_pitch, total);
     row += BLOCK_BYTES, inputs += BLOCK, sums += I4::SCALES;
   }
-  switch (left) {
-    case 1: add_block<MR, 1>(row, inputs, pitch, sums, sums_pitch, total); break;
-    case 2: add_block<MR, 2>(row, inputs, pitch, sums, sums_pitch, total); break;
-    case 3: add_block<MR, 3>(row, inputs, pitch, sums, sums_pitch, total); break;
-  }
+  with_constant<I4::BLOCK_STEPS - 1>(left, [&](auto steps) __attribute__((always_inline)) {
+    add_block<MR, steps>(row, inputs, pitch, sums, sums_pitch, total);
+  });
   for (int m = 0; m < MR; m++) acc[m * gap] = I4::lanes(total[m]);
 }
 
-// COUNT pieces from `piece` on of NR x MR products, in registers all the while.
+// COUNT registers, from `piece` on, of the accumulators of NR x MR products. They stay in registers.
 template <class Format, int NR, int MR, int COUNT, int AHEAD>
 [[gnu::always_inline]] inline void dots_of_pieces(
     const typename Format::Weight* weights, std::size_t stride, const typename Format::Input* inputs,
     std::size_t pitch, int width, const char* ahead, std::size_t apart, typename Format::Acc* acc, int gap,
     int piece) {
+  using Cells = typename Format::Cells;
+  const auto cells = [](const auto* from, int index) __attribute__((always_inline)) {
+    return read<Cells>(reinterpret_cast<const char*>(from) + index * int(sizeof(Cells)));
+  };
   typename Format::Register sum[NR * MR * COUNT] = {};
   for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
     for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
@@ -320,11 +313,11 @@ template <class Format, int NR, int MR, int COUNT, int AHEAD>
     for (int r = 0; r < NR; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < COUNT; c++) {
-        auto weight = Format::weight(weights + r * stride + k, piece + c);
+        const Cells weight = cells(weights + r * stride + k, piece + c);
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
           auto& to = sum[(r * MR + m) * COUNT + c];
-          to = Format::add(to, weight, Format::input(inputs + m * pitch + k, piece + c));
+          to = Format::add(to, weight, cells(inputs + m * pitch + k, piece + c));
         }
       }
   }
@@ -339,16 +332,16 @@ template <class Format, int NR, int MR, int COUNT, int AHEAD>
       }
 }
 
-// acc[m * gap + r]: the product of weight row r with activation row m, as a vector still to be summed.
-// `stride` and `pitch` are elements from one weight row to the next, and one activation row. With each
-// line that is read of a weight row, AHEAD lines are asked for, at `ahead` and every `apart` bytes.
+// acc[m * gap + r] = the product of weight row r with activation row m, as a vector of partial sums.
+// `stride` and `pitch` are the elements between weight rows and between activation rows. With each line of a
+// weight row, AHEAD lines are prefetched, from `ahead` on at intervals of `apart` bytes.
 template <class Format, int NR, int MR, int AHEAD>
 [[gnu::always_inline]] inline void dots(const typename Format::Weight* weights, std::size_t stride,
                                         const typename Format::Input* inputs, std::size_t pitch,
                                         int width, const char* ahead, std::size_t apart,
                                         typename Format::Acc* acc, int gap) {
   if constexpr (requires { typename Format::Register; }) {
-    // Sixteen registers hold eight sums, their weights and inputs. What is read again is in the cache.
+    // Sixteen registers hold eight sums with their weights and inputs. Later passes read from the cache.
     if constexpr (NR * MR <= 8) {
       constexpr int COUNT = std::max(1, std::min(PIECES, 8 / (NR * MR)));
       dots_of_pieces<Format, NR, MR, COUNT, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart,
@@ -366,15 +359,16 @@ template <class Format, int NR, int MR, int AHEAD>
     typename Format::Acc sum[NR * MR] = {};
     for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
       for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
-      typename Format::Part input[MR];
-      for (int m = 0; m < MR; m++) input[m] = Format::load_input(inputs + m * pitch + k);
+      using Part = typename Format::Part;
+      Part input[MR];
+      for (int m = 0; m < MR; m++) input[m] = read<Part>(inputs + m * pitch + k);
       for (int r = 0; r < NR; r++) {
-        typename Format::Part weight = Format::load_weight(weights + r * stride + k);
+        const Part weight = read<Part>(weights + r * stride + k);
         for (int m = 0; m < MR; m++)
           sum[r * MR + m] = Format::add(sum[r * MR + m], weight, input[m]);
       }
     }
-    // Unrolled, so that the sums never leave the registers.
+    // Unrolled, so that the sums stay in registers.
 #pragma GCC unroll 16
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 16

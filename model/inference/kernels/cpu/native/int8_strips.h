@@ -1,8 +1,8 @@
-// Int8 strips: int8 weights as the registers that tiles multiply, one behind the other, for strips.h.
+// Int8 strips: int8 weights in the layout of the registers that tiles multiply, for strips.h.
 //
-// A strip is two registers for each step of 64 columns, and nothing else: line j of a register has columns
-// 4 j to 4 j + 3 of each of SIDE rows. Where the matrix ends there are zeros. Sums are of integers, so they
-// have the bits of every other form of int8.
+// A strip is two registers for each step of 64 columns: line j of a register has columns 4 j to 4 j + 3 of
+// each of SIDE rows, zeros beyond the end of the matrix. Sums are of integers, so they have the bits of every
+// other form of int8.
 #pragma once
 
 #include <cstring>
@@ -36,7 +36,7 @@ class Int8Strip {
   const std::uint8_t *next_, *end_;
 };
 
-// A row of `width` weights to its place in a strip, of which it is row `row`. The strip was zeros.
+// Write `width` weights to row `row` of a strip of zeros.
 inline void put_strip_row(const std::int8_t* weights, int width, int row, std::uint8_t* strip) {
   constexpr int TOGETHER = 4;  // columns of a row in a line
   std::uint8_t* to = strip + row / SIDE * REGISTER_BYTES + row % SIDE * TOGETHER;

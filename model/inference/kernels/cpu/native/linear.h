@@ -1,19 +1,18 @@
-// Linear: rows of activations times a weight matrix, for the few rows of a decode step and the many
-// of a prompt.
+// Linear: rows of activations times a weight matrix, for the few rows of a decode step and the many rows of
+// a prompt.
 //
-// A few activation rows meet one weight row after the other, read as one stream. With more of them, or
-// when they no longer fit beside the stream into the nearest cache, a tile of 4 x 4 products uses what
-// it has loaded four times, and the weight rows of the next tiles are asked for meanwhile: by themselves
-// several rows side by side come at half the speed of memory. Measured on two cores of a Zen 5 with
-// weights of 768 columns in bfloat16, GB/s of weights and GFLOP/s: 1 row 43 and 43, 8 rows 41 and 325
-// (one row after the other: 22 and 177), 32 rows 18 and 590.
+// A few activation rows meet one weight row after the other, read as one stream. More of them, or rows that
+// do not fit into the nearest cache together with the stream, are multiplied in tiles of 4 x 4 products,
+// which use each load four times. The weight rows of the next tiles are prefetched, since several rows in
+// parallel arrive at half the speed of memory. Measured on two cores of a Zen 5 with weights of 768 columns
+// in bfloat16, GB/s of weights and GFLOP/s: 1 row 43 and 43, 8 rows 41 and 325 (one row after the other: 22
+// and 177), 32 rows 18 and 590.
 //
-// The many rows of a prompt meet an item of the weights that stays in the cache. Measured there on a
-// slower day, 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650, with oneDNN's
-// bfloat16 at 400 and MKL's float32 at 165. Each product is accumulated in the same order in all three.
+// The many rows of a prompt meet an item of weights that stays in the cache. Measured there on a slower day,
+// 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650; oneDNN's bfloat16 400, MKL's float32
+// 165. All three ways add up a product in the same order.
 //
-// Where the processor has AMX, most products are those of strips.h, by what their weights are kept as, or of
-// tiles.h.
+// With AMX most products are those of strips.h or tiles.h, depending on the form of the weights.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +29,11 @@
 namespace logitd {
 
 constexpr int STREAM_ROWS = 8;
-constexpr std::size_t STREAM_BYTES = 6144;  // of activations
+constexpr std::size_t STREAM_BYTES = 6144;  // limit of the activations
 constexpr int TILE = 4;
 constexpr int LARGE_TILE = 5;
 constexpr int TALL_ITEM = TILE * LARGE_TILE;
-constexpr int TALL_ROWS = 32;  // from more activation rows on, weights are used from the cache
+constexpr int TALL_ROWS = 32;  // more activation rows than this meet weights in the cache
 
 template <class Format>
 class Product {
@@ -54,24 +53,15 @@ class Product {
   using Acc = typename Format::Acc;
   using Sum = typename Format::Sum;
 
-  // Weights that are multiplied as they come from memory.
+  // Formats whose weights are multiplied as they are in memory.
   void as_they_are(int first, int last) const {
     if (inputs_.count > TALL_ROWS) return tall(first, last);
     std::size_t taken = sizeof(Input) * inputs_.count * inputs_.pitch;
     if (inputs_.count > STREAM_ROWS || taken > STREAM_BYTES) return tiles(first, last);
-    switch (inputs_.count) {
-      case 1: return streams<1, 1>(first, last, 0);
-      case 2: return streams<2, 1>(first, last, 0);
-      case 3: return streams<3, 1>(first, last, 0);
-      case 4: return streams<4, 1>(first, last, 0);
-      case 5: return streams<5, 1>(first, last, 0);
-      case 6: return streams<6, 1>(first, last, 0);
-      case 7: return streams<7, 1>(first, last, 0);
-      case 8: return streams<8, 1>(first, last, 0);
-    }
+    with_constant<STREAM_ROWS>(inputs_.count, [&](auto rows) { streams<rows, 1>(first, last, 0); });
   }
 
-  // Accumulators are summed by vectors of them.
+  // Accumulators are summed LANES at a time.
   static constexpr int whole(int accumulators) {
     return (accumulators + LANES - 1) / LANES * LANES;
   }
@@ -86,29 +76,22 @@ class Product {
     return static_cast<const Input*>(inputs_.values) + std::size_t(m) * inputs_.pitch;
   }
 
-  // Weights that are unpacked before use, for STREAM_ROWS activation rows at a time: the first take them
-  // from memory, the others from the cache.
+  // Formats whose weights are unpacked before use, for STREAM_ROWS activation rows at a time. The first rows
+  // read them from memory, the others from the cache.
   void unpacked(int first, int last) const {
     int m = 0;
     for (; m + STREAM_ROWS <= inputs_.count; m += STREAM_ROWS) {
       if (m) streams<STREAM_ROWS, 0>(first, last, m);
       else streams<STREAM_ROWS, 1>(first, last, m);
     }
-    switch (inputs_.count - m) {
-      case 1: return streams<1, 1>(first, last, m);
-      case 2: return streams<2, 1>(first, last, m);
-      case 3: return streams<3, 1>(first, last, m);
-      case 4: return streams<4, 1>(first, last, m);
-      case 5: return streams<5, 1>(first, last, m);
-      case 6: return streams<6, 1>(first, last, m);
-      case 7: return streams<7, 1>(first, last, m);
-    }
+    with_constant<STREAM_ROWS - 1>(inputs_.count - m,
+                                   [&](auto rows) { streams<rows, 1>(first, last, m); });
   }
 
-  // One weight row after the other, as one stream; summed when LANES accumulators have come together.
+  // One weight row after the other, as one stream. LANES accumulators are summed together.
   template <int MR, int AHEAD>
   void streams(int first, int last, int m) const {
-    // Of unpacked ones LANES rows, so that what follows a product is done for as many at once.
+    // LANES rows of unpacked weights, so that the work after the products is done for as many at once.
     constexpr int GROUP = std::is_same_v<Format, I4> ? LANES : LANES / MR;
     int n = first;
     for (; n + GROUP <= last; n += GROUP) stream<GROUP, MR, AHEAD>(n, m);
@@ -139,18 +122,13 @@ class Product {
     for (; n < last; n++) tiles<1>(n);
   }
 
-  // Meanwhile the next weight rows are asked for, a row with each tile: by themselves several rows
-  // side by side come slowly.
+  // Each tile prefetches one of the next weight rows.
   template <int NR>
   void tiles(int n) const {
     int m = 0;
     const int tiles = (inputs_.count + TILE - 1) / TILE;
     for (; m + TILE <= inputs_.count; m += TILE) tile<NR, TILE>(n, m, tiles);
-    switch (inputs_.count - m) {
-      case 3: return tile<NR, 3>(n, m, tiles);
-      case 2: return tile<NR, 2>(n, m, tiles);
-      case 1: return tile<NR, 1>(n, m, tiles);
-    }
+    with_constant<TILE - 1>(inputs_.count - m, [&](auto rows) { tile<NR, rows>(n, m, tiles); });
   }
 
   template <int NR, int MR>
@@ -163,8 +141,8 @@ class Product {
     }
   }
 
-  // AHEAD rows are asked for with this tile, of those of the tiles after the next: every `tiles`-th,
-  // beginning with its own.
+  // Of the weight rows after the next, this tile prefetches AHEAD rows: every `tiles`-th, starting with its
+  // own.
   template <int NR, int MR, int AHEAD>
   void tile(int n, int m, int tiles) const {
     Acc acc[whole(NR * MR)];
@@ -175,10 +153,10 @@ class Product {
     put<NR, MR>(n, m, acc);
   }
 
-  // A few activation rows after the other, over all of [first, last), which stays in the cache.
+  // A few activation rows at a time over all of [first, last), which stays in the cache.
   void tall(int first, int last) const {
 #if defined(__AVX512F__)
-    // Larger tiles load less for each product, and pay for it at the end of a row.
+    // Larger tiles load less per product, but cost more at the end of a row.
     if (std::is_same_v<Format, F32> && matrix_.width >= 512) return tall<LARGE_TILE>(first, last);
 #endif
     tall<TILE>(first, last);
@@ -218,7 +196,7 @@ class Product {
     }
   }
 
-  // float accumulators are the product; integers are of shifted activations, or were until now.
+  // The value of a product. Sums of integers still hold the ZERO of the activations.
   template <int NR>
   void values(int, int, const float* summed, float* result) const {
     std::memcpy(result, summed, NR * sizeof(float));
@@ -238,25 +216,17 @@ class Product {
   bool add_;
 };
 
-// As `linear`, of a matrix in strips.
-inline void strip_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
-                         [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
-                         [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
-#if defined(TILES)
-  const FloatRows rows = {out, pitch, add};
-  if (matrix.kind == KIND_COMPRESSED) strip_products<CompressedStrip>(pool, matrix, inputs, rows);
-  else strip_products<Int8Strip>(pool, matrix, inputs, rows);
-#endif
-}
-
-// out (count, rows) = inputs times matrix, or added to what is there; `pitch` floats from one row of
-// `out` to the next.
+// out (count, rows) = inputs times matrix, or += if `add`. `pitch` is the floats between rows of `out`.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
-  if (in_strips(matrix.kind)) return strip_linear(pool, matrix, inputs, out, pitch, add);
+#if defined(TILES)
+  const FloatRows rows = {out, pitch, add};
+  if (matrix.kind == KIND_COMPRESSED) return strip_products<CompressedStrip>(pool, matrix, inputs, rows);
+  if (matrix.kind == KIND_INT8_STRIPS) return strip_products<Int8Strip>(pool, matrix, inputs, rows);
   if (takes_tiles(matrix, inputs.count)) return tile_linear(pool, matrix, inputs, out, pitch, add);
-  // Items of some 32 KB of weights, so that the threads end together, or what stays in the cache for
-  // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other item.
+#endif
+  // Items of about 32 KB of weights, so that the threads end together; for many rows items that stay in the
+  // cache. Whole tiles. Lanes are a tenth to a fifth faster than taking every other item (measured).
   const int tile = matrix.kind == KIND_INT4 ? LANES : TILE;
   int per_item = std::max(tile, 32768 / int(row_bytes(matrix)) / tile * tile);
   if (inputs.count > TALL_ROWS) per_item = matrix.kind == KIND_INT4 ? LANES : TALL_ITEM;
@@ -268,7 +238,7 @@ inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float
       case KIND_BF16: return Product<B16>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT8: return Product<I8>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT4: return Product<I4>(matrix, inputs, out, pitch, add).rows(first, last);
-      default: return;  // in strips
+      default: return;  // strips, which need tiles
     }
   });
 }

@@ -1,4 +1,4 @@
-// Matrix: weights and the activations that meet them, as the products of linear.h and tiles.h take them.
+// Matrix: weights, and the activations that meet them, for the products of linear.h and tiles.h.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +13,13 @@ enum Kind : std::int32_t {
   KIND_BF16 = 1,
   KIND_INT8 = 2,
   KIND_INT4 = 3,
-  KIND_COMPRESSED = 4,   // bfloat16, as compressed.h keeps it
-  KIND_INT8_STRIPS = 5,  // int8, as int8_strips.h keeps it
+  KIND_COMPRESSED = 4,   // bfloat16 in the form of compressed.h
+  KIND_INT8_STRIPS = 5,  // int8 in the form of int8_strips.h
 };
 
-// A weight matrix (rows, width), row-major but for those in strips. `scale` (one per row) and `row_sum` (of each row's
-// integers, int4's times their scales) are those of quantized ones; `bias` may be null. `strips` is where
-// each strip of a compressed one begins, in lines, and where the last one ends.
+// A weight matrix (rows, width), row-major or in strips. Quantized ones have a `scale` per row and a
+// `row_sum` of each row's integers, in int4 times their scales. `bias` may be null. `strips` holds the line
+// at which each strip of a compressed matrix begins, and the end of the last one.
 struct Matrix {
   const void* weights;
   const float* bias;
@@ -32,13 +32,12 @@ struct Matrix {
   std::int32_t reserved;
 };
 
-// Whether a matrix is in strips (strips.h), which only processors with tiles multiply.
+// True for matrices in strips (strips.h), which only processors with tiles multiply.
 inline bool in_strips(int kind) { return kind == KIND_COMPRESSED || kind == KIND_INT8_STRIPS; }
 
-// Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on.
-// `scale` (one per row) is that of quantized ones; `sums` (count, I4::sums(width)) are those of AVX2 for
-// int4; `packed` is room for as many bytes as `values` has, for tiles, which want them in another order, and
-// `are_packed` if they are there.
+// Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on. Quantized
+// ones have a `scale` per row, and for int4 on AVX2 `sums` (count, I4::sums(width)). `packed` has the size of
+// `values` and holds them in the order of tiles if `are_packed`.
 struct Inputs {
   const void* values;
   const float* scale;
@@ -49,7 +48,7 @@ struct Inputs {
   bool are_packed;
 };
 
-// Of a row of weights that are not in strips.
+// Bytes of a row of weights that are not in strips.
 inline std::size_t row_bytes(const Matrix& matrix) {
   switch (matrix.kind) {
     case KIND_F32: return 4 * std::size_t(matrix.width);
@@ -59,7 +58,7 @@ inline std::size_t row_bytes(const Matrix& matrix) {
   }
 }
 
-// Of a row of activations.
+// Bytes of a row of activations.
 inline std::size_t row_bytes(const Matrix& matrix, const Inputs& inputs) {
   const bool bf16 = matrix.kind == KIND_BF16 || matrix.kind == KIND_COMPRESSED;
   const int item = matrix.kind == KIND_F32 ? 4 : bf16 ? 2 : 1;

@@ -1,5 +1,5 @@
-// Model: a GPT's weights and its KV cache as plain C structures, which
-// model/inference/kernels/cpu/structures.py describes to ctypes.
+// Model: a GPT's weights and its KV cache as plain C structures. model/inference/kernels/cpu/structures.py
+// declares them for ctypes.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct LayerWeights {
 
 struct ModelWeights {
   std::int32_t n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, vocab_size;
-  std::int32_t kind;        // of what meets matrices: KIND_*, where INT8 and INT4 are the same
-  std::int32_t cells;       // of embeddings: KIND_F32 or KIND_BF16
+  std::int32_t kind;        // KIND_* of the activations that meet matrices; INT8 and INT4 are the same
+  std::int32_t cells;       // KIND_* of embeddings: F32 or BF16
   std::int32_t post_norm;   // norms after the residual sums
   std::int32_t parallel;    // attention and feed-forward read the same stream
   std::int32_t rotary, qk_norm, final_norm_on, value_gate_width;
@@ -35,16 +35,16 @@ struct ModelWeights {
 
 struct Cache {
   void *keys, *values;                // (n_layer, slots, n_kv_head, slot_length, head_dim)
-  float *key_scales, *value_scales;   // (n_layer, slots, n_kv_head, slot_length), of int8 alone
+  float *key_scales, *value_scales;   // (n_layer, slots, n_kv_head, slot_length), in int8 only
   std::int64_t slots, slot_length;
   std::int64_t kind;  // of keys and values: KIND_F32, KIND_BF16 or KIND_INT8
 };
 
-// What is kept of a prompt of `count` tokens besides its final hidden states; null: nothing of it.
+// Further outputs of a prompt of `count` tokens; null: none.
 struct Record {
   float* states;             // (n_layer + 1, count, d_model): embeddings, then after each block
   float* weights;            // (count, layers, heads, length), zeros: attention's
-  const std::int32_t* layer_places;  // (n_layer): a layer's place among those kept, or -1
+  const std::int32_t* layer_places;  // (n_layer): a layer's index among the recorded ones, or -1
   const std::int32_t* head_places;   // (n_head)
   std::int32_t layers, heads, length, count;
 };

@@ -1,30 +1,29 @@
-// Pool: the compute threads, and a loop that they share.
+// Pool: the compute threads and the loops that they share.
 //
-// A loop's items are claimed one by one, and a loop is over when all its items are done, not when every
-// thread has taken part: a thread that the operating system has taken off its core delays at most the item
-// that it is at, and one that wakes late finds what is left. Which thread computes an item never changes
-// its result. Threads wait by spinning for as long as the pauses within a step last, then asleep.
+// Threads claim the items of a loop one by one. A loop ends when all its items are done, not when every
+// thread has taken part: a thread that loses its core delays only its current item, and one that wakes late
+// takes what is left. The thread that computes an item never changes its result. Waiting threads spin for the
+// length of a pause within a step, then sleep.
 //
-// One caller, any number of workers. A loop is described by `run_`, `context_` and `count_`, and handed out
-// by `cursor_`, one word that has the loop's serial number above and its next item below:
+// There is one caller and any number of workers. `run_`, `context_` and `count_` describe a loop. `cursor_`
+// hands it out: one word with the loop's serial number in the upper bits and the next item in the lower ones.
 //
-//   state of cursor_            who changes it                      meaning
-//   (serial, MASK)              the caller, before it writes the    closed: MASK is beyond every count, so
-//                               description of loop `serial`        a worker that looks now finds no item
-//   (serial, 0)                 the caller, with release, after     open: whoever reads this sees the whole
-//                               the description is written          description
-//   (serial, i) -> (serial,     whoever claims item i, by           item i is that thread's alone; the last
-//   i + 1), i < count           compare-and-exchange                claim leaves (serial, count): exhausted
+//   state of cursor_            written by                          meaning
+//   (serial, MASK)              the caller, before it writes the    closed: MASK exceeds every count, so a
+//                               description of loop `serial`        worker finds no item
+//   (serial, 0)                 the caller, with release, after     open: a reader of this state sees the
+//                               writing the description             whole description
+//   (serial, i) -> (serial,     the thread that claims item i, by   the thread owns item i; the last claim
+//   i + 1), i < count           compare-and-exchange                leaves (serial, count): exhausted
 //
-// A worker may read the description of one loop and be held up until the next loop is being written. Its
-// compare-and-exchange then fails, since the serial number has changed, and what it read is thrown away: so
-// a mixture of two descriptions is never run. (This is a seqlock whose readers commit by the exchange.) The
-// caller leaves `loop` when `done_` has reached the count. Every item adds to `done_` with release after it
-// ran, and the caller reads it with acquire: so it sees all results, and no worker is inside an item when
-// the next loop is written.
+// A worker may read the description of one loop and be delayed until the next one is written. Then its
+// exchange fails, because the serial number has changed, and it discards what it read: no mixture of two
+// descriptions ever runs. (This is a seqlock whose readers commit by the exchange.) The caller leaves `loop`
+// when `done_` reaches the count. Every item adds to `done_` with release after it ran, and the caller reads
+// it with acquire. So the caller sees all results, and no worker is inside an item when the next loop is
+// written.
 //
-// A worker that is late has lost its core to another process: then the caller may compute alone for a
-// while (contention.h).
+// A late worker has lost its core to another process; the caller may then compute alone (contention.h).
 #pragma once
 
 #include <algorithm>
@@ -78,7 +77,7 @@ class Pool {
     }
   }
 
-  // Whether workers were late recently, so that the caller computes alone.
+  // True if workers were late recently, so that the caller computes alone.
   bool contended() const { return Clock::now() < monitor_.alone_until(); }
 
   void rest() { active_.store(false, std::memory_order_release); }
@@ -90,28 +89,28 @@ class Pool {
       for (int i = 0; i < count; i++) item(i);
       return;
     }
-    // 1) Close. The fence keeps the description below from being seen before the cursor is closed: a
-    //    worker that read any of it finds the new serial number at its exchange, and claims nothing.
+    // 1) Close. The fence orders the description below after the closed cursor: a worker that read any of
+    //    it finds the new serial number at its exchange, and claims nothing.
     std::uint64_t serial = (cursor_.load(std::memory_order_relaxed) >> BITS) + 1;
     cursor_.store((serial << BITS) | MASK, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
-    // 2) Describe. All items of the loop before are done, so `done_` is no longer counted in.
+    // 2) Describe. All items of the last loop are done, so nothing adds to `done_` any more.
     run_.store([](const void* context, int i) { (*static_cast<const WorkItem*>(context))(i); },
                std::memory_order_relaxed);
     context_.store(&item, std::memory_order_relaxed);
     count_.store(count, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
-    // 3) Open. Release: whoever loads this cursor with acquire sees the description.
+    // 3) Open. Release: a thread that loads this cursor with acquire sees the description.
     cursor_.store(serial << BITS, std::memory_order_release);
-    // 4) Take part, then wait for the items that others hold.
+    // 4) Take part, then wait for the items of other threads.
     while (claim()) {
     }
     wait(count);
   }
 
-  // Like `loop`, but a thread's items are consecutive for as long as it has some of its own; then it
-  // helps with those of others. So what a thread reads is one stream. (Where threads took from two lanes
-  // in turns, the streams broke off when they were not equally fast: a fifth slower.)
+  // Like `loop`, but a thread first takes the consecutive items of its own lane, then those of others. So a
+  // thread reads one stream. (When threads took items in turns, the streams broke off if one thread was
+  // faster: a fifth slower.)
   template <class WorkItem>
   void lanes(int count, const WorkItem& item) {
     const int lanes = threads(), per_lane = (count + lanes - 1) / lanes;
@@ -139,14 +138,14 @@ class Pool {
     Clock::time_point since;
     for (int turn = 0; done_.load(std::memory_order_acquire) < count; turn++) {
       if (turn == 1000) since = Clock::now();
-      // The thread with the last item may be off its core; give it ours rather than spin for long.
+      // The thread with the last item may be off its core; yield ours to it rather than spin for long.
       if (turn < 20000) relax(); else std::this_thread::yield();
     }
     if (since == Clock::time_point()) return;  // a short wait
     monitor_.waited(since, Clock::now());
   }
 
-  // Claim one item of the present loop and run it. False when there is none.
+  // Claim one item of the current loop and run it. False if there is none.
   bool claim() {
     // Acquire pairs with the caller's release in `loop`: an open cursor comes with its description.
     std::uint64_t cursor = cursor_.load(std::memory_order_acquire);
@@ -155,20 +154,20 @@ class Pool {
       auto run = run_.load(std::memory_order_relaxed);
       const void* context = context_.load(std::memory_order_relaxed);
       if (item >= count_.load(std::memory_order_relaxed)) return false;  // closed or exhausted
-      // The three loads may be of a later loop than the cursor. The fence pairs with the one in `loop`:
-      // if any is, the exchange sees the later cursor and fails.
+      // The three loads may belong to a later loop than the cursor. The fence pairs with the one in `loop`:
+      // if one of them does, the exchange sees the later cursor and fails.
       std::atomic_thread_fence(std::memory_order_acquire);
       if (cursor_.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel)) {
         run(context, item);
-        // Release: the caller, which reads `done_` with acquire, sees what the item wrote.
+        // Release: the caller, which reads `done_` with acquire, sees the item's results.
         done_.fetch_add(1, std::memory_order_release);
         return true;
       }
-      // Another thread was faster, or the loop has changed: `cursor` is now what it found there.
+      // Another thread was faster, or the loop has changed: `cursor` now holds the new value.
     }
   }
 
-  // A worker's life: claim while the caller is in a step; spin a while after; then sleep.
+  // A worker: claim items while the caller is in a step, then spin for a while, then sleep.
   void work() {
     auto idle_since = Clock::now();
     for (int turn = 0; !stopping_.load(std::memory_order_relaxed); turn++) {
@@ -185,10 +184,10 @@ class Pool {
     }
   }
 
-  // Sleep until `begin` or the destructor changes `woken_`; one that changed since `seen` was read ends the
-  // wait at once. `begin` may still look at `asleep_` just before this counts itself and while its own store
-  // of `active_` is not visible here: then this worker sleeps through one step, the others do its share, and
-  // the next `begin` wakes it. A fence in every step would cost more than that rare one.
+  // Sleep until `begin` or the destructor changes `woken_`; a change since `seen` was read ends the wait at
+  // once. `begin` may read `asleep_` just before this worker counts itself, while its store of `active_` is
+  // not visible here yet. Then this worker sleeps through one step, the others do its share, and the next
+  // `begin` wakes it. A fence in every step would cost more than that rare case.
   void sleep() {
     int seen = woken_.load();
     asleep_.fetch_add(1);
@@ -208,7 +207,7 @@ class Pool {
   std::atomic<void (*)(const void*, int)> run_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<int> count_{0};
-  alignas(64) std::atomic<int> done_{0};  // items of the present loop that have returned
+  alignas(64) std::atomic<int> done_{0};  // finished items of the current loop
   alignas(64) std::atomic<bool> active_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<int> asleep_{0};

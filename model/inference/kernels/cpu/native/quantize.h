@@ -1,5 +1,4 @@
-// Quantize: rows of weights to int8 with a scale for each row, or to int4 as I4 of dot.h reads it. The same
-// integers and scales, bit for bit, as quantize.py's plain forms give.
+// Quantize: rows of weights to int8 with a scale for each row, or to int4 in the layout of I4 in dot.h.
 #pragma once
 
 #include <algorithm>
@@ -8,33 +7,19 @@
 #include <limits>
 
 #include "dot.h"
+#include "rows.h"
 
 namespace logitd {
 
-constexpr float SMALLEST_SCALE = 1e-30f;  // where there is nothing to scale
+constexpr float SMALLEST_SCALE = 1e-30f;  // of a row of zeros
 
-// What a row became: its scale, and what its integers sum to, int4's times their scales.
+// A row's scale and the sum of its integers, in int4 times their scales.
 struct RoundedRow {
   float scale;
   std::int32_t sum;
 };
 
-// The largest magnitude of numbers; lanes of their own, because a compiler may not divide a maximum.
-inline float largest_magnitude(const float* numbers, int count) {
-  constexpr int LANES = 32;
-  float lanes[LANES] = {}, largest = 0;
-  int i = 0;
-  for (; i + LANES <= count; i += LANES)
-    for (int lane = 0; lane < LANES; lane++) {
-      float magnitude = std::fabs(numbers[i + lane]);
-      lanes[lane] = magnitude > lanes[lane] ? magnitude : lanes[lane];
-    }
-  for (; i < count; i++) largest = std::max(largest, std::fabs(numbers[i]));
-  for (float lane : lanes) largest = std::max(largest, lane);
-  return largest;
-}
-
-// A row of `width` weights to `stored`, as many int8. The weights become what those stand for.
+// Round a row of `width` weights in place; its integers go to `stored`.
 inline RoundedRow round_int8(float* row, int width, std::int8_t* stored) {
   float scale = std::max(largest_magnitude(row, width), SMALLEST_SCALE) / 127;
   std::int32_t sum = 0;
@@ -47,12 +32,12 @@ inline RoundedRow round_int8(float* row, int width, std::int8_t* stored) {
   return {scale, sum};
 }
 
-// A block of int4: up to BLOCK weights, of which those at 2s and 2s + 1 of each HALF share the scale s.
+// A block of int4: up to BLOCK weights. Those at 2 s and 2 s + 1 of each HALF share scale s.
 class Int4Block {
  public:
   static constexpr int HALF = I4::STEP / 2, BLOCK = 4 * I4::STEP;
 
-  // `count` weights; zeros follow up to whole steps.
+  // `count` weights, filled up with zeros to whole steps.
   Int4Block(const float* row, int count) : steps((count + I4::STEP - 1) / I4::STEP) {
     std::copy_n(row, count, weights);
     std::fill(weights + count, weights + steps * I4::STEP, 0.f);
@@ -71,8 +56,8 @@ class Int4Block {
     }
   }
 
-  // Into `stored`, with scales that are integers times `scale`; `count` weights of `row` become what that
-  // stands for. What the integers times their scales sum to.
+  // Write the block to `stored` with scales that are integers times `scale`, and its rounded weights to
+  // `row`. Returns the sum of the integers times their scales.
   std::int32_t put(float scale, std::uint8_t* stored, float* row, int count) {
     float multiples[HALF], real[HALF];
     for (int i = 0; i < HALF; i++) {
@@ -86,7 +71,7 @@ class Int4Block {
         float& weight = weights[half * HALF + i];
         float value = std::rint(weight / real[i]) + 0.f;
         value = value < -8.f ? -8.f : value > 7.f ? 7.f : value;
-        // The farthest is -8 by definition, wherever its scale was rounded to.
+        // The farthest is -8 by definition, even if its scale was rounded.
         weight = weight == farthest[i] ? -8.f : value;
         sums[i] += weight;
       }
@@ -106,11 +91,11 @@ class Int4Block {
  private:
   int steps;
   float weights[BLOCK];
-  float farthest[HALF];  // of what shares a scale, the number of the largest magnitude
+  float farthest[HALF];  // the number of the largest magnitude among those that share a scale
 };
 
-// A row of `width` weights to `stored`, I4::row_bytes(width) bytes, with scales of up to `most` times the
-// row's own. The weights become what that stands for.
+// Round a row of `width` weights in place, with scales of up to `most` times the row's own. Its integers go
+// to `stored`, I4::row_bytes(width) bytes.
 inline RoundedRow round_int4(float* row, int width, int most, std::uint8_t* stored) {
   float scale = std::max(largest_magnitude(row, width) / 8, SMALLEST_SCALE) / float(most);
   std::int32_t sum = 0;

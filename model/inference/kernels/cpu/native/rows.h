@@ -1,10 +1,10 @@
-// Rows: what happens to one activation row by itself: norms, rotation, activations, and the
-// conversion into the format that the next matrix wants.
+// Rows: operations on one activation row: norms, rotation, activations, and the conversion into the format
+// of the next matrix.
 #pragma once
 
 #include <algorithm>
-#include "buffer.h"
 
+#include "buffer.h"
 #include "linear.h"
 #include "vectors.h"
 
@@ -17,9 +17,6 @@ struct Norm {
   float eps;
   std::int32_t centred;
 };
-
-// Whole vectors of a row of `width` floats; rows are padded, so that a last vector may hold more.
-inline int vectors(int width) { return (width + LANES - 1) / LANES; }
 
 inline float row_sum(const float* row, int width) {
   Floats total = {};
@@ -42,7 +39,7 @@ inline float row_squares(const float* row, int width, float mean) {
   return result;
 }
 
-// to[0, width) = the norm of from[0, width); they may be the same row.
+// to[0, width) = the norm of from[0, width), which may be the same row.
 inline void normalise(const Norm& norm, const float* from, float* to, int width) {
   float mean = norm.centred ? row_sum(from, width) / float(width) : 0.0f;
   float scale = 1.0f / std::sqrt(row_squares(from, width, mean) / float(width) + norm.eps);
@@ -77,8 +74,8 @@ inline Floats activated(Activation kind, Floats x) {
   return x;
 }
 
-// to[0, width) = the activation of from[0, width), which may be the same; with swiglu the gate's half
-// stands first and the values that it gates follow. Both are padded.
+// to[0, width) = the activation of from[0, width), which may be the same row. For swiglu `from` holds the
+// gate, then the gated values. Rows are padded to whole vectors.
 template <class To>
 inline void activate(Activation kind, const float* from, To* to, int width) {
   for (int i = 0; i < width; i += LANES) {
@@ -90,7 +87,7 @@ inline void activate(Activation kind, const float* from, To* to, int width) {
 
 #if defined(TILES)
 
-// The activations of products, as these are computed (strips.h).
+// Outputs of strips.h that activate the products as they are computed.
 template <class Cell>
 struct ActivatedRows {
   Cell* to;
@@ -112,9 +109,11 @@ struct ActivatedRows {
 
 #endif
 
-// Whether products with a matrix can be activated as they are computed. A gate's cannot: what it gates comes
-// from other weights.
-inline bool activates(const Matrix& matrix, Activation kind) { return in_strips(matrix.kind) && kind != SWIGLU; }
+// True if products with a matrix can be activated as they are computed. A gate's cannot, because the gated
+// values come from other weights.
+inline bool activates(const Matrix& matrix, Activation kind) {
+  return in_strips(matrix.kind) && kind != SWIGLU;
+}
 
 // Rotary positions, half split: channel i is paired with channel i + width / 2.
 inline void rotate(float* head, const float* cos, const float* sin, int width) {
@@ -126,29 +125,41 @@ inline void rotate(float* head, const float* cos, const float* sin, int width) {
   }
 }
 
-// to[0, width) = a row in 127 steps to either side of zero, `width` a multiple of 16; the size of a step.
-// That is not finite where a number of the row is not, so that it is not lost.
+// The largest magnitude of a row. NaN may be skipped.
+inline float largest_magnitude(const float* row, int width) {
+  Floats mosts = {};
+  int whole = width / LANES * LANES;
+  for (int i = 0; i < whole; i += LANES) {
+    Floats values = load(row + i);
+    mosts = max(mosts, max(values, -values));
+  }
+  float most = largest(mosts);
+  for (int i = whole; i < width; i++) most = std::max(most, std::fabs(row[i]));
+  return most;
+}
+
+// to[0, width) = a row in 127 steps to either side of zero; `width` is a multiple of 16. Returns the size of
+// a step, which is not finite if a number of the row is not, so that the fault is not lost.
 inline float put_steps(const float* from, int width, std::int8_t* to) {
   Floats mosts = {}, lost = {};
   for (int i = 0; i < width; i += LANES) {
     Floats values = load(from + i);
     mosts = max(mosts, max(values, -values));
-    lost = fused(values, Floats{}, lost);  // 0, or not a number
+    lost = fused(values, Floats{}, lost);  // 0 or NaN
   }
   float most = largest(mosts), inverse = most > 0.0f ? 127.0f / most : 0.0f;
-  const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   for (int i = 0; i < width; i += LANES) {
-    Floats steps = (load(from + i) * inverse + round) - round;
+    Floats steps = (load(from + i) * inverse + ROUND) - ROUND;
     store_bytes(reinterpret_cast<std::uint8_t*>(to) + i, converted<Ints>(steps));
   }
   return most / 127.0f + sum(lost);
 }
 
-// From how many rows on a thread converts SIDE of them at a time: so many that all threads have some.
+// From this number of rows on, a thread converts SIDE of them at a time: all threads have some.
 constexpr int MANY_ROWS = 4 * SIDE;
 
-// Rows of activations on their way into matrices of one kind: (count, pitch), zeros behind `width`.
-// Those of int8 and int4 are the same.
+// Rows of activations in the format of the matrices that they meet: (count, pitch), zeros after `width`. The
+// formats for int8 and int4 are the same.
 class Converted {
  public:
   Converted(int kind, int rows, int width)
@@ -156,13 +167,13 @@ class Converted {
     int step = kind_ == KIND_F32 ? F32::STEP : kind_ == KIND_BF16 ? B16::STEP : I8::STEP;
     static_assert(I8::STEP == I4::STEP);
     int steps = (width + step - 1) / step;
-    // Rows that are read side by side: an odd number of lines apart, so that the nearest cache has places
-    // for all of them.
+    // Rows that are read together are an odd number of lines apart, so that the nearest cache has places for
+    // all of them.
     if (as_they_are_) steps |= 1;
     pitch_ = steps * step;
     int item = kind_ == KIND_F32 ? 4 : kind_ == KIND_BF16 ? 2 : 1;
     values_.resize(std::size_t(rows) * pitch_ * item, 0);
-    // Of those in strips, matrices that could not be compressed.
+    // Also for KIND_COMPRESSED: a matrix that could not be compressed needs packed rows.
     if (has_tiles() && kind_ != KIND_F32 && kind != KIND_INT8_STRIPS) packed_.resize(values_.size());
     if (kind == KIND_INT4) sums_.resize(std::size_t(rows) * I4::sums(width), 0);
     scales_.resize(rows, 0.0f);
@@ -177,8 +188,7 @@ class Converted {
     }
   }
 
-  // A row's activation, of what stands in `row`, which may change: in one pass where no scale has to be
-  // found first.
+  // Convert the activation of `row`, which may change. One pass, unless a scale has to be found first.
   void put_activated(int place, Activation kind, float* row, int width) {
     switch (kind_) {
       case KIND_F32: return put_activated<float>(place, kind, row, width);
@@ -188,8 +198,8 @@ class Converted {
     }
   }
 
-  // The activations of the products of a matrix that `activates` with `inputs`. Through `floats`, `pitch` from
-  // one row to the next, where a row's scale has to be found first: then they are still to be `put`.
+  // The activations of `inputs` times a matrix that `activates`. If rows have scales, the results go to
+  // `floats`, with `pitch` between rows, and the caller has to `put` them.
   void activated_products([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
                           [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] Activation kind,
                           [[maybe_unused]] float* floats, [[maybe_unused]] int pitch) {
@@ -203,13 +213,12 @@ class Converted {
 #endif
   }
 
-  // Whether rows have scales.
-  bool scales() const { return kind_ == KIND_INT8 || kind_ == KIND_INT4; }
+  bool has_scales() const { return kind_ == KIND_INT8 || kind_ == KIND_INT4; }
 
-  // Whether rows are packed by whoever converts them.
+  // True if the thread that converts rows has to pack them.
   bool packs(int count) const { return !as_they_are_ && !packed_.empty() && count >= MANY_ROWS; }
 
-  // SIDE rows from the first on, or those that are left, as tiles want them.
+  // Pack up to SIDE rows from `first` on for tiles.
   void pack([[maybe_unused]] int first, [[maybe_unused]] int count) {
 #if defined(TILES)
     const std::size_t bytes = values_.size() / scales_.size();
@@ -223,7 +232,7 @@ class Converted {
   }
 
  private:
-  // The format of activations for matrices of a kind.
+  // The format of the activations for a kind of matrix.
   static int cells_of(int kind) {
     return kind == KIND_COMPRESSED ? KIND_BF16 : kind == KIND_INT8_STRIPS ? KIND_INT8 : kind;
   }
@@ -237,7 +246,7 @@ class Converted {
   void put_activated(int place, Activation kind, const float* row, int width) {
     Cell* to = at<Cell>(place);
     activate(kind, row, to, width);
-    std::fill(to + width, to + vectors(width) * LANES, Cell{});
+    std::fill(to + width, to + (width + LANES - 1) / LANES * LANES, Cell{});
   }
 
   void put_floats(int row, const float* from, int width) {
@@ -255,26 +264,18 @@ class Converted {
     }
   }
 
-  // By the row's own largest value: to the nearest of 127 steps to either side of ZERO.
+  // Round to the nearest of 127 steps to either side of ZERO, by the row's largest magnitude.
   void put_int8(int row, const float* from, int width) {
     std::uint8_t* to = values_.data() + std::size_t(row) * pitch_;
-    int whole = width / LANES * LANES;
-    Floats mosts = {};
-    for (int i = 0; i < whole; i += LANES) {
-      Floats values = load(from + i);
-      mosts = max(mosts, max(values, -values));
-    }
-    float most = largest(mosts);
-    for (int i = whole; i < width; i++) most = std::max(most, std::fabs(from[i]));
-    float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    const float most = largest_magnitude(from, width), inverse = most > 0.0f ? 127.0f / most : 0.0f;
     scales_[row] = most / 127.0f;
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    int whole = width / LANES * LANES;
     for (int i = 0; i < whole; i += LANES) {
-      Floats steps = (load(from + i) * inverse + round) - round;
+      Floats steps = (load(from + i) * inverse + ROUND) - ROUND;
       store_bytes(to + i, converted<Ints>(steps) + ZERO);
     }
     for (int i = whole; i < width; i++)
-      to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + ZERO);
+      to[i] = std::uint8_t(int((from[i] * inverse + ROUND) - ROUND) + ZERO);
 #if defined(HALVES)
     if (kind_ != KIND_INT4) return;
     const int steps = I4::steps(width);
@@ -285,7 +286,7 @@ class Converted {
   }
 
   int kind_;
-  bool as_they_are_;  // are read by what they are for, not packed
+  bool as_they_are_;  // products read the rows unpacked
   int pitch_;
   Buffer<std::uint8_t> values_, packed_;
   Buffer<std::int16_t> sums_;

@@ -1,12 +1,12 @@
-// Sample: from a row of logits to a token, by temperature, filters and one uniform number.
+// Sample: choose a token from a row of logits by temperature, filters and one uniform number.
 //
-// Steps 7 to 11 of model/inference/sampling/sampler.py, an argmax for temperature 0, and the check that
-// the model's logits are finite; each row by itself. Weights are float64. Where the twin
-// (model/inference/sampling/sample.py) sorts a whole row, this finds the edge of a filter by selection,
-// among as few ids as the largest logits of spans, or a few sums over all, leave. Sums are taken in another
-// order than there, so the two may differ where a uniform number or an edge lies within a rounding of a
-// boundary. benchmarks/sampling.py measures: a row of 50,257 logits takes 62 us of a core of a Xeon, with top_k
-// 50 45, with top_p 0.9 209 to 351 (where all ids are looked at one by one, five and two times as long).
+// Steps 7 to 11 of model/inference/sampling/sampler.py, an argmax for temperature 0, and the check that the
+// model's logits are finite, for one row. Weights are float64. The twin (model/inference/sampling/sample.py)
+// sorts the row; this code finds the edge of a filter by selection among a few ids, which it narrows down by
+// the largest logits of spans or by a few sums over all ids. Sums have another order than the twin's, so the
+// two may differ if a uniform number or an edge is within a rounding of a boundary. Measured by
+// benchmarks/sampling.py: a row of 50,257 logits takes 62 us of a core of a Xeon, with top_k 50 45, with
+// top_p 0.9 209 to 351 (examining all ids one by one: five and two times as long).
 #pragma once
 
 #include <algorithm>
@@ -19,20 +19,20 @@ namespace logitd {
 
 struct SampleRow {
   const float* logits;    // (V): sampled from
-  const float* computed;  // (V): the model's own, before processing
+  const float* computed;  // (V): the model's own logits, before processing
   double top_p;
   std::uint64_t seed;
   float divisor;          // the temperature; 0 is greedy
-  float floor;            // log(min_p): how far below the largest logit others may be
+  float floor;            // log(min_p): limit of other logits, relative to the largest
   std::int32_t top_k;     // 0: all
   std::uint32_t position, index;
-  std::int32_t token_id;  // the answer; -1 where `computed` is not finite
+  std::int32_t token_id;  // the result; -1 if `computed` is not finite
 };
 
 constexpr float LARGEST_LOGIT = 1e30f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// Random numbers as a pure function of key and counter; model/inference/sampling/philox.py has the source.
+// A random number as a pure function of key and counter; model/inference/sampling/philox.py names the source.
 inline double uniform(std::uint64_t seed, std::uint32_t position, std::uint32_t index) {
   std::uint32_t c[4] = {position, index, 0, 0}, k[2] = {std::uint32_t(seed), std::uint32_t(seed >> 32)};
   for (int round = 0; round < 10; round++) {
@@ -50,8 +50,8 @@ constexpr int WIDE = 8;  // doubles in a vector
 
 inline Doubles load_wide(const float* from) { return widened<Doubles>(from); }
 
-// e^x for x <= 0, 0 below -700: x = n ln 2 + r, |r| <= ln 2 / 2, and Taylor's series to r^13, whose rest is
-// below half a unit in the last place.
+// e^x for x <= 0, 0 below -700: x = n ln 2 + r, |r| <= ln 2 / 2, and Taylor's series to r^13, whose remainder
+// is below half a unit in the last place.
 inline Doubles exp(Doubles x) {
   const auto all = [](double value) { return Doubles{} + value; };
 #if !defined(__AVX512F__)
@@ -71,7 +71,7 @@ inline Doubles exp(Doubles x) {
   const __mmask8 there = _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(-700.0), _CMP_GE_OQ);
   return (Doubles)_mm512_maskz_scalef_pd(there, (__m512d)p, (__m512d)n);
 #else
-  // The integer n stands in the low bits of `shifted`.
+  // The low bits of `shifted` hold the integer n.
   const Longs power = (as<Longs>(shifted) - 0x4338000000000000 + 1023) << 52;
   return select(gone, Doubles{}, p * as<Doubles>(power));
 #endif
@@ -81,7 +81,7 @@ inline double sum(Doubles v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// Which ids the filters keep: those above `least`, and of its equals those up to `last`.
+// The ids that the filters keep: those above `least`, and those equal to it up to id `last`.
 struct Filter {
   float least = NOTHING;
   int last = std::numeric_limits<int>::max();
@@ -95,7 +95,7 @@ struct Filter {
 
 class Sampler {
  public:
-  // One for each thread, since it keeps its memory.
+  // The token of a row, or -1. A sampler keeps its memory, so each thread needs its own.
   int token(const SampleRow& row, int width) {
     if (!finite(row.computed, width)) return -1;
     if (row.divisor == 0) return best(row.logits, width);
@@ -111,11 +111,11 @@ class Sampler {
 
  private:
   static constexpr int SPAN = 64;  // logits whose weights are summed at once
-  static constexpr float FIRST_RANGE = 4;  // below the largest logit, that the edge of a nucleus is sought in
-  static constexpr int PASSES = 8;         // before ids are looked at one by one
+  static constexpr float FIRST_RANGE = 4;  // below the largest logit: first guess for the edge of a nucleus
+  static constexpr int PASSES = 8;         // before ids are examined one by one
 
   static bool finite(const float* row, int width) {
-    // As integers, magnitudes are in their own order, and what is not a number is beyond all of them.
+    // As integers, magnitudes keep their order, and NaN exceeds all of them.
     const Ints magnitude = Ints{} + 0x7FFFFFFF;
     Ints most = {};
     int whole = width / LANES * LANES;
@@ -137,7 +137,7 @@ class Sampler {
     return int(std::find(row, row + width, most) - row) % width;
   }
 
-  // The logits over the temperature, with -inf behind them up to a whole span; and the largest, of all and
+  // Divide the logits by the temperature, filled up with -inf to whole spans, and find the largest of all and
   // of each span.
   void divide(const SampleRow& row, int width) {
     values_.resize((width + SPAN - 1) / SPAN * SPAN);
@@ -161,11 +161,11 @@ class Sampler {
       tops_[s] = top;
       most = max(most, high);
     }
-    most_ = std::max(largest(most), tops_.back());  // whose last ids may be less than a vector
+    most_ = std::max(largest(most), tops_.back());  // `most` lacks the last ids, less than a vector
   }
 
-  // The k-th largest. As many spans as k have a logit of at least the k-th largest of their tops: what is
-  // smaller than that need not be looked at.
+  // The k-th largest logit. It is at least the k-th largest of the spans' tops, because k spans have a logit
+  // of that size. So smaller logits are skipped.
   float kth(int k) {
     sorted_.clear();
     if (k > int(tops_.size()) / 2) {
@@ -188,8 +188,8 @@ class Sampler {
 
   Doubles weights(int i) const { return exp(load_wide(values_.data() + i) - double(most_)); }
 
-  // Of the ids kept so far, the likeliest, equals by id, until their mass reaches p of the whole. By
-  // selection: the range that the edge lies in is split until it is one group of equals.
+  // Keep the likeliest of the ids so far, equals by id, until their mass reaches the share p. By selection:
+  // the range of the edge is split until it is one group of equals.
   Filter nucleus(const Filter& filter, double p) {
     ids_.clear();
     weights_.resize(values_.size());
@@ -221,10 +221,10 @@ class Sampler {
       first = less;
     }
     if (edge == NOTHING) return filter;
-    return {edge, std::numeric_limits<int>::max()};  // rounding put the edge after the last id
+    return {edge, std::numeric_limits<int>::max()};  // by rounding, the edge is after the last id
   }
 
-  // The ids that a filter keeps, and their weights; what these sum to.
+  // Collect the ids that a filter keeps, and their weights. Returns the sum of the weights.
   double weigh_kept(const Filter& filter) {
     double total = 0.0;
     for (std::size_t s = 0; s < tops_.size(); s++)
@@ -236,14 +236,14 @@ class Sampler {
     return total;
   }
 
-  // The ids among which the likeliest come to a mass, and what the likelier ones sum to: a few sums over all
-  // halve the range of logits that the edge lies in.
+  // Collect the ids among which the likeliest reach a mass. Returns the mass of all likelier ids. A few sums
+  // over all ids halve the range of the edge each.
   double narrow(double wanted) {
     float low = NOTHING, high = most_, below = FIRST_RANGE;
     double before = 0.0;
     for (int pass = 0; pass < PASSES; pass++) {
       const float pivot = low > NOTHING ? (low + high) / 2 : most_ - below;
-      if (!(pivot < high && pivot > low)) break;  // there is no number between them, or none so low
+      if (!(pivot < high && pivot > low)) break;  // no number is between them, or none is so low
       const double above = mass_above(pivot);
       if (above >= wanted) low = pivot;
       else high = pivot, before = above, below *= 2;
@@ -258,7 +258,7 @@ class Sampler {
     return before;
   }
 
-  // What the weights of logits above this one sum to.
+  // The sum of the weights of logits above this one.
   double mass_above(float least) const {
     constexpr int SUMS = 4;
     Doubles sums[SUMS] = {};
@@ -280,7 +280,7 @@ class Sampler {
     return std::max(std::min(a, b), std::min(std::max(a, b), c));
   }
 
-  // The first id at which the cumulated weight exceeds u of the whole.
+  // The first id at which the cumulated weight exceeds the share u.
   int invert(const Filter& filter, double u) {
     int spans = int(values_.size()) / SPAN;
     sums_.resize(spans);
@@ -299,14 +299,14 @@ class Sampler {
       Doubles here = weights(i);
       for (int j = 0; j < WIDE; j++) {
         if (!filter.keeps(values_[i + j], i + j) || here[j] == 0.0) continue;
-        id = i + j;  // the span's last, if rounding puts the target beyond it
+        id = i + j;  // the last of the span, if rounding puts the target beyond it
         if ((mass += here[j]) > target) return id;
       }
     }
     return id;
   }
 
-  // What is forbidden weighs nothing by itself.
+  // The weight of a span. Forbidden ids weigh 0.
   double span(int first) const {
     Doubles total = {};
     for (int i = first; i < first + SPAN; i += WIDE) total += weights(i);

@@ -1,17 +1,16 @@
-// Strips: products by tiles of weights that lie as the instruction wants them, with activations as they are.
+// Strips: products by tiles of weights in the layout of the instruction, with activations as they are.
 //
-// A strip is SIDE * 2 weight rows, a step at a time: STEP_BYTES of each row, as two registers, of SIDE rows
-// each. Line j of a register has the four bytes that begin at 4 j of each of its rows: it is the second
-// operand of a product. The first are activations, which stay as they are, row after row. So weights are one
-// stream from memory, for a single row as for many, and nothing has to be laid out anew. In tiles.h it is
-// the other way round.
+// A strip is SIDE * 2 weight rows. A step of it has STEP_BYTES of each row, as two registers of SIDE rows.
+// Line j of a register has the four bytes from 4 j on of each row: the register is the second operand of a
+// product. The first operand is activations, row after row as they are. So weights are one stream from memory
+// for any number of activation rows, and nothing is rearranged. tiles.h does the opposite.
 //
-// How a strip is kept is said elsewhere, and what reads it there is `Strip` here: compressed.h, whose weights
-// become registers in the nearest cache on their way from memory, and int8_strips.h, whose weights are them.
-// For a few activation rows steps come one after the other; many of them meet a piece of some steps, while
-// the next piece is made or asked for.
+// A `Strip` class reads the stored form: compressed.h decompresses weights into registers in the nearest
+// cache on their way from memory; int8_strips.h stores the registers themselves. A few activation rows meet
+// one step after the other. Many meet a piece of some steps while the next piece is decompressed or
+// prefetched.
 //
-// The bits are those of tiles.h, and a row's do not depend on how many others there are.
+// The bits are those of tiles.h, and a row's bits do not depend on the number of rows.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,6 @@
 #include "buffer.h"
 #include "matrix.h"
 #include "pool.h"
-#include "stream.h"
 #include "tiles.h"
 
 namespace logitd {
@@ -32,8 +30,8 @@ constexpr int STEP_REGISTERS = 2 * REGISTER_BYTES;  // bytes of a step of a stri
 
 inline int strips(int rows) { return (rows + STRIP_ROWS - 1) / STRIP_ROWS; }
 
-// Steps of a strip that so many activation rows meet before the next ones: as many as leave the rows'
-// columns in the second cache, where they are read again for each strip.
+// The number of steps that all strips multiply before the next ones: the activations' columns of these steps
+// fit into the second cache, since each strip reads them again.
 inline int steps_at_once(int count, int steps) {
   const int most = std::max(1, int(SECOND_BYTES / STEP_BYTES) / count);
   const int parts = (steps + most - 1) / most;
@@ -42,7 +40,7 @@ inline int steps_at_once(int count, int steps) {
 
 #if defined(TILES)
 
-// Where products go: each row's values, bias included, a vector at a time. As floats, or added to those there.
+// An output of products: stores the values of a row, with the bias, a vector at a time, or adds them.
 struct FloatRows {
   float* to;
   int pitch;
@@ -55,8 +53,8 @@ struct FloatRows {
   }
 };
 
-// What a strip's sums become, SIDE of them at a time. Those of bfloat16 are the products; those of integers
-// are of shifted activations, and have scales.
+// The values of a strip's sums, SIDE at a time. Sums of bfloat16 are the products. Sums of integers include
+// the ZERO of activations and need scales.
 template <bool INTEGERS>
 class StripOutputs {
  public:
@@ -76,7 +74,7 @@ class StripOutputs {
     }
   }
 
-  // Those of activation row `row` to `out`: `from(half)` is where SIDE sums lie.
+  // Output activation row `row` to `out`; `from(half)` is the address of SIDE sums.
   template <class From, class Rows>
   void put(int row, const From& from, const Rows& out) const {
     for (int half = 0; half < 2; half++) {
@@ -100,20 +98,20 @@ class StripOutputs {
   __m512i shift_[2];
 };
 
-// A matrix in strips times activations. `Rows` is FloatRows, or the like. `Strip` reads one of the strips,
-// from its beginning:
-//   INTEGERS      whether weights are int8, or bfloat16
-//   IN_PLACE      whether weights lie in memory as they are multiplied
-//   PIECE         steps that all activation rows meet before the next ones, where there are many
-//   KEPT_BYTES    of a step in memory
-//   steps(width)  of a strip
-//   end, next     where the next strip begins, and where the next step does
-//   skip          some steps
-//   read          the next step, into registers; meanwhile asks for what is so many bytes ahead, if any
+// A matrix in strips times activations. `Rows` is an output such as FloatRows. A `Strip` reads one strip from
+// its beginning:
+//   INTEGERS      true for int8, false for bfloat16
+//   IN_PLACE      true if memory holds the registers themselves
+//   PIECE         steps that many activation rows meet before the next ones
+//   KEPT_BYTES    bytes of a step in memory
+//   steps(width)  steps of a strip
+//   end, next     addresses of the next strip and of the next step
+//   skip          skip some steps
+//   read<AHEAD>   read the next step into registers, and prefetch AHEAD bytes ahead unless that is 0
 template <class Strip, class Rows>
 class StripProduct {
  public:
-  using Sums = float[4][SIDE * SIDE];  // 2 m + n: of the activation rows of half m, the weight rows of half n
+  using Sums = float[4][SIDE * SIDE];  // 2 m + n: activation rows of half m, weight rows of half n
 
   StripProduct(const Matrix& matrix, const Inputs& inputs, const Rows& out)
       : matrix_(matrix),
@@ -132,7 +130,7 @@ class StripProduct {
         case 3: return by_vectors<3>(first, last);
         case 4: return by_vectors<4>(first, last);
       }
-    become(rows_of(0));
+    configure(rows_of(0));
     for (int strip = first; strip < last; strip++) {
       if (count_ > SIDE) few<2>(strip);
       else few<1>(strip);
@@ -140,33 +138,43 @@ class StripProduct {
     _tile_release();
   }
 
-  // Steps [first, last) of a strip for any number of activation rows, two registers of which have a place
-  // among `sums`. Outputs with the last step.
+  // Steps [first, last) of a strip for any number of activation rows. Each pair of registers of activation
+  // rows has its Sums, which keep the sums of earlier steps. The last step of the strip completes the
+  // outputs.
+  //
+  // The steps are taken a piece at a time, and all pairs meet a piece before the next one. Meanwhile two
+  // things proceed at an even pace: reading the next piece, and prefetching these steps of the next strip.
   void many(int strip, int first, int last, Sums* sums) const {
     Strip weights(matrix_, strip);
     weights.skip(first);
     const int pairs = (count_ + 2 * SIDE - 1) / (2 * SIDE), steps = last - first;
-    Ahead ahead{weights.end() + (weights.next() - Strip(matrix_, strip).next()),
-                lines_with_each(steps * pairs, steps)};
+    const auto same_step_of_next_strip = weights.end() + (weights.next() - Strip(matrix_, strip).next());
+    Ahead ahead{same_step_of_next_strip, lines_with_each(steps * pairs, steps)};
     Pieces pieces(weights, steps);
     const Outputs outputs(matrix_, activations_, strip);
-    Halves shape = {};
+    PairRows configured = {};
     for (int begin = 0; begin < steps; begin += Strip::PIECE) {
-      const int end = std::min(begin + Strip::PIECE, steps), next = std::min(end + Strip::PIECE, steps);
+      const int end = std::min(begin + Strip::PIECE, steps);
+      const int next_end = std::min(end + Strip::PIECE, steps);
+      const bool completes = first + end == steps_;
       for (int pair = 0; pair < pairs; pair++) {
-        if (const Halves here = rows_of(pair); here != shape) become(shape = here);
-        const int wanted = end + (next - end) * (pair + 1) / pairs;
-        const std::uint8_t* inputs =
-            inputs_ + std::size_t(pair) * 2 * SIDE * stride_ + std::size_t(first + begin) * STEP_BYTES;
-        const auto meanwhile = [&] {
+        const PairRows rows = rows_of(pair);
+        if (rows != configured) configure(configured = rows);
+        const int read_until = end + (next_end - end) * (pair + 1) / pairs;  // this pair's share
+        const auto with_each_step = [&] {
           for (int line = 0; line < ahead.lines; line++, ahead.at += LINE)
             __builtin_prefetch(ahead.at, 0, SECOND_CACHE);
-          pieces.one_more(wanted);
+          pieces.read_step(read_until);
         };
-        multiply(inputs, pieces.from(begin), end - begin, first + begin > 0, shape[1] > 0, sums[pair],
-                 meanwhile);
-        pieces.all(wanted);
-        for (int row = 0; first + end == steps_ && row < shape[0] + shape[1]; row++)
+        const std::uint8_t* inputs =
+            inputs_ + std::size_t(pair) * 2 * SIDE * stride_ + std::size_t(first + begin) * STEP_BYTES;
+        const std::uint8_t* piece = pieces.from(begin);
+        const bool begun = first + begin > 0;
+        if (rows[1] > 0) multiply<2>(inputs, piece, end - begin, begun, sums[pair], with_each_step);
+        else multiply<1>(inputs, piece, end - begin, begun, sums[pair], with_each_step);
+        pieces.read_all(read_until);
+        if (!completes) continue;
+        for (int row = 0; row < rows[0] + rows[1]; row++)
           put(outputs, pair * 2 * SIDE + row, sums[pair], row);
       }
     }
@@ -174,32 +182,32 @@ class StripProduct {
   }
 
  private:
-  using Halves = std::array<int, 2>;  // activation rows of both halves of a pair of registers
+  using PairRows = std::array<int, 2>;  // activation rows of both registers of a pair
   using Outputs = StripOutputs<Strip::INTEGERS>;
 
-  static constexpr int RING = 4;  // steps of weights in the nearest cache, where activation rows are few
-  static constexpr int LAG = 1;   // steps that weights are read before they are multiplied
+  static constexpr int RING = 4;  // steps of weights in the nearest cache, for a few activation rows
+  static constexpr int LAG = 1;   // steps from reading weights to multiplying them
   static constexpr int AHEAD = 8192;  // bytes
 
-  // The steps of a strip in registers, a piece and the next one at a time, where they are not so in memory.
+  // The steps of a strip as registers: in memory if IN_PLACE, else a piece and the next one in a buffer.
   class Pieces {
    public:
     Pieces(Strip& weights, int steps) : weights_(weights), memory_(weights.next()) {
-      if constexpr (!Strip::IN_PLACE) all(std::min(Strip::PIECE, steps));
+      if constexpr (!Strip::IN_PLACE) read_all(std::min(Strip::PIECE, steps));
     }
 
-    // The steps from `begin` on, where a piece begins.
+    // The steps of the piece that starts at step `begin`.
     const std::uint8_t* from(int begin) const {
       if constexpr (Strip::IN_PLACE) return memory_ + std::size_t(begin) * STEP_REGISTERS;
       else return room_[begin / Strip::PIECE % 2];
     }
 
-    // Read on to step `end`, or one step of the way.
-    void all(int end) {
+    // Read all steps up to `end`, or only the next one.
+    void read_all(int end) {
       if constexpr (!Strip::IN_PLACE)
-        while (read_ < end) one_more(end);
+        while (read_ < end) read_step(end);
     }
-    [[gnu::always_inline]] void one_more(int end) {
+    [[gnu::always_inline]] void read_step(int end) {
       if constexpr (!Strip::IN_PLACE) {
         if (read_ >= end) return;
         weights_.template read<0>(room_[read_ / Strip::PIECE % 2] + read_ % Strip::PIECE * STEP_REGISTERS);
@@ -214,12 +222,12 @@ class StripProduct {
     alignas(LINE) std::uint8_t room_[2][Strip::IN_PLACE ? 1 : Strip::PIECE * STEP_REGISTERS];
   };
 
-  Halves rows_of(int pair) const {
+  PairRows rows_of(int pair) const {
     const int left = count_ - pair * 2 * SIDE;
     return {std::min(SIDE, left), std::min(SIDE, std::max(0, left - SIDE))};
   }
 
-  static void become(const Halves& rows) {
+  static void configure(const PairRows& rows) {
     TileConfig config;
     for (int half = 0; half < 2; half++) {
       config.put(2 * half, rows[half], STEP_BYTES), config.put(2 * half + 1, rows[half], STEP_BYTES);
@@ -228,7 +236,7 @@ class StripProduct {
     _tile_loadconfig(&config);
   }
 
-  // Lines of the next strip to ask for with each of so many products, so that as many steps have come.
+  // Lines to prefetch with each of a number of products, so that these steps of the next strip arrive.
   static int lines_with_each(int products, int steps) {
     return (steps * Strip::KEPT_BYTES / int(LINE) + products - 1) / products;
   }
@@ -238,8 +246,8 @@ class StripProduct {
   if constexpr (Strip::INTEGERS) _tile_dpbusd(sum, input, weight); \
   else _tile_dpbf16ps(sum, input, weight)
 
-  // As `few`, for so few integers that tiles take longer than memory does: measured on two cores of a Xeon,
-  // 768 columns, 1 row and 4 rows 1.3 and 1.07 times as fast.
+  // `few` for up to four rows of integers, for which tiles are slower than memory: measured on two cores of a
+  // Xeon, 768 columns, 1 row and 4 rows are 1.3 and 1.07 times as fast.
   template <int MR>
   void by_vectors(int first, int last) const {
     for (int strip = first; strip < last; strip++) {
@@ -271,12 +279,7 @@ class StripProduct {
     alignas(LINE) Sums sums;
     Strip kept(matrix_, strip);
     const std::uint8_t *upper = inputs_, *lower = inputs_ + SIDE * stride_;
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (M > 1) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    zero_sums<M>();
     const auto multiply = [&](const std::uint8_t* weights) {
       _tile_loadd(4, upper, stride_);
       _tile_loadd(6, weights, STEP_BYTES);
@@ -306,27 +309,36 @@ class StripProduct {
       }
       for (int step = std::max(0, steps_ - LAG); step < steps_; step++) multiply(ring[step % RING]);
     }
-    _tile_stored(0, sums[0], STEP_BYTES);
-    _tile_stored(1, sums[1], STEP_BYTES);
-    if constexpr (M > 1) {
-      _tile_stored(2, sums[2], STEP_BYTES);
-      _tile_stored(3, sums[3], STEP_BYTES);
-    }
+    store_upper(sums);
+    if constexpr (M > 1) store_lower(sums);
     const Outputs outputs(matrix_, activations_, strip);
     for (int row = 0; row < count_; row++) put(outputs, row, sums, row);
   }
 
-  // A piece of `steps` steps times a pair of registers of activation rows, of which the second may be empty.
-  template <class Meanwhile>
-  [[gnu::always_inline]] void multiply(const std::uint8_t* inputs, const std::uint8_t* weights, int steps,
-                                       bool begun, bool both, Sums& sums, const Meanwhile& meanwhile) const {
-    if (both) multiply<2>(inputs, weights, steps, begun, sums, meanwhile);
-    else multiply<1>(inputs, weights, steps, begun, sums, meanwhile);
+  template <int M>
+  [[gnu::always_inline]] static void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (M > 1) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
   }
 
-  template <int M, class Meanwhile>
+  [[gnu::always_inline]] static void store_upper(Sums& sums) {
+    _tile_stored(0, sums[0], STEP_BYTES);
+    _tile_stored(1, sums[1], STEP_BYTES);
+  }
+
+  [[gnu::always_inline]] static void store_lower(Sums& sums) {
+    _tile_stored(2, sums[2], STEP_BYTES);
+    _tile_stored(3, sums[3], STEP_BYTES);
+  }
+
+  // `steps` steps of weights times M registers of activation rows, added to `sums` if `begun`.
+  template <int M, class WithEachStep>
   [[gnu::always_inline]] void multiply(const std::uint8_t* upper, const std::uint8_t* weights, int steps,
-                                       bool begun, Sums& sums, const Meanwhile& meanwhile) const {
+                                       bool begun, Sums& sums, const WithEachStep& with_each_step) const {
     const std::uint8_t* lower = upper + SIDE * stride_;
     if (begun) {
       _tile_loadd(0, sums[0], STEP_BYTES);
@@ -336,19 +348,14 @@ class StripProduct {
         _tile_loadd(3, sums[3], STEP_BYTES);
       }
     } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (M > 1) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
+      zero_sums<M>();
     }
-    // Storing more than two registers at once waits for all that is under way. So the last steps are those
-    // of the upper half first, which is stored while those of the lower are computed. Measured: 1.25 times
-    // as fast where a row is 24 steps.
+    // Storing more than two registers at once waits for all pending products. So the last steps of the upper
+    // half come first, and it is stored while those of the lower half are computed. Measured: 1.25 times as
+    // fast with rows of 24 steps.
     const int apart = M > 1 ? std::min(2, steps) : 0, together = steps - apart;
     for (int step = 0; step < together; step++) {
-      meanwhile();
+      with_each_step();
       _tile_loadd(6, weights, STEP_BYTES);
       _tile_loadd(4, upper, stride_);
       STRIP_PRODUCT(0, 4, 6);
@@ -369,8 +376,7 @@ class StripProduct {
       _tile_loadd(7, weights + step * STEP_REGISTERS + REGISTER_BYTES, STEP_BYTES);
       STRIP_PRODUCT(1, 4, 7);
     }
-    _tile_stored(0, sums[0], STEP_BYTES);
-    _tile_stored(1, sums[1], STEP_BYTES);
+    store_upper(sums);
     if constexpr (M == 1) return;
     for (int step = 0; step < apart; step++) {
       _tile_loadd(6, weights + step * STEP_REGISTERS, STEP_BYTES);
@@ -379,13 +385,12 @@ class StripProduct {
       _tile_loadd(7, weights + step * STEP_REGISTERS + REGISTER_BYTES, STEP_BYTES);
       STRIP_PRODUCT(3, 5, 7);
     }
-    _tile_stored(2, sums[2], STEP_BYTES);
-    _tile_stored(3, sums[3], STEP_BYTES);
+    store_lower(sums);
   }
 
 #undef STRIP_PRODUCT
 
-  // The outputs of activation row `row`, which is row `place` of `sums`.
+  // Output activation row `row`, which is row `place` of `sums`.
   void put(const Outputs& outputs, int row, const Sums& sums, int place) const {
     outputs.put(row, [&](int half) { return sums[place / SIDE * 2 + half] + place % SIDE * SIDE; }, out_);
   }
@@ -398,18 +403,18 @@ class StripProduct {
   Rows out_;
 };
 
-// Inputs times a matrix in strips, to where `out` puts them.
+// Inputs times a matrix in strips, to the output `out`.
 template <class Strip, class Rows>
 void strip_products(Pool& pool, const Matrix& matrix, const Inputs& inputs, const Rows& out) {
   const int count = strips(matrix.rows), steps = Strip::steps(matrix.width);
   const StripProduct<Strip, Rows> product(matrix, inputs, out);
   if (inputs.count <= 2 * SIDE) {
-    constexpr int PER_ITEM = 4;  // configuring the registers takes as long as a few steps do
+    constexpr int PER_ITEM = 4;  // configuring the registers takes as long as a few steps
     return pool.lanes((count + PER_ITEM - 1) / PER_ITEM, [&](int item) {
       product.few(item * PER_ITEM, std::min(count, (item + 1) * PER_ITEM));
     });
   }
-  // Sums of a strip: while they are computed, or until its last steps are.
+  // The sums of a strip last until its last step: in one item, or over all items of some steps.
   using Sums = typename StripProduct<Strip, Rows>::Sums;
   constexpr std::size_t FLOATS = sizeof(Sums) / sizeof(float);
   const std::size_t pairs = (inputs.count + 2 * SIDE - 1) / (2 * SIDE);

@@ -1,15 +1,15 @@
 // Tile attention: attention over a slot of the KV cache in bfloat16, in AMX's registers (tiles.h).
 //
-// What attention.h does there, for heads whose width is a multiple of 32. Two products: of queries with keys,
-// and of weights, which are rounded to bfloat16 before they are summed up, with values. Positions are taken
-// 32 at a time from 0 on, whoever looks back, and weights of zero add nothing. So a query gets the same bits
-// by itself, in a decode step that reads keys and values once as they lie (`TileStep`), and among those of a
-// prompt, for whom both are laid out anew (`TilePrompt`).
+// Replaces attention.h for heads whose width is a multiple of 32. It has two products: queries by keys, and
+// weights by values. Weights are rounded to bfloat16 before they are summed up. Positions are processed in
+// steps of 32 from 0; masked positions get weight 0. So a query has the same bits by itself, in a decode step
+// that reads keys and values once in place (`TileStep`), and among the queries of a prompt, for which both
+// are rearranged (`TilePrompt`).
 //
-// Measured on a core of an Intel Xeon with AMX, heads of 64, against attention.h: 256 queries of a prompt
-// 20 us instead of 115, 256 more behind 1,792 positions 200 instead of 1,580. A step over 300 positions: four
-// heads that share keys and values 2.4 us instead of 5.5, one head 1.4 and 1.4, from the second cache; from
-// memory it is about a tenth slower for one head.
+// Measured on a core of an Intel Xeon with AMX, heads of 64, against attention.h: 256 queries of a prompt 20
+// us instead of 115, 256 more after 1,792 positions 200 instead of 1,580. A step over 300 positions in the
+// second cache: four heads that share keys and values 2.4 us instead of 5.5, one head 1.4 and 1.4; in memory
+// one head is about a tenth slower.
 #pragma once
 
 #include <algorithm>
@@ -21,24 +21,24 @@
 
 namespace logitd {
 
-// Whether heads of this width over a cache of this kind attend by tiles.
+// True if heads of this width over a cache of this kind attend by tiles.
 inline bool attends_by_tiles(std::int64_t kind, int width) {
   return has_tiles() && kind == KIND_BF16 && width % (STEP_BYTES / int(sizeof(Bf16))) == 0;
 }
 
-constexpr int POSITIONS = 2 * SIDE;     // of a step of the product with values; and elements of a step
-constexpr int TILE_QUERIES = 2 * SIDE;  // of a prompt that attend at once
-constexpr int VALUE_STEPS = 4;          // of a decode step that the nearest cache holds, laid out
+constexpr int POSITIONS = 2 * SIDE;     // of a step of the product with values; also elements of a step
+constexpr int TILE_QUERIES = 2 * SIDE;  // queries of a prompt that attend at once
+constexpr int VALUE_STEPS = 4;          // steps of rearranged values that the nearest cache holds
 
 // One head of one position of a prompt.
 struct TileQuery {
   const Bf16* query;  // (width), scaled
-  int count;          // of the positions that it sees
+  int count;          // of visible positions
   float* out;         // (width)
-  float* weights;     // (count), where its weights are wanted; or null
+  float* weights;     // (count): record of its weights, or null
 };
 
-// Keys and values that are read after those of a step's head, and of how many positions.
+// The keys and values that are read after those of a step's head, and their number of positions.
 struct NextHead {
   const Bf16 *keys, *values;
   int count;
@@ -46,7 +46,7 @@ struct NextHead {
 
 #if defined(TILES)
 
-// Numbers below the smallest normal one are zeros to the vectors of this thread, as they are to tiles.
+// Makes the vectors of this thread flush subnormal numbers to zero, as tiles do.
 class FlushDenormals {
  public:
   FlushDenormals() : before_(_mm_getcsr()) {
@@ -60,7 +60,7 @@ class FlushDenormals {
   unsigned before_;
 };
 
-// 2^x for x up to 0, to 3e-6 of itself: 2^n times a polynomial that was fitted to 2^r, |r| <= 1/2.
+// 2^x for x <= 0 with a relative error of 3e-6: 2^n times a polynomial fitted to 2^r, |r| <= 1/2.
 inline Floats power_of_two(Floats x) {
   constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const Floats n = (Floats)_mm512_roundscale_ps((__m512)x, NEAREST);
@@ -73,46 +73,60 @@ inline Floats power_of_two(Floats x) {
   return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
 }
 
-// A query's scores as weights, whose sum is still to be divided by: e to the score less the largest one,
-// rounded; one over their sum is returned. Scores are sixteens, SIXTEEN floats from the first of a step of
-// POSITIONS to the second and STEP from there to the next step; weights are steps, TO from one to the next,
-// and the last one ends in zeros.
-template <int SIXTEEN, int STEP, int TO>
-inline float put_weights(const float* scores, int count, Bf16* weights) {
-  const int whole = count / POSITIONS, left = count % POSITIONS;
-  const std::uint32_t lanes = (1u << left) - 1;
-  const float* last = scores + std::size_t(whole) * STEP;
-  __m512 highs[2] = {_mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY)};
-  for (const float* step = scores; step < last; step += STEP)
-    for (int half = 0; half < 2; half++)
-      highs[half] = _mm512_max_ps(highs[half], _mm512_load_ps(step + half * SIXTEEN));
-  for (int half = 0; half < 2 && left; half++)
-    highs[half] = _mm512_mask_max_ps(highs[half], __mmask16(lanes >> half * LANES), highs[half],
-                                     _mm512_load_ps(last + half * SIXTEEN));
-  const Floats most = all(_mm512_reduce_max_ps(_mm512_max_ps(highs[0], highs[1])));
+// A query's scores of `count` positions. Steps of POSITIONS are STEP floats apart, and the second half of a
+// step is HALF floats after the first. The last step may be partial.
+template <int HALF, int STEP>
+struct Scores {
+  const float* first;
+  int count;
+
+  const float* partial_step() const { return first + std::size_t(count / POSITIONS) * STEP; }
+  bool has_partial_step() const { return count % POSITIONS != 0; }
+  // The lanes of a half of the partial step that hold positions.
+  __mmask16 lanes(int half) const { return __mmask16(((1u << count % POSITIONS) - 1) >> half * LANES); }
+
+  float largest() const {
+    __m512 highs[2] = {_mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY)};
+    for (const float* step = first; step < partial_step(); step += STEP)
+      for (int half = 0; half < 2; half++)
+        highs[half] = _mm512_max_ps(highs[half], _mm512_load_ps(step + half * HALF));
+    for (int half = 0; half < 2 && has_partial_step(); half++)
+      highs[half] = _mm512_mask_max_ps(highs[half], lanes(half), highs[half],
+                                       _mm512_load_ps(partial_step() + half * HALF));
+    return _mm512_reduce_max_ps(_mm512_max_ps(highs[0], highs[1]));
+  }
+};
+
+// Write the weights of a query, e to the score minus the largest score, rounded to bfloat16. Steps of weights
+// are TO numbers apart; the partial one is filled up with zeros. Returns the factor that normalises them, one
+// over the sum of the rounded weights.
+template <int TO, int HALF, int STEP>
+inline float put_weights(const Scores<HALF, STEP>& scores, Bf16* weights) {
+  const Floats most = all(scores.largest());
   const auto weight = [&](const float* from) {
     return (__m512)power_of_two((load(from) - most) * 1.44269504088896341f);
   };
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
   __m512 total = _mm512_setzero_ps();
-  const auto put = [&](__m512 first, __m512 second) {
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(second, first);
+  const auto put = [&](__m512 first_half, __m512 second_half) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(second_half, first_half);
     _mm512_store_si512(weights, (__m512i)rounded);
     total = _mm512_dpbf16_ps(total, rounded, ones);
     weights += TO;
   };
-  for (; scores < last; scores += STEP) put(weight(scores), weight(scores + SIXTEEN));
-  if (left)
-    put(_mm512_maskz_mov_ps(__mmask16(lanes), weight(last)),
-        _mm512_maskz_mov_ps(__mmask16(lanes >> LANES), weight(last + SIXTEEN)));
+  const float* last = scores.partial_step();
+  for (const float* step = scores.first; step < last; step += STEP) put(weight(step), weight(step + HALF));
+  if (scores.has_partial_step())
+    put(_mm512_maskz_mov_ps(scores.lanes(0), weight(last)),
+        _mm512_maskz_mov_ps(scores.lanes(1), weight(last + HALF)));
   return 1.0f / sum((Floats)total);
 }
 
-// Values of POSITIONS positions as the second operand: for every 16 columns 16 rows of a pair of positions,
-// `apart` bytes from one sixteen of columns to the next. Those from `count` on are zeros, whatever is there.
-// What is at `ahead` is asked for meanwhile, as much as is read, and as much `beside` that; null, 0: nothing.
+// Rearrange the values of POSITIONS positions into the second operand: for every 16 columns 16 rows of a pair
+// of positions. Groups of 16 columns are `apart` bytes apart. Positions from `count` on become zeros.
+// Prefetches as much as it reads, at `ahead` and at `ahead` + `other`; null and 0 prefetch nothing.
 inline void pack_values(const Bf16* values, int count, int width, std::size_t apart, std::uint8_t* to,
-                        const char* ahead = nullptr, std::ptrdiff_t beside = 0) {
+                        const char* ahead = nullptr, std::ptrdiff_t other = 0) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
                                        38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(SIDE));
@@ -124,7 +138,7 @@ inline void pack_values(const Bf16* values, int count, int width, std::size_t ap
       const __m512i even = row(2 * pair, column), odd = row(2 * pair + 1, column);
       for (int line = 0; ahead && line < 2; line++, ahead += LINE) {
         __builtin_prefetch(ahead, 0, NEAREST_CACHE);
-        if (beside) __builtin_prefetch(ahead + beside, 0, NEAREST_CACHE);
+        if (other) __builtin_prefetch(ahead + other, 0, NEAREST_CACHE);
       }
       std::uint8_t* at = to + column / SIDE * apart;
       _mm512_store_si512(at, _mm512_permutex2var_epi16(even, low, odd));
@@ -132,10 +146,10 @@ inline void pack_values(const Bf16* values, int count, int width, std::size_t ap
     }
 }
 
-// Where tiles leave what they compute for some queries and columns: floats, or what they are in bits.
+// The results of tiles for SIDE queries and SIDE columns: the bits of floats.
 using TileSums = std::int32_t[SIDE * SIDE];
 
-// A thread's memory for attention, which grows with what is asked of it.
+// A thread's memory for attention, which grows on demand.
 struct TileRoom {
   Buffer<std::uint8_t> queries, keys, values, weights;
   Buffer<std::int32_t> scores, mixed;
@@ -154,9 +168,8 @@ struct TileRoom {
   }
 };
 
-// out[0, width) = a row of `mixed`, of which two squares of columns stand together and `apart` squares lie
-// between the first of them and the next, times a scale. Plus zero, which makes +0 of -0: so no bit tells
-// how many zeros were added.
+// out[0, width) = a row of `mixed` times a scale. Two squares of columns are adjacent, and such pairs are
+// `apart` squares apart. Adding zero turns -0 into 0, so no bit depends on the number of added zeros.
 inline void put_mixed(const TileSums* mixed, int apart, int row, int width, float scale, float* out) {
   for (int column = 0; column < width; column += POSITIONS, mixed += apart)
     for (int half = 0; half < 2; half++) {
@@ -165,20 +178,20 @@ inline void put_mixed(const TileSums* mixed, int apart, int row, int width, floa
     }
 }
 
-// Up to SIDE heads of one position, which share their keys and values: each of these is read once.
+// Up to SIDE heads of one position that share keys and values. Each key and value is read once.
 //
-// What comes from memory is asked for before, at an even pace: products with keys are so short that they
-// would wait for places of lines on their way. So the next head's keys and values are asked for while this
-// one's values are read, a line of each with a line, if both heads have their place in the second cache.
-// Measured on two cores of a Xeon, heads of 64 over 290 positions: 6.5 us instead of 7.4 as one stream,
-// where reading alone takes 6.1. Longer ones are asked for as one stream.
+// Memory is prefetched at an even pace: products with keys are so short that they would wait for places of
+// pending lines. So while a head's values are read, the next head's keys and values are prefetched, a line of
+// each per line, if the second cache has room for both heads. Measured on two cores of a Xeon, heads of 64
+// over 290 positions: 6.5 us instead of 7.4 as one stream; reading alone takes 6.1. Longer heads are
+// prefetched as one stream.
 class TileStep {
  public:
   TileStep(HeadCells<Bf16> keys, HeadCells<Bf16> values, const NextHead& next, int count, int width)
       : keys_(keys.cells),
         values_(values.cells),
         next_(next),
-        whole_(4 * sizeof(Bf16) * std::max(count, next.count) * width <= SECOND_BYTES),
+        prefetches_head_(4 * sizeof(Bf16) * std::max(count, next.count) * width <= SECOND_BYTES),
         count_(count),
         width_(width),
         steps_((count + POSITIONS - 1) / POSITIONS),
@@ -192,14 +205,14 @@ class TileStep {
     auto* weights = reinterpret_cast<Bf16*>(TileRoom::of(room_.weights, heads * pitch_ * sizeof(Bf16)));
     float scales[SIDE];
     for (int head = 0; head < heads; head++)
-      scales[head] = put_weights<SIDE, POSITIONS, POSITIONS>(scores + head * pitch_, count_,
-                                                             weights + head * pitch_);
+      scales[head] = put_weights<POSITIONS>(Scores<SIDE, POSITIONS>{scores + head * pitch_, count_},
+                                            weights + head * pitch_);
     if (heads > 1) mix(weights, scales, heads, out);
     else mix(weights, scales[0], out);
   }
 
  private:
-  // (heads, pitch): the scores of all positions, and of some that are not there.
+  // (heads, pitch): the scores of all positions, filled up to whole steps with scores of no meaning.
   const float* score(const Bf16* queries, int heads) const {
     const auto* packed = reinterpret_cast<const std::uint8_t*>(queries);
     if (heads > 1) {
@@ -219,14 +232,14 @@ class TileStep {
     return scores;
   }
 
-  // Of BLOCKS times SIDE keys from position p on, which are the first operand.
+  // The scores of BLOCKS times SIDE keys from position p on. Keys are the first operand.
   template <int BLOCKS>
   void score(const std::uint8_t* queries, int heads, int p, float* scores) const {
     const std::size_t stride = width_ * sizeof(Bf16);
     const auto* at = reinterpret_cast<const std::uint8_t*>(keys_ + std::size_t(p) * width_);
     const char* ahead = cells_ahead(keys_, p, count_, values_, width_);
-    const auto ask = [&] {  // for as much as a register of keys
-      if (whole_) return;
+    const auto prefetch = [&] {  // as much as a register of keys
+      if (prefetches_head_) return;
       for (int line = 0; line < SIDE; line++, ahead += LINE) __builtin_prefetch(ahead, 0, NEAREST_CACHE);
     };
     _tile_zero(0);
@@ -239,17 +252,17 @@ class TileStep {
       _tile_loadd(6, queries, 4 * heads);
       _tile_loadd(4, at, stride);
       _tile_dpbf16ps(0, 4, 6);
-      ask();
+      prefetch();
       _tile_loadd(5, at + SIDE * stride, stride);
       _tile_dpbf16ps(1, 5, 6);
-      ask();
+      prefetch();
       if constexpr (BLOCKS > 2) {
         _tile_loadd(4, at + 2 * SIDE * stride, stride);
         _tile_dpbf16ps(2, 4, 6);
-        ask();
+        prefetch();
         _tile_loadd(5, at + 3 * SIDE * stride, stride);
         _tile_dpbf16ps(3, 5, 6);
-        ask();
+        prefetch();
       }
     }
     alignas(64) float sums[BLOCKS * SIDE * SIDE];  // (BLOCKS * SIDE, heads)
@@ -285,9 +298,9 @@ class TileStep {
       square.steps = std::min(VALUE_STEPS, steps_ - first);
       for (int step = 0; step < square.steps; step++) {
         const int p = (first + step) * POSITIONS;
-        const Ask ask = ask_beside(p);
+        const Prefetch ahead = ahead_of_values(p);
         pack_values(values_ + std::size_t(p) * width_, count_ - p, width_, APART,
-                    packed + step * PANEL_STEP, ask.at, ask.beside);
+                    packed + step * PANEL_STEP, ahead.at, ahead.other);
       }
       square.begun = first > 0;
       square.weights[0] = reinterpret_cast<const std::uint8_t*>(weights + first * POSITIONS);
@@ -302,29 +315,30 @@ class TileStep {
       put_mixed(mixed, 2, head, width_, scales[head], out + head * width_);
   }
 
-  // One head's weights times values, by vectors: the bits of tiles, and for one head it is faster.
+  // One head's weights times values, by vectors: the bits of tiles, and faster for one head.
+  void mix(const Bf16* weights, float scale, float* out) const {
+    if (prefetches_head_) mix<true>(weights, scale, out);
+    else mix<false>(weights, scale, out);
+  }
+
+  template <bool BOTH>
   void mix(const Bf16* weights, float scale, float* out) const {
     for (int column = 0; column < width_;) {
       const int left = (width_ - column) / POSITIONS;
       const int taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
       switch (taken) {
-        case 4: mix_columns<4>(weights, column, scale, out); break;
-        case 2: mix_columns<2>(weights, column, scale, out); break;
-        default: mix_columns<1>(weights, column, scale, out);
+        case 4: mix_columns<4, BOTH>(weights, column, scale, out); break;
+        case 2: mix_columns<2, BOTH>(weights, column, scale, out); break;
+        default: mix_columns<1, BOTH>(weights, column, scale, out);
       }
       column += taken * POSITIONS;
     }
   }
 
-  // PAIRS times POSITIONS columns, every other one in one vector and those between in another. As tiles add:
-  // the even positions of a step by themselves, the odd ones, then both to the sum of the steps before.
-  template <int PAIRS>
-  void mix_columns(const Bf16* weights, int column, float scale, float* out) const {
-    if (whole_) mix_columns<PAIRS, true>(weights, column, scale, out);
-    else mix_columns<PAIRS, false>(weights, column, scale, out);
-  }
-
-  template <int PAIRS, bool WHOLE>
+  // PAIRS times POSITIONS columns; one vector has the even columns, another the odd ones. Adds like tiles:
+  // the even positions of a step, the odd ones, then both to the sum of the earlier steps. BOTH: prefetch
+  // keys and values of the next head.
+  template <int PAIRS, bool BOTH>
   void mix_columns(const Bf16* weights, int column, float scale, float* out) const {
     Floats mixed[2 * PAIRS] = {};
     for (int first = 0; first < count_; first += POSITIONS, weights += POSITIONS) {
@@ -332,19 +346,19 @@ class TileStep {
       store(own, load(weights)), store(own + LANES, load(weights + LANES));
       Floats sums[2][2 * PAIRS] = {};
       const Bf16* at = values_ + std::size_t(first) * width_ + column;
-      Ask ask = ask_beside(first);
-      ask.at += column * sizeof(Bf16);
+      Prefetch ahead = ahead_of_values(first);
+      ahead.at += column * sizeof(Bf16);
       const auto add = [&](int p, Floats* to) {
         const Floats weight = all(own[p]);
 #pragma GCC unroll 4
         for (int i = 0; i < PAIRS; i++) {
-          __builtin_prefetch(ask.at + i * LINE, 0, NEAREST_CACHE);
-          if (WHOLE) __builtin_prefetch(ask.at + ask.beside + i * LINE, 0, NEAREST_CACHE);
+          __builtin_prefetch(ahead.at + i * LINE, 0, NEAREST_CACHE);
+          if (BOTH) __builtin_prefetch(ahead.at + ahead.other + i * LINE, 0, NEAREST_CACHE);
           const Words both = read<Words>(at + i * POSITIONS);
           to[2 * i] = fused(weight, as<Floats>(both << 16), to[2 * i]);
           to[2 * i + 1] = fused(weight, as<Floats>(both & 0xFFFF0000u), to[2 * i + 1]);
         }
-        at += width_, ask.at += width_ * sizeof(Bf16);
+        at += width_, ahead.at += width_ * sizeof(Bf16);
       };
       const int here = std::min(POSITIONS, count_ - first);
       for (int p = 0; p + 1 < here; p += 2) add(p, sums[0]), add(p + 1, sums[1]);
@@ -364,15 +378,15 @@ class TileStep {
     }
   }
 
-  // What is asked for while the values of a position are read: as much as these are, and as much beside it.
-  struct Ask {
+  // The memory to prefetch while values are read, as much as these: at `at`, and at `at` + `other` unless 0.
+  struct Prefetch {
     const char* at;
-    std::ptrdiff_t beside;
+    std::ptrdiff_t other;
   };
 
-  // With position p, the first of a step. Behind the last one of the next head what is in the cache already.
-  Ask ask_beside(int p) const {
-    if (!whole_) return {cells_ahead(values_, p, count_, next_.keys, width_), 0};
+  // For the step of values that starts at position p. Beyond the next head's last position, cached memory.
+  Prefetch ahead_of_values(int p) const {
+    if (!prefetches_head_) return {cells_ahead(values_, p, count_, next_.keys, width_), 0};
     const bool there = p < next_.count;
     const auto* keys = reinterpret_cast<const char*>(there ? next_.keys : keys_);
     const auto* values = reinterpret_cast<const char*>(there ? next_.values : values_);
@@ -381,13 +395,13 @@ class TileStep {
 
   const Bf16 *keys_, *values_;
   NextHead next_;
-  bool whole_;  // is asked for at once
+  bool prefetches_head_;  // prefetch the next head's keys and values together, not as one stream
   int count_, width_, steps_;
-  std::size_t pitch_;  // positions in whole steps
+  std::size_t pitch_;  // positions of whole steps
   TileRoom& room_;
 };
 
-// Whether all of `count` cells are numbers.
+// True if all of `count` cells are finite.
 inline bool all_finite(const Bf16* cells, int count) {
   const __m512i exponent = _mm512_set1_epi16(0x7F80);
   __mmask32 lost = 0;
@@ -398,24 +412,23 @@ inline bool all_finite(const Bf16* cells, int count) {
   return lost == 0;
 }
 
-// Keys and values of one head, laid out as what queries and weights are multiplied with: once for all the
-// queries of a prompt that this thread has.
+// The keys and values of one head, rearranged once for all queries of an item of a prompt.
 class TilePrompt {
  public:
-  // Of positions [0, count). It has the thread's room until the next one is made.
+  // Positions [0, count). Uses the thread's TileRoom until the next TilePrompt is made.
   TilePrompt(HeadCells<Bf16> keys, HeadCells<Bf16> values, int count, int width)
       : width_(width), steps_((count + POSITIONS - 1) / POSITIONS), room_(TileRoom::own()) {
     const std::size_t pitch = width * sizeof(Bf16), bytes = steps_ * POSITIONS * pitch;
     keys_ = TileRoom::of(room_.keys, bytes), values_ = TileRoom::of(room_.values, bytes);
     const auto* rows = reinterpret_cast<const std::uint8_t*>(keys.cells);
-    for (int p = 0; p < steps_ * POSITIONS; p += SIDE)  // a slot is whole steps too
+    for (int p = 0; p < steps_ * POSITIONS; p += SIDE)  // a slot has whole steps
       pack_rows(rows + p * pitch, pitch, SIDE, 0, width / POSITIONS, keys_ + p * pitch);
     for (int step = 0; step < steps_; step++)
       pack_values(values.cells + std::size_t(step) * POSITIONS * width, count - step * POSITIONS, width,
                   std::size_t(steps_) * PANEL_STEP, values_ + step * PANEL_STEP);
   }
 
-  // `count` queries, in the order of what they see.
+  // `count` queries, in the order of the positions that they see.
   void attend(const TileQuery* queries, int count) const {
     const FlushDenormals as_tiles;
     const int full[2] = {SIDE, SIDE};
@@ -439,9 +452,10 @@ class TilePrompt {
     float scales[HALVES * SIDE];
     for (int q = 0; q < count; q++) {
       const int half = q / SIDE, row = q % SIDE;
-      const float* own = reinterpret_cast<const float*>(scores[2 * half]) + row * SIDE;
+      const float* first = reinterpret_cast<const float*>(scores[2 * half]) + row * SIDE;
+      const Scores<SIDE * SIDE, 4 * SIDE * SIDE> own = {first, queries[q].count};
       auto* to = reinterpret_cast<Bf16*>(weights + std::size_t(half) * steps * PANEL_STEP) + row * POSITIONS;
-      scales[q] = put_weights<SIDE * SIDE, 4 * SIDE * SIDE, PANEL_CELLS>(own, queries[q].count, to);
+      scales[q] = put_weights<PANEL_CELLS>(own, to);
       for (int step = (queries[q].count + POSITIONS - 1) / POSITIONS; step < steps; step++)
         std::memset(to + step * PANEL_CELLS, 0, STEP_BYTES);
       if (queries[q].weights == nullptr) continue;
@@ -487,7 +501,7 @@ class TilePrompt {
     return mixed;
   }
 
-  // Of panels (HALVES, steps).
+  // A Square with panels (HALVES, steps) as weights.
   template <int HALVES>
   static Square squares(const std::uint8_t* panels, int steps) {
     Square square;
@@ -503,35 +517,27 @@ class TilePrompt {
   std::uint8_t *keys_, *values_;
 };
 
-#endif
-
-// `count` queries of one key head, in the order of what they see.
-inline void attend_by_tiles([[maybe_unused]] const TileQuery* queries, [[maybe_unused]] int count,
-                            [[maybe_unused]] HeadCells<Bf16> keys,
-                            [[maybe_unused]] HeadCells<Bf16> values, [[maybe_unused]] int width) {
-#if defined(TILES)
+// `count` queries of one key head, in the order of the positions that they see.
+inline void attend_by_tiles(const TileQuery* queries, int count, HeadCells<Bf16> keys, HeadCells<Bf16> values,
+                            int width) {
   const int least = queries[0].count, most = queries[count - 1].count;
   if (all_finite(values.cells + std::size_t(least) * width, (most - least) * width))
     return TilePrompt(keys, values, most, width).attend(queries, count);
-  // A weight of zero times what is not finite is not zero: each position is by itself.
+  // A weight of 0 times a number that is not finite is not 0: compute each position by itself.
   for (int first = 0, last; first < count; first = last) {
     for (last = first + 1; last < count && queries[last].count == queries[first].count;) last++;
     TilePrompt(keys, values, queries[first].count, width).attend(queries + first, last - first);
   }
-#endif
 }
 
-// As `attend` of attention.h, whose one position's heads these are.
-inline void attend_by_tiles([[maybe_unused]] const Bf16* queries, [[maybe_unused]] int heads,
-                            [[maybe_unused]] HeadCells<Bf16> keys,
-                            [[maybe_unused]] HeadCells<Bf16> values,
-                            [[maybe_unused]] const NextHead& next, [[maybe_unused]] int count,
-                            [[maybe_unused]] int width, [[maybe_unused]] float* out) {
-#if defined(TILES)
+// `attend` of attention.h, for the heads of one position.
+inline void attend_by_tiles(const Bf16* queries, int heads, HeadCells<Bf16> keys, HeadCells<Bf16> values,
+                            const NextHead& next, int count, int width, float* out) {
   const TileStep step(keys, values, next, count, width);
   for (; heads > 0; heads -= SIDE, queries += SIDE * width, out += SIDE * width)
     step.attend(queries, std::min(heads, SIDE), out);
-#endif
 }
+
+#endif
 
 }  // namespace logitd

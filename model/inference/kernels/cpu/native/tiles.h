@@ -1,13 +1,12 @@
 // Tiles: products in AMX's registers, which hold 16 rows of 64 bytes (Intel, from Sapphire Rapids on).
 //
-// One instruction multiplies 16 weight rows with 16 activation rows over a step of 64 bytes: 32 elements in
-// bfloat16, 64 in int8. Here weights are as they lie in memory, row after row, and activations are laid out
-// anew (`pack_rows`), as the instruction wants its second operand; strips.h has it the other way round.
-// Integers are exact, so int4 has the bits of dot.h, and either is taken where it is faster. int8 that is not
-// in strips is dot.h's.
-// bfloat16 is added in another order: the even elements of a step by themselves, the odd ones, then both to
-// the sum. So all of its products are tiles, those of a single row too, and a row's bits do not depend on how
-// many others there are.
+// One instruction multiplies 16 weight rows by 16 activation rows over a step of 64 bytes: 32 elements in
+// bfloat16, 64 in int8. Here weights stay row after row in memory, and activations are rearranged
+// (`pack_rows`) into the layout of the instruction's second operand; strips.h does the opposite. Integers are
+// exact, so int4 has the bits of dot.h, and the faster one is used. int8 outside strips uses dot.h.
+// bfloat16 has another order of additions: the even elements of a step, the odd ones, then both are added to
+// the sum. So all its products are tiles, even for a single row, and a row's bits do not depend on the number
+// of rows.
 //
 // Source of the order: Intel's Software Developer's Manual, TDPBF16PS.
 #pragma once
@@ -19,7 +18,6 @@
 #include "dot.h"
 #include "matrix.h"
 #include "pool.h"
-#include "stream.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__)
 #define TILES
@@ -31,11 +29,11 @@ namespace logitd {
 
 constexpr int SIDE = 16;  // rows of a register, and its columns of four bytes
 constexpr int STEP_BYTES = 64;
-constexpr int PIECE_STEPS = 8;  // of 32 weight rows, which the nearest cache holds beside what they meet
-constexpr int WHOLE_STEPS = 48;  // longer rows are not taken in pieces: sums would come and go too often
+constexpr int PIECE_STEPS = 8;  // of 32 weight rows fit into the nearest cache with their activations
+constexpr int WHOLE_STEPS = 48;  // longer rows are not split into pieces: sums would be stored too often
 
-// Whether this process may use the registers. Linux hands them out on request, since they make the state of
-// a thread larger by 8 KB.
+// True if this process may use the registers. Linux grants them on request, because they add 8 KB to the
+// state of a thread.
 inline bool has_tiles() {
 #if defined(TILES)
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -48,7 +46,7 @@ inline bool has_tiles() {
 
 #if defined(TILES)
 
-// Sixteen vectors as a square: what was lane j of i becomes lane i of j.
+// Transpose sixteen vectors: lane j of vector i becomes lane i of vector j.
 [[gnu::always_inline]] inline void transpose(__m512i* v) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -79,8 +77,8 @@ inline bool has_tiles() {
   }
 }
 
-// Steps [first, last) of up to SIDE activation rows, `pitch` bytes from one to the next, as the second
-// operand: a step is SIDE rows of four bytes of each activation row. A single row already is that.
+// Rearrange steps [first, last) of up to SIDE activation rows, `pitch` bytes apart, into the second operand:
+// a step is SIDE rows of four bytes of each activation row. A single row has this layout already.
 template <bool WHOLE>
 inline void pack_rows(const std::uint8_t* rows, std::size_t pitch, int some, int first, int last,
                       std::uint8_t* to) {
@@ -107,7 +105,7 @@ inline void pack_rows(const std::uint8_t* rows, std::size_t pitch, int count, in
   else pack_rows<false>(rows, pitch, count, first, last, to);
 }
 
-// How many rows the registers have: four sums, two for weights, two for activations.
+// The shapes of the registers: four sums, two for weights, two for activations.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
   std::uint16_t row_bytes[16] = {};
@@ -115,7 +113,7 @@ struct alignas(64) TileConfig {
 
   TileConfig() = default;
 
-  // Weight rows of both halves of a product, and activation rows of both.
+  // The weight rows and the activation rows of both halves of a product.
   TileConfig(const int* weight_rows, const int* input_rows) {
     for (int w = 0; w < 2; w++) put(4 + w, weight_rows[w], STEP_BYTES);
     for (int m = 0; m < 2; m++) put(6 + m, SIDE, 4 * input_rows[m]);
@@ -129,16 +127,16 @@ struct alignas(64) TileConfig {
   }
 };
 
-// Lines of memory to ask for while other things are computed, so many with each step.
+// Memory to prefetch during other work: a number of lines with each step.
 struct Ahead {
   const std::uint8_t* at;
   int lines;
 };
 
-// What is multiplied in registers at once: the products of the weight rows of half w with the activation
-// rows of half m, over some steps. Weights are `stride` bytes from one row to the next and `apart` from one
-// step to the next; inputs are packed, a step of SIDE rows of four bytes of each of `input_rows`.
-// sums[2 * w + m] (SIDE, input rows) are what they are added to, if `begun`.
+// The products of one pass through the registers: of the weight rows of half w with the activation rows of
+// half m over some steps. Weight rows are `stride` bytes apart, their steps `apart` bytes. Inputs are packed:
+// a step is SIDE rows of four bytes of each of `input_rows`. sums[2 * w + m] (SIDE, input rows) receives the
+// products, or adds them if `begun`.
 struct Square {
   const std::uint8_t *weights[2], *inputs[2];
   std::size_t stride, apart;
@@ -193,13 +191,13 @@ template <bool INTEGERS, int W, int M>
   if constexpr (W > 1 && M > 1) _tile_stored(3, sums[3], pitch1);
 }
 
-// A step of SIDE weight rows, one register of them.
+// Bytes of a step of SIDE weight rows: one register.
 constexpr int PANEL_STEP = SIDE * STEP_BYTES;
 
-// int4 weights times their scales, step by step, as two integers of eight bits: the scale is 16 * upper +
-// lower, and each weight is multiplied with either. Two neighbours have one scale, and are multiplied as
-// one number of sixteen bits: as weight + 8 and with no less than 0, neither product leaves its byte. What
-// that adds is taken away.
+// Multiply int4 weights by their scales, step by step, as two integers of eight bits: a scale is 16 * upper +
+// lower, and each weight is multiplied by both. Two neighbours share a scale and are multiplied as one number
+// of sixteen bits: as weight + 8, by a factor of at least 0, each product fits into its byte. The excess is
+// subtracted.
 inline void split_rows(const std::uint8_t* rows, int count, int width, std::uint8_t* upper,
                        std::uint8_t* lower) {
   const int steps = I4::steps(width);
@@ -240,7 +238,7 @@ class TileProduct {
         add_(add),
         input_bytes_(row_bytes(matrix, inputs)) {}
 
-  // Weight rows that are multiplied at once: two registers of them; int4's are two by themselves.
+  // Weight rows of a pass: two registers. A register of int4 becomes two.
   static int weight_rows(const Matrix& matrix) { return matrix.kind == KIND_INT4 ? SIDE : 2 * SIDE; }
 
   // Outputs of weight rows [first, last), for all activation rows.
@@ -253,7 +251,7 @@ class TileProduct {
  private:
   using Sums = std::int32_t[4][SIDE * SIDE];
 
-  // What the registers are configured for: weight rows of both halves, and activation rows.
+  // The configuration of the registers: weight rows and activation rows of both halves.
   struct Shape {
     int here[2] = {0, 0}, there[2] = {0, 0};
 
@@ -265,8 +263,8 @@ class TileProduct {
     }
   };
 
-  // As many weight rows as are multiplied at once. With many activation rows a piece of the weights stays in
-  // the nearest cache while all of them meet it, and the next weights are asked for meanwhile.
+  // The weight rows of a pass. With many activation rows, a piece of the weights stays in the nearest cache
+  // while all of them meet it, and the next weights are prefetched.
   void rows(int first, int last, Shape& shape) const {
     int here[2] = {std::min(SIDE, last - first), std::min(SIDE, std::max(0, last - first - SIDE))};
     const int steps = int(input_bytes_) / STEP_BYTES, pairs = (inputs_.count + 2 * SIDE - 1) / (2 * SIDE);
@@ -305,14 +303,14 @@ class TileProduct {
     return static_cast<const std::uint8_t*>(matrix_.weights) + n * row_bytes(matrix_);
   }
 
-  // The step of the first activation rows from m on, as `pack_rows` has put them, or a row as it is.
+  // The first step of the activation rows from m on, packed, or as it is for a single row.
   const std::uint8_t* input(int m) const {
     const auto* all = inputs_.count == 1 ? static_cast<const std::uint8_t*>(inputs_.values)
                                          : inputs_.packed;
     return all + m * input_bytes_;
   }
 
-  // This thread's room for so many steps of SIDE weight rows.
+  // This thread's memory for steps of SIDE weight rows.
   static std::uint8_t* panel_room(int steps) {
     static thread_local Buffer<std::uint8_t> room;
     const std::size_t wanted = std::size_t(steps) * PANEL_STEP;
@@ -320,7 +318,7 @@ class TileProduct {
     return room.data();
   }
 
-  // This thread's room for the sums of so many pairs.
+  // This thread's memory for the sums of pairs.
   static Sums* sums_room(int pairs) {
     static thread_local Buffer<std::int32_t> room;
     const std::size_t wanted = sizeof(Sums) / sizeof(std::int32_t) * pairs;
@@ -334,7 +332,7 @@ class TileProduct {
     return {std::min(SIDE, left), std::min(SIDE, std::max(0, left - SIDE))};
   }
 
-  // Weights, from where they are, with the activation rows of a pair from step `begin` on.
+  // Multiply the weights by the activation rows of a pair, from step `begin` on.
   void multiply(Square& square, int begin, int second, int pair, Ahead ahead) const {
     const std::array<int, 2> there = input_rows(pair);
     for (int half = 0; half < 2; half++) {
@@ -369,7 +367,7 @@ class TileProduct {
     }
   }
 
-  // sums (rows, count): of weight rows from n on with activation rows from m on.
+  // Output sums (rows, count) of weight rows from n on and activation rows from m on.
   void put(int n, int rows, int m, int count, const std::int32_t* sums) const {
     if (rows == SIDE && count == SIDE) put<true>(n, rows, m, count, sums);
     else put<false>(n, rows, m, count, sums);
@@ -420,10 +418,11 @@ class TileProduct {
 
 #endif
 
-constexpr int INT4_TILE_ROWS = 16;  // from so many activation rows on int4 is multiplied by tiles
-constexpr int PACKED_STEPS = 8;  // of an item of packing
-// Of activations that meet all weights before the next ones do: half of the second cache of processors that
-// have tiles. Measured on two cores of a Xeon, bfloat16, 256 rows of 4,096 in two parts: 1.08 times as fast.
+constexpr int INT4_TILE_ROWS = 16;  // from this number of activation rows on, tiles multiply int4
+constexpr int PACKED_STEPS = 8;  // in an item of packing
+// Bytes of activations that meet all weights before the next activations do: half of the second cache of
+// processors with tiles. Measured on two cores of a Xeon, bfloat16, 256 rows of 4,096 in two parts: 1.08
+// times as fast.
 constexpr std::size_t SECOND_BYTES = 1 << 20;
 
 inline bool takes_tiles(const Matrix& matrix, int count) {
@@ -435,15 +434,15 @@ inline bool takes_tiles(const Matrix& matrix, int count) {
   }
 }
 
-// How many of so many activation rows meet all of the weights before the next ones do: about as many as
-// fit into SECOND_BYTES, which are read again for every few weight rows.
+// The number of activation rows that meet all weights before the next rows do: about as many as fit into
+// SECOND_BYTES, since every few weight rows read them again.
 inline int rows_at_once(int count, std::size_t row_bytes) {
   const int most = std::max(2, int(SECOND_BYTES / row_bytes) / (2 * SIDE)) * 2 * SIDE;
   const int parts = (count + most - 1) / most;
   return (count + parts * 2 * SIDE - 1) / (parts * 2 * SIDE) * 2 * SIDE;
 }
 
-// Activation rows [first, first + count), the first of them a multiple of SIDE.
+// Activation rows [first, first + count); `first` is a multiple of SIDE.
 inline Inputs part(const Matrix& matrix, Inputs inputs, int first, int count) {
   const std::size_t bytes = first * row_bytes(matrix, inputs);
   inputs.values = static_cast<const std::uint8_t*>(inputs.values) + bytes;
@@ -452,11 +451,11 @@ inline Inputs part(const Matrix& matrix, Inputs inputs, int first, int count) {
   return inputs;
 }
 
-// As `linear` of linear.h.
-inline void tile_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
-                        [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
-                        [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
 #if defined(TILES)
+
+// `linear` of linear.h by tiles.
+inline void tile_linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
+                        bool add) {
   if (inputs.count > 1 && !inputs.are_packed) {
     const std::size_t bytes = row_bytes(matrix, inputs);
     const int steps = int(bytes) / STEP_BYTES, pieces = (steps + PACKED_STEPS - 1) / PACKED_STEPS;
@@ -468,7 +467,7 @@ inline void tile_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matr
                 inputs.packed + m * bytes);
     });
   }
-  // Configuring the registers and letting them go takes as long as a few steps do.
+  // Configuring and releasing the registers takes as long as a few steps.
   const int groups = inputs.count <= 2 * SIDE ? 4 : 1;
   const int per_item = groups * TileProduct::weight_rows(matrix);
   const int items = (matrix.rows + per_item - 1) / per_item;
@@ -479,7 +478,8 @@ inline void tile_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matr
     TileProduct(matrix, some, out + std::size_t(m) * pitch, pitch, add)
         .rows(n, std::min(n + per_item, int(matrix.rows)));
   });
-#endif
 }
+
+#endif
 
 }  // namespace logitd

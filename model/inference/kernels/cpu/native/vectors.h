@@ -1,11 +1,10 @@
-// Vectors: sixteen floats at a time, in as many registers as they take.
+// Vectors: sixteen floats at a time, in one or several registers.
 //
-// One spelling for every machine, and the order of additions is the same on each. A compiler's own
-// vector of more bytes than a register has lives in memory, and is taken apart lane by lane for what
-// there is no instruction for (measured on AVX2: e^x at 30 cycles a float); so a vector is a `Pair` of
-// two halves where registers are smaller, of pairs if need be. Intrinsics stand only where the compiler
-// has no operator for an instruction (here and in dot.h). Covers loading, conversion to and from
-// bfloat16, sums, and the functions that the forward needs.
+// The same code, and the same order of additions, serve every machine. A compiler keeps a vector that is
+// larger than a register in memory, and takes it apart lane by lane for operations without an instruction
+// (measured on AVX2: e^x at 30 cycles a float). So with smaller registers a vector is a `Pair` of halves, or
+// of pairs. Intrinsics are used only for instructions without an operator (here and in dot.h). Covers loads
+// and stores, bfloat16, sums, and the functions of the forward.
 #pragma once
 
 #include <cmath>
@@ -17,7 +16,7 @@
 #include <immintrin.h>
 #endif
 
-// Where registers have eight floats, and there are sixteen of them.
+// Machines with sixteen registers of eight floats.
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define HALVES
 #endif
@@ -26,17 +25,17 @@ namespace logitd {
 
 constexpr int LANES = 16;
 
-// A vector of two halves. A scalar is as many of itself.
+// A vector of two halves. A scalar converts to a vector of equal lanes.
 template <class Half>
 struct Pair {
   using Element = std::remove_cvref_t<decltype(Half{}[0])>;
-  using Mask = decltype(Half{} < Half{});  // of a comparison: all bits of a lane, or none
+  using Mask = decltype(Half{} < Half{});  // result of a comparison: all bits of a lane, or none
 
   Half low, high;
 
   Pair() = default;
   Pair(Half low, Half high) : low(low), high(high) {}
-  // Less zero, which is nothing; plus zero would make a sum of it, as -0 + 0 is 0.
+  // Minus zero changes nothing; plus zero would turn -0 into 0.
   Pair(Element value) : low(value - Half{}), high(value - Half{}) {}
 
   Element operator[](int lane) const {
@@ -71,7 +70,7 @@ struct Register {
   typedef T type __attribute__((vector_size(BYTES)));
 };
 
-// 64 bytes.
+// A vector of 64 bytes.
 #if defined(__AVX512F__)
 template <class T>
 using Vector = typename Register<T, 64>::type;
@@ -94,8 +93,8 @@ struct Bf16 {
 template <class V>
 constexpr bool IS_PAIR = requires(V vector) { vector.low; };
 
-// What a vector is made of: PIECES registers of PIECE lanes. Arrays of registers stay in registers where
-// arrays of vectors do not, so what most of the time is spent in is written with them.
+// The registers of a vector: PIECES registers of PIECE lanes. Arrays of registers stay in registers, arrays
+// of vectors may not, so the hottest loops use pieces.
 template <class V>
 struct PieceOf {
   using type = V;
@@ -109,14 +108,14 @@ using WordPiece = PieceOf<Words>::type;
 constexpr int PIECE = sizeof(Piece) / sizeof(float);
 constexpr int PIECES = LANES / PIECE;
 
-// a where the mask has bits, else b.
+// a in lanes where the mask has bits, else b.
 template <class Mask, class V>
 inline V select(Mask mask, V a, V b) {
   if constexpr (IS_PAIR<V>) return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
   else return mask ? a : b;
 }
 
-// The same bits in lanes of the same size.
+// Reinterpret the bits in lanes of the same size.
 template <class To, class From>
 inline To as(From from) {
   if constexpr (IS_PAIR<To>)
@@ -124,7 +123,7 @@ inline To as(From from) {
   else return reinterpret_cast<To>(from);
 }
 
-// The same values in lanes of the same size; floats are cut to integers.
+// Convert the values to lanes of the same size. Floats are truncated to integers.
 template <class To, class From>
 inline To converted(From from) {
   if constexpr (IS_PAIR<To>)
@@ -132,7 +131,7 @@ inline To converted(From from) {
   else return __builtin_convertvector(from, To);
 }
 
-// A vector's bytes, by registers: a copy of more at once goes through memory.
+// Read a vector register by register: a larger copy goes through memory.
 template <class V>
 inline V read(const void* from) {
   if constexpr (IS_PAIR<V>) {
@@ -155,7 +154,7 @@ inline void write(void* to, V vector) {
   }
 }
 
-// The same values in wider lanes: as many as a vector of those has.
+// Read as many values as a vector has lanes, into wider lanes.
 template <class To, class T>
 inline To widened(const T* from) {
   if constexpr (IS_PAIR<To>) {
@@ -163,7 +162,7 @@ inline To widened(const T* from) {
     return {widened<Half>(from), widened<Half>(from + sizeof(Half) / sizeof(Half{}[0]))};
   } else {
     using Narrow = typename Register<T, sizeof(To) / sizeof(To{}[0]) * sizeof(T)>::type;
-#if defined(HALVES)  // which GCC does in two halves
+#if defined(HALVES)  // GCC uses two instructions instead of one for these
     if constexpr (std::is_same_v<T, std::uint16_t>)
       return (To)_mm256_cvtepu16_epi32(read<__m128i>(from));
     else if constexpr (std::is_same_v<T, float>)
@@ -180,8 +179,8 @@ inline To widened(const T* from) {
   }
 }
 
-// The lanes as bytes: from -128 to 127, or from 0 to 255 but where registers have eight floats, which
-// packs them with signs.
+// Store the lanes as bytes: -128 to 127, or 0 to 255, which HALVES does not support because it packs with
+// signs.
 inline void store_bytes(std::uint8_t* to, Ints values) {
 #if defined(HALVES)
   __m256i halves = _mm256_packs_epi32((__m256i)values.low, (__m256i)values.high);
@@ -196,7 +195,7 @@ inline void store_bytes(std::uint8_t* to, Ints values) {
 #endif
 }
 
-// The lanes as sixteen bits; the upper halves are empty.
+// Store the lower sixteen bits of each lane; the upper ones are zero.
 inline void store_halves(std::uint16_t* to, Words values) {
 #if defined(HALVES)
   __m256i halves = _mm256_packus_epi32((__m256i)values.low, (__m256i)values.high);
@@ -215,7 +214,7 @@ inline V load(const float* from) { return read<V>(from); }
 
 template <class V = Floats>
 inline V load(const Bf16* from) {
-#if defined(__AVX512F__)  // which GCC does in two halves
+#if defined(__AVX512F__)  // GCC uses two instructions instead of one
   __m256i halves = read<__m256i>(from);
   return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 #else
@@ -224,7 +223,7 @@ inline V load(const Bf16* from) {
 #endif
 }
 
-// Bytes with signs, as floats.
+// Signed bytes as floats.
 template <class V = Floats>
 inline V load(const std::int8_t* from) {
   using Whole = std::conditional_t<IS_PAIR<V>, Ints, IntPiece>;
@@ -234,8 +233,8 @@ inline V load(const std::int8_t* from) {
 template <class V>
 inline void store(float* to, V values) { write(to, values); }
 
-// To the nearest bfloat16, ties to even; a NaN stays one. The processor's own conversion makes zeros of
-// what is below the smallest normal number.
+// Round to the nearest bfloat16, ties to even; NaN stays NaN. The processor's own conversion flushes
+// subnormal numbers to zero.
 inline void store(Bf16* to, Floats values) {
 #if defined(__AVX512BF16__)
   __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
@@ -257,12 +256,12 @@ inline float widen(Bf16 value) {
   return wide;
 }
 
-// Less zero, which is nothing; plus zero would make a sum of it, as -0 + 0 is 0.
+// Minus zero changes nothing; plus zero would turn -0 into 0.
 template <class V = Floats>
 inline V all(float value) { return value - V{}; }
 
-// a * b + c in one rounding where the machine can. Spelled out, and the compiler is told not to fuse by
-// itself (-ffp-contract=off): it would do so in some places and not in others, and bits would differ.
+// a * b + c with one rounding if the machine can. Explicit, with -ffp-contract=off: a compiler would fuse
+// some operations and not others, and bits would differ.
 template <class V>
 inline V fused(V a, V b, V c) {
   if constexpr (IS_PAIR<V>) {
@@ -311,8 +310,8 @@ inline float sum(V v) {
 
 namespace detail {
 
-// Each of these adds the upper half of every group of lanes to its lower half, and puts the groups of
-// two vectors side by side: the tree of `sum`, for two vectors at once.
+// Each function adds the upper half of every group of lanes to its lower half and joins the groups of two
+// vectors: a level of the tree of `sum` for two vectors at once.
 #if defined(__AVX512F__)
 template <class V>
 inline V halve8(V a, V b) {
@@ -348,11 +347,10 @@ template <class V>
   return halve1(halve2(four[0], four[1]), halve2(four[2], four[3]));
 }
 #elif defined(__AVX2__)
-// In shuffles that one instruction does: the lanes that are put side by side are not those of the tree,
-// until the last.
+// Uses shuffles of one instruction each. The lanes have the order of the tree only after the last step.
 template <class V>
 [[gnu::always_inline]] inline V sums(const V* v) {
-  auto f = [](V x) { return (__m256)x; };  // shuffles are those of floats, whatever they move
+  auto f = [](V x) { return (__m256)x; };  // shuffle integers as floats too
   V four[4], two[2];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
@@ -366,7 +364,7 @@ template <class V>
   }
   __m256 a = f(two[0]), b = f(two[1]);
   V one = (V)_mm256_shuffle_ps(a, b, 0x88) + (V)_mm256_shuffle_ps(a, b, 0xDD);
-  // 0 2 4 6 1 3 5 7 by now
+  // The order is now 0 2 4 6 1 3 5 7.
   return (V)_mm256_permutevar8x32_ps(f(one), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 #else
@@ -385,7 +383,7 @@ template <class V>
 
 }  // namespace detail
 
-// The pieces of a vector as one: the beginning of the tree of `sum`.
+// Add up the pieces of a vector: the beginning of the tree of `sum`.
 template <class P>
 [[gnu::always_inline]] inline P folded(const P* piece) {
   if constexpr (PIECES == 1) return piece[0];
@@ -393,8 +391,8 @@ template <class P>
   else return (piece[0] + piece[2]) + (piece[1] + piece[3]);
 }
 
-// Lane i is the sum of v[i], each by the tree of `sum`: the same bits, a third of the instructions. Of a
-// piece for each of its lanes, or of a vector for each of its own.
+// Lane i of the result is the sum of v[i], by the tree of `sum`: the same bits in a third of the
+// instructions. Works for pieces and for vectors; v has one element per lane.
 template <class V>
 [[gnu::always_inline]] inline V sums(const V* v) {
   if constexpr (!IS_PAIR<V>) {
@@ -419,7 +417,7 @@ template <class V>
   }
 }
 
-// b where either is NaN. Spelled out, since compilers make two instructions of a selection in 16 lanes.
+// Returns b if either is NaN. Explicit, because compilers use two instructions for a selection in 16 lanes.
 template <class V>
 inline V max(V a, V b) {
 #if defined(__AVX512F__)
@@ -454,7 +452,7 @@ inline float largest(V v) {
 
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
-// v * 2^n, for whole n such that this and 2^n are normal numbers.
+// v * 2^n for integers n, if 2^n and the result are normal numbers.
 inline Floats scaled(Floats v, Floats n) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_scalef_ps((__m512)v, (__m512)n);
@@ -464,7 +462,7 @@ inline Floats scaled(Floats v, Floats n) {
 }
 
 // e^x to within 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial for e^r
-// (the coefficients of Cephes' expf). Beyond float32's range it stays at the largest or least power.
+// (coefficients of Cephes' expf). x is clamped to -87 and 88, near the limits of float32.
 inline Floats exp(Floats x) {
   x = min(max(x, all(-87.0f)), all(88.0f));
   Floats n = (x * 1.44269504088896341f + ROUND) - ROUND;
@@ -479,9 +477,9 @@ inline Floats exp(Floats x) {
   return scaled(fused(p, r * r, r) + 1.0f, n);
 }
 
-// x / (1 + 2^t), to within 4 units in the last place: t = n + r, |r| <= 1/2, and a polynomial for 2^r,
-// which is off by 2e-9 at most (fitted for the least relative error, 1 at 0). What activations are made
-// of: a prompt computes more of these than of anything else but products.
+// x / (1 + 2^t) to within 4 units in the last place: t = n + r, |r| <= 1/2, and a polynomial for 2^r with an
+// error of at most 2e-9 (fitted for the least relative error, 1 at 0). Activations use it: a prompt computes
+// more of these than of anything except products.
 inline Floats damped(Floats x, Floats t) {
   t = min(max(t, all(-125.0f)), all(125.0f));
   const Floats n = (t + ROUND) - ROUND, r = t - n;
@@ -493,7 +491,7 @@ inline Floats damped(Floats x, Floats t) {
   p = fused(p, r, all(6.9314718e-1f));
   const Floats below = 1.0f + scaled(fused(p, r, all(1.0f)), n);
 #if defined(__AVX512F__)
-  // A division takes as long as ten of these steps.
+  // A division takes as long as ten of these operations.
   const Floats near = (Floats)_mm512_rcp14_ps((__m512)below);  // to within 2^-14
   const Floats off = fused(-near, below, all(1.0f));
   return x * fused(near, fused(off, off, off), near);

@@ -1,5 +1,4 @@
-"""Activations of the native kernels against the functions in float64: as near as float32 allows, at
-every magnitude, on every target."""
+"""Activations of the native kernels against float64, at every magnitude and on every target."""
 
 import ctypes
 import math
@@ -31,7 +30,7 @@ ULP = 2.0**-23
 
 
 def native(library: ctypes.CDLL, name: str, x: Tensor, values: Tensor | None = None) -> Tensor:
-    """The activation of numbers, times those that it gates."""
+    """The activation of numbers, times the gated values if given."""
     library.logitd_activate.argtypes = (
         ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32
     )  # fmt: skip
@@ -42,9 +41,8 @@ def native(library: ctypes.CDLL, name: str, x: Tensor, values: Tensor | None = N
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_those_of_float64(library: ctypes.CDLL, name: str) -> None:
-    """Off by a few units in the last place of what goes in; where that would be large, the result
-    is next to nothing."""
+def test_activations_match_float64(library: ctypes.CDLL, name: str) -> None:
+    """The error is a few units in the last place of the input, even if the result is tiny."""
     generator = torch.Generator().manual_seed(0)
     powers = torch.rand(2**16, generator=generator) * 40 - 30  # 2^-30 to 2^10
     x = torch.exp2(powers) * torch.randn(2**16, generator=generator).sign()
@@ -61,7 +59,7 @@ def test_activations_are_those_of_float64(library: ctypes.CDLL, name: str) -> No
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_keep_nan_and_the_largest_numbers(library: ctypes.CDLL, name: str) -> None:
-    """ReLU takes what is not a number for 0; the residual stream beside it does not."""
+    """ReLU maps NaN to 0; the residual stream still has it."""
     x = torch.tensor([math.nan, math.inf, 3e38, 0.0, -0.0, -1e6, 1e4, -20.0] * 2)
     values = torch.ones_like(x) if name == "swiglu" else None
     found = native(library, name, x, values)[:8].tolist()

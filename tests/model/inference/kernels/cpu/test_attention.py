@@ -1,6 +1,6 @@
-"""Attention of the native kernels in bfloat16: a query has the same bits by itself and among those
-of a prompt, of any width and any number of heads that share a key head; and what it looks at is
-what the twin looks at. Where the processor has AMX, most of these widths attend by its tiles."""
+"""Attention of the native kernels in bfloat16: a query has the same bits alone and in a prompt, for
+any width and any number of heads that share a key head, and its weights match the twin's. With AMX
+most of these widths attend by tiles."""
 
 import ctypes
 import math
@@ -45,7 +45,7 @@ def gpt_of(width: int, heads: int, key_heads: int, **overrides: int) -> GPT:
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
-def test_prompt_in_any_chunks_is_the_bits_of_its_steps(
+def test_prompt_in_any_chunks_has_the_bits_of_its_steps(
     library: ctypes.CDLL,
     width: int,
     group: int,
@@ -54,8 +54,8 @@ def test_prompt_in_any_chunks_is_the_bits_of_its_steps(
     threads: int,
     seed: int,
 ) -> None:
-    """Queries of a prompt attend together, those of a step by themselves: with one head by other
-    instructions still."""
+    """Queries of a prompt attend together, those of a step alone; a step with one head uses other
+    instructions."""
     gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
     rng, ids = random.Random(seed), random_ids(length).tolist()
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
@@ -68,10 +68,10 @@ def test_prompt_in_any_chunks_is_the_bits_of_its_steps(
 
 @pytest.mark.parametrize("heads", sorted(HEADS))
 @pytest.mark.parametrize("length", [1, 31, 33, 129])
-def test_attention_weights_are_the_twins(
+def test_attention_weights_match_the_twin(
     library: ctypes.CDLL, heads: tuple[int, int, int], length: int
 ) -> None:
-    """The weights are as near to float32 as those of the twin in bfloat16, and they sum to one."""
+    """The weights are as accurate as the twin's in bfloat16 and sum to one."""
     gpt, ids = gpt_of(*heads), random_ids(length).tolist()
     wanted = AttentionSelection((0, 1), tuple(range(heads[1])), length)
     piece = PrefillInput(ids, 1, 0, states=True, weights=wanted)
@@ -94,11 +94,11 @@ def test_attention_weights_are_the_twins(
 
 @pytest.mark.parametrize("width", [32, 48, 64, 128])
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_token_that_is_no_number_is_not_seen_by_those_before_it(
+def test_token_that_is_not_finite_spoils_no_earlier_one(
     library: ctypes.CDLL, width: int, lost: float
 ) -> None:
-    """A weight of zero times what is not finite is not zero: of a prompt with one such token those
-    before it have the bits that they have without it, and what follows is lost."""
+    """A weight of 0 times a number that is not finite is not 0. Tokens before such a token keep
+    their bits, and all later ones are lost."""
     gpt, ids = gpt_of(width, 4, 2), random_ids(70).tolist()
     ids = [token if token != 5 else 6 for token in ids]
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
@@ -116,11 +116,11 @@ def test_token_that_is_no_number_is_not_seen_by_those_before_it(
 
 @pytest.mark.parametrize("width", [48, 64])
 @pytest.mark.parametrize("scale", [1e-37, 1e30])
-def test_numbers_at_the_ends_of_their_range_are_the_same_bits_too(
+def test_subnormal_and_huge_values_keep_the_bits(
     library: ctypes.CDLL, width: int, scale: float
 ) -> None:
-    """Values whose products leave the normal numbers: tiles take such for zeros, and vectors do so
-    only when they are told to. What comes after scales them up again: so it shows."""
+    """Products of these values are subnormal: tiles flush them to zero, vectors only on request.
+    The next matrix scales them up again, so a difference shows."""
     gpt, ids = gpt_of(width, 3, 3), random_ids(60).tolist()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():

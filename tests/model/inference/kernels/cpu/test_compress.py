@@ -1,5 +1,5 @@
-"""Matrices that are compressed come back with every bit, by the native code and by the plain reader
-of the same bytes, and are multiplied with the bits of those that are not."""
+"""Compressed matrices come back with every bit, by the native code and by the plain reader of the
+same bytes, and their products have the bits of uncompressed ones."""
 
 import ctypes
 
@@ -15,13 +15,13 @@ from logitd.model.inference.kernels.cpu.compress import (
     decompress_matrix,
     most_bytes,
 )
-from logitd.model.inference.kernels.cpu.structures import KINDS, Matrix
-from tests.model.inference.kernels.cpu.test_linear import moved, native
+from tests.model.inference.kernels.cpu.plain_forms import decompressed
+from tests.model.inference.kernels.cpu.test_linear import native, placed_matrix
 from tests.profiles import examples
 
 ROWS = st.one_of([st.integers(last - 2, last) for last in (32, 64, 96, 160)])
 WIDTHS = st.one_of([st.integers(last - 2, last) for last in (64, 128, 512, 608)])
-"""Nearly whole strips and steps: what is filled up with many zeros is not worth it."""
+"""Nearly whole strips and steps: much padding would not pay."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
 
 
 def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
-    """Weights with any bits in a share of the places, but for exponents above `largest`: zeros of
+    """Weights with random bits in a share of the places and exponents up to `largest`: zeros of
     either sign, subnormal numbers, and weights of all sizes down to the smallest."""
     generator = torch.Generator().manual_seed(seed)
     signs, exponents, fractions = (
@@ -71,7 +71,7 @@ def test_every_bit_comes_back(
     matrix = compressed(library, weights)
     assume(matrix is not None)
     assert matrix is not None
-    assert same_bits(matrix.decompressed(), weights)
+    assert same_bits(decompressed(matrix), weights)
     back = torch.full_like(weights, torch.nan)
     decompress_matrix(library, matrix, back)
     assert same_bits(back, weights)
@@ -86,17 +86,17 @@ def test_weights_of_a_normal_distribution_take_three_quarters(library: ctypes.CD
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
 def test_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
-    """Weights of any size: too many are escapes, in all or in one block."""
+    """Weights of any size: there are too many escapes in all or in one block."""
     assert compressed(library, odd_ones(normal(128, 512, 0), share, 1)) is None
     assert compressed(library, odd_ones(normal(128, 512, 0), 0.01, 1, largest=254)) is None
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 3e38])
-def test_matrix_of_one_number(library: ctypes.CDLL, value: float) -> None:
+def test_matrix_of_one_number_comes_back(library: ctypes.CDLL, value: float) -> None:
     weights = torch.full((64, 96), value).bfloat16()
     matrix = compressed(library, weights)
     assert matrix is not None
-    assert same_bits(matrix.decompressed(), weights)
+    assert same_bits(decompressed(matrix), weights)
 
 
 @given(
@@ -134,7 +134,7 @@ def test_products_have_the_bits_of_weights_as_they_are(
 def test_long_rows_meet_many_activations_some_steps_at_a_time(
     library: ctypes.CDLL, count: int, width: int
 ) -> None:
-    """The rows exceed the second cache: sums are kept from one part of the columns to the next."""
+    """The rows exceed the second cache, so sums last from one part of the columns to the next."""
     weights = normal(94, width, 0)
     inputs = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
     matrix = compressed(library, weights)
@@ -152,11 +152,7 @@ def products(
     threads: int,
 ) -> tuple[Tensor, Tensor]:
     """Products of a compressed matrix, and of its weights as they are."""
-    here = matrix.described()
-    placed = moved(weights, 0)
-    there = Matrix(
-        kind=KINDS["bfloat16"], rows=matrix.rows, width=matrix.width, weights=placed.data_ptr()
-    )
+    here, there = matrix.described(), placed_matrix(weights, "bfloat16", bias=bias)
     if bias is not None:
-        here.bias = there.bias = bias.data_ptr()
+        here.bias = bias.data_ptr()
     return native(library, here, inputs, threads), native(library, there, inputs, threads)

@@ -1,4 +1,4 @@
-"""Building the kernels: once, by content, for each target; a sentence where it cannot be done."""
+"""Building the kernels: once per content and target, or a reason why it is impossible."""
 
 import os
 import platform
@@ -100,7 +100,7 @@ def test_compile_error_is_reported(sources: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache", "sources")
-def test_compiler_that_does_not_end_is_told_in_a_few_words(
+def test_compiler_that_does_not_finish_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "c++"
@@ -131,10 +131,10 @@ def test_missing_compiler_is_replaced_by_the_packaged_one(
 
 
 @pytest.mark.usefixtures("compiler", "sources")
-def test_folder_of_somebody_else_is_not_trusted(
+def test_folder_of_another_user_is_not_trusted(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library is code: a file that others could have written there is not loaded."""
+    """A library is code: a file that others could have written is not loaded."""
     cache.mkdir(parents=True)
     others = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: others)
@@ -143,7 +143,7 @@ def test_folder_of_somebody_else_is_not_trusted(
 
 
 @pytest.mark.usefixtures("compiler", "sources")
-def test_folder_is_ours_alone(cache: Path) -> None:
+def test_folder_is_private(cache: Path) -> None:
     load_library()
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
@@ -152,7 +152,7 @@ def test_folder_is_ours_alone(cache: Path) -> None:
 
 
 HERE = runnable(platform.machine(), processor_features())
-"""Those that this processor can run."""
+"""The targets that this processor can run."""
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
 @pytest.mark.skipif(not HERE, reason="this processor is of no target")
-def test_target_is_built_beside_the_processor_at_hand() -> None:
+def test_targets_are_built_in_addition_to_this_processor() -> None:
     lines: list[str] = []
     load_library(lines.append)
     for target in HERE:
@@ -199,11 +199,11 @@ def test_prebuilt_library_needs_no_compiler_and_no_cache(
     assert not cache.exists()
     (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
     with pytest.raises(KernelsUnavailable, match="compiler"):
-        load_library()  # what is there is of other sources
+        load_library()  # the prebuilt kernels are of other sources
 
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
-def test_lesser_prebuilt_target_is_taken_where_the_greatest_is_missing(prebuilt: Path) -> None:
+def test_lesser_prebuilt_target_is_used_if_the_greatest_is_missing(prebuilt: Path) -> None:
     if len(HERE) < 2:
         pytest.skip("this processor is of one target at most")
     prebuilt.mkdir()
@@ -221,7 +221,7 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
     "x86-64-v4-bf16": ({"%zmm0", "vpdpbusd", "vdpbf16ps"}, {"tileloadd"}),
     "x86-64-v4-amx": ({"%zmm0", "tdpbf16ps", "tdpbsud", "vpdpbusd", "vdpbf16ps"}, set()),
 }
-"""What is in the code of a target, and what is not."""
+"""Words that the code of a target contains, and words that it must not contain."""
 
 
 @pytest.mark.slow
@@ -231,9 +231,9 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
 def test_every_target_is_built_and_uses_what_it_says(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build takes 20 seconds of a core. A target that runs here is built with the decoders'
-    flags, so other tests use it too. Other targets are built with less optimisation, which takes
-    half as long and keeps the instructions."""
+    """A build takes 20 seconds of a core. A target that runs here is built with the usual flags, so
+    that other tests share it. Other targets are built with less optimisation, in half the time and
+    with the same instructions."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     target = target_named(name)
@@ -259,7 +259,7 @@ def arm_compiler() -> list[str]:
 
 @pytest.mark.slow
 def test_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
-    """The build is as fast as possible: it does not run here."""
+    """Built with little optimisation, since it does not run here."""
     built = tmp_path / "kernels.so"
     source = library.SOURCES / library.MAIN_SOURCE
     subprocess.run([*arm_compiler(), *library.FLAGS, "-O1", "-o", built, source], check=True)

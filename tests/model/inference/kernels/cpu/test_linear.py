@@ -1,8 +1,8 @@
-"""Products of the native kernels against their twin, which adds up in float64: any number of rows,
-odd sizes, weights that begin anywhere; and a row by itself is the same bits as among others."""
+"""Products of the native kernels against sums in float64: any number of rows, odd sizes, weights
+at any address; and a row has the same bits alone and among others."""
 
 import ctypes
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
@@ -12,30 +12,53 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from logitd.model.inference.kernels.cpu.quantize import Format, quantized_matrix
+from logitd.model.inference.kernels.cpu.quantize import Format
 from logitd.model.inference.kernels.cpu.structures import KINDS, Matrix
 from logitd.model.inference.options import KernelTarget
+from tests.model.inference.kernels.cpu.plain_forms import quantized_matrix
 from tests.profiles import examples
 
 READ_BEHIND = 64
-"""Numbers: a last vector may begin within a row and end behind it; memory is finite there."""
+"""Finite numbers after the weights: a last vector may extend beyond the end of a row."""
 
 
 def moved(weights: Tensor, offset: int) -> Tensor:
-    """A copy that begins `offset` numbers into memory, with room behind it."""
+    """A copy that begins `offset` numbers into memory, with room after it."""
     room = torch.zeros(offset + weights.numel() + READ_BEHIND, dtype=weights.dtype)
     placed = room[offset : offset + weights.numel()].view(weights.shape)
     return placed.copy_(weights)
+
+
+def placed_matrix(
+    weights: Tensor, kind: str, offset: int = 0, bias: Tensor | None = None
+) -> Matrix:
+    """A matrix in a format that begins `offset` numbers into memory, which it keeps alive."""
+    rows, width = weights.shape
+    matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
+    matrix.alive = [bias]
+    if bias is not None:
+        matrix.bias = bias.data_ptr()
+    if kind in get_args(Format):
+        quantized = quantized_matrix(weights, cast(Format, kind))
+        matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
+        matrix.alive.append(quantized)
+        stored = quantized.stored
+    else:
+        stored = weights.to(getattr(torch, kind))
+    placed = moved(stored, offset)
+    matrix.weights = placed.data_ptr()
+    matrix.alive.append(placed)
+    return matrix
 
 
 def native(library: ctypes.CDLL, matrix: Matrix, inputs: Tensor, threads: int) -> Tensor:
     """Rows (count, width) times a matrix: (count, rows)."""
     out = torch.full((len(inputs), matrix.rows), float("nan"))
     library.logitd_linear.argtypes = (
-        ctypes.POINTER(Matrix), ctypes.c_void_p, *(ctypes.c_int32,) * 3, ctypes.c_void_p
+        ctypes.POINTER(Matrix), ctypes.c_void_p, *(ctypes.c_int32,) * 2, ctypes.c_void_p
     )  # fmt: skip
     library.logitd_linear(
-        ctypes.byref(matrix), inputs.data_ptr(), len(inputs), threads, 1, out.data_ptr()
+        ctypes.byref(matrix), inputs.data_ptr(), len(inputs), threads, out.data_ptr()
     )
     return out
 
@@ -46,7 +69,7 @@ def needs_tiles(library: ctypes.CDLL) -> None:
 
 
 def rounded_rows(inputs: Tensor) -> Tensor:
-    """Activations as int8 and int4 round them: each row in 127 steps of its largest."""
+    """Activations rounded as for int8 and int4: each row in 127 steps of its largest."""
     largest = inputs.abs().amax(dim=1, keepdim=True)
     steps = torch.full_like(largest, 127) / largest  # 127 / largest takes a reciprocal first
     return (inputs * steps).round().double() * (largest / 127).double()
@@ -78,21 +101,14 @@ def test_products_are_the_twins(
     weights = torch.randn(rows, width, generator=generator)
     inputs = torch.randn(count, width, generator=generator)
     added = torch.randn(rows, generator=generator) if bias else None
-    matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
-    if added is not None:
-        matrix.bias = added.data_ptr()
+    if kind == "int8_strips":
+        needs_tiles(library)
+    matrix = placed_matrix(weights, kind, offset, added)
     if kind in get_args(Format):
-        if kind == "int8_strips":
-            needs_tiles(library)
-        quantized = quantized_matrix(weights, kind)
-        placed = moved(quantized.stored, offset)
-        matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
-        exact = rounded_rows(inputs) @ quantized.dequantized().double().T
+        exact = rounded_rows(inputs) @ quantized_matrix(weights, kind).dequantized().double().T
     else:
         dtype = getattr(torch, kind)
-        placed = moved(weights.to(dtype), offset)
-        exact = inputs.to(dtype).double() @ placed.double().T
-    matrix.weights = placed.data_ptr()
+        exact = inputs.to(dtype).double() @ weights.to(dtype).double().T
     if added is not None:
         exact += added.double()
     found = native(library, matrix, inputs, threads)
@@ -108,20 +124,13 @@ def test_products_are_the_twins(
 def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
-    """Rows meet the weights some at a time, and one is left over."""
+    """Rows meet the weights in groups, and one row is left over."""
     if kind == "int8_strips":
         needs_tiles(library)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(129, width, generator=generator)
     weights = torch.randn(70, width, generator=generator)
-    matrix = Matrix(kind=KINDS[kind], rows=70, width=width)
-    if kind != "bfloat16":
-        quantized = quantized_matrix(weights, kind)
-        placed = moved(quantized.stored, 0)
-        matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
-    else:
-        placed = moved(weights.bfloat16(), 0)
-    matrix.weights = placed.data_ptr()
+    matrix = placed_matrix(weights, kind)
     together = native(library, matrix, inputs, 2)
     for row in (0, 31, 63, 64, 95, 96, 127, 128):
         [alone] = native(library, matrix, inputs[row : row + 1].clone(), 1)
@@ -139,23 +148,16 @@ def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
 def test_strips_of_int8_have_the_bits_of_its_rows(
     library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
 ) -> None:
-    """Wherever they begin: with a few rows of activations they were once read as if that were where
-    a line begins, and the process ended."""
+    """At any address: with a few rows of activations an aligned load once ended the process."""
     needs_tiles(library)
     generator = torch.Generator().manual_seed(seed)
     inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))
     bias = torch.randn(rows, generator=generator)
-    found = []
-    for form in ("int8", "int8_strips"):
-        quantized = quantized_matrix(weights, form)
-        placed = moved(quantized.stored, seed % 64)
-        matrix = Matrix(
-            kind=KINDS[form], rows=rows, width=width, weights=placed.data_ptr(),
-            bias=bias.data_ptr(), scale=quantized.scale.data_ptr(),
-            row_sum=quantized.row_sum.data_ptr(),
-        )  # fmt: skip
-        found.append(native(library, matrix, inputs, threads))
-    assert torch.equal(*found)
+    by_rows, by_strips = (
+        native(library, placed_matrix(weights, form, seed % 64, bias), inputs, threads)
+        for form in ("int8", "int8_strips")
+    )
+    assert torch.equal(by_rows, by_strips)
 
 
 @pytest.mark.slow
@@ -172,11 +174,6 @@ def test_quantized_products_have_the_same_bits_on_every_target(
     generator = torch.Generator().manual_seed(0)
     for rows, width in ((50, 300), (333, 768), (64, 41)):
         inputs = 5 * torch.randn(37, width, generator=generator)
-        quantized = quantized_matrix(torch.randn(rows, width, generator=generator), kind)
-        placed = moved(quantized.stored, 0)
-        matrix = Matrix(
-            kind=KINDS[kind], rows=rows, width=width, weights=placed.data_ptr(),
-            scale=quantized.scale.data_ptr(), row_sum=quantized.row_sum.data_ptr(),
-        )  # fmt: skip
+        matrix = placed_matrix(torch.randn(rows, width, generator=generator), kind)
         here, there = (native(library, matrix, inputs, 2) for library in libraries)
         assert torch.equal(here, there)

@@ -1,7 +1,7 @@
 """Native sampling against its twin: the same tokens.
 
-Sums are taken in different orders, so what lies within a rounding of a filter's edge may fall on
-either side: there the token has to be the twin's for a slightly wider or narrower filter.
+Sums have different orders, so an id within a rounding of a filter's edge may fall on either side.
+Then the token has to be the twin's for a slightly wider or narrower filter.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def ways(draw: st.DrawFn) -> SamplingRow:
     seed=st.integers(0, 2**31),
     steps=st.sampled_from([0, 1, 4, 1024]),
 )
-def test_samples_what_its_twin_samples(
+def test_token_is_the_twins(
     decoders: dict[int, NativeDecoder],
     width: int,
     several: list[SamplingRow],
@@ -88,11 +88,11 @@ def test_samples_what_its_twin_samples(
 
 @pytest.mark.parametrize("spread", [0.0, 1e-7, 0.1, 1.0, 30.0, 1e20])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.999), (50, 0.9), (3000, 0.9)])
-def test_edge_of_a_nucleus_is_found_wherever_it_lies(
+def test_edge_of_a_nucleus_is_found(
     decoders: dict[int, NativeDecoder], spread: float, top_k: int, top_p: float
 ) -> None:
-    """The edge is among equals in flat rows, and right below the largest in steep ones. It is
-    sought by halving a range of logits. Equals come from both ends of the vocabulary."""
+    """The edge is among equals in flat rows and just below the largest in steep ones. The search
+    halves a range of logits. Equals come from both ends of the vocabulary."""
     width = WIDTHS[-1]
     row = spread * torch.randn(1, width, generator=torch.Generator().manual_seed(7))
     row[0, -3:] = row[0, :3] = row.max()
@@ -108,8 +108,8 @@ def test_edge_of_a_nucleus_is_found_wherever_it_lies(
 
 
 def test_every_uniform_number_finds_its_token(library: ctypes.CDLL) -> None:
-    """A thousand samples of a large vocabulary: weights, sums and random numbers are the twin's to
-    within what any of these samples could show."""
+    """A thousand samples of a large vocabulary would show a difference in weights, sums or random
+    numbers."""
     decoder = new_decoder(library, 20_011)
     logits = 2 * torch.randn(1, 20_011, generator=torch.Generator().manual_seed(3))
     several = [dataclasses.replace(PLAIN, seed=2**40 + i, position=i) for i in range(1000)]
@@ -140,7 +140,7 @@ def test_rows_that_are_not_finite_have_no_token(
         assert third is not None
 
 
-def test_row_whose_every_id_is_forbidden_ends_in_bounds(
+def test_row_without_allowed_ids_ends_in_bounds(
     decoders: dict[int, NativeDecoder],
 ) -> None:
     logits, computed = torch.full((2, 65), -math.inf), torch.zeros(2, 65)

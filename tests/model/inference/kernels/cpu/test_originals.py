@@ -1,5 +1,5 @@
-"""Matrices that a decoder keeps in another form leave memory and come back with every bit, and
-nobody computes with them meanwhile."""
+"""Matrices that a decoder has in another form leave memory and come back with every bit. Nothing
+computes with them in between."""
 
 import copy
 import ctypes
@@ -35,7 +35,7 @@ def bfloat16_gpt(seed: int = 0) -> GPT:
 
 
 def in_other_form(gpt: GPT, library: ctypes.CDLL, quantize: Quantization) -> int:
-    """Number of a GPT's matrices that its decoder does not read."""
+    """The number of a GPT's matrices that its decoder does not read."""
     compresses = quantize == "none" and bool(library.logitd_has_tiles())
     return len(list(matrices(gpt))) if compresses or quantize != "none" else 0
 
@@ -56,7 +56,7 @@ def test_matrices_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Qua
     gone = [is_gone(matrix) for matrix in matrices(gpt)]
     assert sum(gone) == in_other_form(gpt, library, quantize)
     for place, left in zip(places, gone, strict=True):
-        inner = place.flatten()[2048:-2048]  # of whole pages, wherever they begin
+        inner = place.flatten()[2048:-2048]  # whole pages at any address
         assert bool((inner == 0).all()) == left
     assert torch.equal(torch.cat(decoded(decoder, IDS, [2, 3])), logits)
     if any(gone):
@@ -84,7 +84,7 @@ def test_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
     assert is_gone(block.qkv.weight)
 
 
-def test_matrices_stay_where_torch_computes_prompts(library: ctypes.CDLL) -> None:
+def test_matrices_stay_if_torch_computes_prompts(library: ctypes.CDLL) -> None:
     gpt = bfloat16_gpt()
     NativeDecoder(
         library,
@@ -126,7 +126,7 @@ def given(outcomes: Mapping[tuple[str, int], Any]) -> Any:
 def test_engine_that_owns_its_weights_gives_the_same_bits(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Matrices come back for what torch computes."""
+    """Matrices come back before torch computes."""
     gpt, make = bfloat16_gpt(), partial(NativeDecoder, library, threads=1, quantize=quantize)
     kept = given(run(copy.deepcopy(gpt), *requests(), make_decoder=make))
     owner = partial(make, owns_weights=True)
@@ -135,7 +135,7 @@ def test_engine_that_owns_its_weights_gives_the_same_bits(
     assert not any(is_gone(matrix) for matrix in matrices(gpt))
 
 
-def test_weights_that_follow_are_owned_as_the_first_ones_were(library: ctypes.CDLL) -> None:
+def test_reloaded_weights_leave_memory_too(library: ctypes.CDLL) -> None:
     old, new = bfloat16_gpt(0), bfloat16_gpt(1)
     make = partial(NativeDecoder, library, threads=1, quantize="int8")
     expected = given(run(copy.deepcopy(new), *requests(), make_decoder=make))

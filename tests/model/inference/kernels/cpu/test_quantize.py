@@ -1,5 +1,4 @@
-"""Rounded matrices: near enough, packed as the kernels read them, and never with a sum that their
-integers cannot hold."""
+"""Rounded matrices: accurate enough, packed for the kernels, and without a sum that overflows."""
 
 import ctypes
 from typing import get_args
@@ -16,22 +15,19 @@ from logitd.model.inference.kernels.cpu.quantize import (
     ROWS_AT_ONCE,
     SCALES,
     Format,
-    Int4Matrix,
-    int4_matrix,
+    QuantizedMatrix,
     int4_row_bytes,
-    int8_matrix,
-    int8_strips,
     largest_scale,
-    quantized_matrix,
     round_matrix,
     stored_shape,
 )
+from tests.model.inference.kernels.cpu.plain_forms import int4_matrix, quantized_matrix
 from tests.profiles import examples
 
 
-def unpacked(matrix: Int4Matrix) -> tuple[Tensor, Tensor]:
-    """The integers (rows, width) of a matrix and the scale of each of them, byte by byte as the
-    head of `I4` in native/dot.h says."""
+def unpacked(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
+    """The integers (rows, width) of a matrix and the scale of each of them, read byte by byte in
+    the layout of `I4` in native/dot.h."""
     values, scales, place = [], [], 0
     for start in range(0, matrix.width, 256):
         block = matrix.stored[:, place : place + SCALES].view(torch.int8).int()
@@ -65,33 +61,32 @@ def test_int4_is_packed_as_the_kernels_read_it(
     dequantized = matrix.dequantized()
     assert torch.equal(dequantized, (values * scales).float() * matrix.scale[:, None])
     assert_close(int4_matrix(dequantized).dequantized(), dequantized, rtol=1e-6, atol=0)
-    # Half a step of its own scale; a step where the largest has the other sign and 8 would be it;
-    # and what rounding the scale to a 127th of the row's moves eight of its steps.
+    # Half a step of its own scale; a whole step if the largest has the other sign and would be 8;
+    # and the effect on eight steps of rounding the scale to a 127th of the row's.
     step = (scales.abs() + 0.5) * matrix.scale[:, None]
     assert ((dequantized - weight).abs() <= step + 4 * matrix.scale[:, None]).all()
 
 
 @pytest.mark.parametrize("width", [64, 300, 768])
 def test_four_bits_of_gaussian_weights_are_near(width: int) -> None:
-    """Seven per cent of the weights; with one scale for a row it would be twice as much."""
+    """The error is 7 % of the weights; with one scale per row it would be twice that."""
     weight = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
     error = (int4_matrix(weight).dequantized() - weight).std()
     assert error < 0.08
-    assert (int8_matrix(weight).dequantized() - weight).std() < 0.2 * error
+    assert (quantized_matrix(weight, "int8").dequantized() - weight).std() < 0.2 * error
 
 
-@pytest.mark.parametrize("quantize", [int4_matrix, int8_matrix, int8_strips])
+@pytest.mark.parametrize("form", get_args(Format))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_stay_zeros(quantize: type, dtype: torch.dtype) -> None:
+def test_zeros_stay_zeros(form: Format, dtype: torch.dtype) -> None:
     weight = torch.zeros(3, 100, dtype=dtype)
     weight[1, :40] = 1
-    matrix = quantize(weight)
-    assert torch.equal(matrix.dequantized(), weight.float())
+    assert torch.equal(quantized_matrix(weight, form).dequantized(), weight.float())
 
 
 @pytest.mark.parametrize("width", [1, 64, 4096, 8192, 8256, 14336, 65536])
 def test_no_sum_leaves_32_bits(width: int) -> None:
-    """The worst that there is: every weight -8 with the largest scale, every activation 255."""
+    """The worst case: every weight -8 with the largest scale, every activation 255."""
     matrix = int4_matrix(torch.ones(1, width))
     values, scales = unpacked(matrix)
     assert (values == -8).all()
@@ -121,8 +116,7 @@ def test_native_code_rounds_to_the_bits_of_plain_torch(
     outlier: float,
     seed: int,
 ) -> None:
-    """Ties, numbers that are alone in their scale, scales that are 0, and rows of zeros included;
-    some rows at a time as all at once."""
+    """With ties, outliers in their scale, scales of 0 and rows of zeros, in groups of rows."""
     generator = torch.Generator().manual_seed(seed)
     weight = magnitude * torch.randn(rows, width, generator=generator)
     weight[:, seed % width] *= outlier
@@ -139,5 +133,5 @@ def test_native_code_rounds_to_the_bits_of_plain_torch(
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Zeros by their sign, too."""
+    """True if all numbers are equal, including the signs of zeros."""
     return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())

@@ -1,4 +1,4 @@
-"""Targets: what a processor can run, as a pure function of its features."""
+"""Targets: the ones that a processor can run, as a pure function of its features."""
 
 from typing import Literal, get_args
 
@@ -19,7 +19,7 @@ V3 = target_named("x86-64-v3").features
 ZEN3 = V3 | {"fpu", "sse", "sse2", "sha_ni", "vaes"}
 CASCADE_LAKE = ZEN3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 SAPPHIRE_RAPIDS = CASCADE_LAKE | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
-"""As Linux names what these processors have, in part."""
+"""Some of the features of these processors, in Linux's words."""
 WORDS = sorted(SAPPHIRE_RAPIDS | {"asimd", "fp", "bf16"})
 
 machines = st.sampled_from(["x86_64", "aarch64", "arm64", "AMD64", "riscv64"])
@@ -41,7 +41,7 @@ def test_processor_with_more_features_runs_what_one_with_fewer_does(
 
 
 @given(machines, features, st.sets(st.sampled_from(TARGETS)))
-def test_last_is_the_greatest_of_those_that_are_there(
+def test_last_runnable_target_is_the_greatest(
     machine: str, has: frozenset[str], among: set[object]
 ) -> None:
     there = tuple(target for target in TARGETS if target in among)
@@ -69,19 +69,19 @@ def test_last_is_the_greatest_of_those_that_are_there(
         ("riscv64", frozenset(), None),
     ],
 )
-def test_best_for_processors_that_there_are(
+def test_best_target_of_real_processors(
     machine: Literal["x86_64"], has: frozenset[str], best: str | None
 ) -> None:
     assert [target.name for target in runnable(machine, has)][-1:] == ([best] if best else [])
 
 
-def test_refusal_names_what_is_missing_and_what_can_be_taken() -> None:
-    told = refusal(target_named("x86-64-v4-bf16"), "x86_64", CASCADE_LAKE) or ""
+def test_refusal_names_the_missing_features_and_the_runnable_targets() -> None:
+    message = refusal(target_named("x86-64-v4-bf16"), "x86_64", CASCADE_LAKE) or ""
     for part in ("kernel_target", "x86-64-v4-bf16", "avx512_bf16", "x86-64-v4-vnni"):
-        assert part in told
-    told = refusal(target_named("armv8-a"), "x86_64", frozenset()) or ""
+        assert part in message
+    message = refusal(target_named("armv8-a"), "x86_64", frozenset()) or ""
     for part in ("kernel_target", "armv8-a", "x86_64", "auto"):
-        assert part in told
+        assert part in message
 
 
 def test_every_name_has_a_target() -> None:

@@ -1,4 +1,4 @@
-"""The self-check: a decoder that computes something else, raises or mixes rows does not serve."""
+"""The self-check: a decoder that computes wrong results, raises or mixes rows does not serve."""
 
 import re
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Refusing(DirectStream):
 
 
 class Stale(DirectStream):
-    """Replays nothing after the first time."""
+    """A stream that replays nothing after the first run."""
 
     def record(self, compute: Compute) -> Compute:
         compute()
@@ -44,7 +44,7 @@ class Stale(DirectStream):
 
 
 def spoiled(name: str, spoil: Callable[..., Any]) -> Callable[..., GraphDecoder]:
-    """Makes decoders of which one method is wrong: `spoil` gets the right one and what it gets."""
+    """Make decoders with one wrong method: `spoil` receives the right one and its arguments."""
 
     def make(*given: Any, **options: Any) -> GraphDecoder:
         decoder = GraphDecoder(*given, **options)
@@ -85,7 +85,7 @@ def swapped_from_128_keys(decode: Any, ids: Any, slots: Any, positions: Any) -> 
         (spoiled("launch_next", lambda right, rows, *rest: right(rows[::-1], *rest)), "ahead"),
     ],
 )
-def test_faulty_decoder_leaves_serving_to_plain_torch(make: Any, fault: str) -> None:
+def test_faulty_decoder_is_replaced_by_plain_torch(make: Any, fault: str) -> None:
     path = cuda_path(GPT, "auto", batch_invariant=False, make=make)
     assert (path.make_decoder, path.make_owner, path.name) == (PlainDecoder, PlainDecoder, "torch")
     assert re.search(fault, path.note or ""), path.note
@@ -93,7 +93,7 @@ def test_faulty_decoder_leaves_serving_to_plain_torch(make: Any, fault: str) -> 
         cuda_path(GPT, "auto", batch_invariant=True, make=make)
 
 
-def test_bits_that_depend_on_the_batch_are_a_fault_if_invariance_is_asked_for() -> None:
+def test_bits_that_depend_on_the_batch_fail_batch_invariance() -> None:
     make = spoiled("decode", lambda right, *rows: right(*rows) * (1 + len(rows[0]) * 2**-20))
     assert cuda_path(GPT, "auto", batch_invariant=False, make=make).name == "CUDA graphs"
     with pytest.raises(KernelError, match=r"other bits.*batch_invariant.*cpu"):
@@ -107,7 +107,7 @@ def test_check_needs_some_context() -> None:
     assert "context_length of 7" in (fault or "")
 
 
-def test_device_that_the_check_broke_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_broken_by_the_check_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

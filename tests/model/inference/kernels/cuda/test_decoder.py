@@ -1,5 +1,5 @@
-"""GraphDecoder against PlainDecoder, on a CPU without recording: sizes, padding, slots and lengths
-change roundings alone. `python -m benchmarks.gpu` makes such checks on a GPU."""
+"""GraphDecoder against PlainDecoder on a CPU without recording: sizes, padding, slots and lengths
+only change roundings. `python -m benchmarks.gpu` makes such checks on a GPU."""
 
 import math
 from dataclasses import replace
@@ -49,7 +49,7 @@ class Counting(DirectStream):
 
 
 class Pair:
-    """A graph decoder and a plain one, each over a cache of its own, driven alike."""
+    """A graph decoder and a plain one with a cache each and the same inputs."""
 
     def __init__(self, gpt: GPT, slots: int, **options: Any) -> None:
         weight = gpt.token_embedding.weight
@@ -67,7 +67,7 @@ class Pair:
     def decode(
         self, token_ids: list[int], slots: list[int], positions: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The logits of both, held against each other."""
+        """The logits of both, compared with each other."""
         rows = token_ids, slots, positions
         graph, plain = self.graph.decode(*rows), self.plain.decode(*rows)
         off = (graph - plain).square().mean(-1).sqrt() / plain.std(-1)
@@ -76,7 +76,7 @@ class Pair:
 
 
 step_entries = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 3))
-"""A slot, the length of a prompt that it begins anew with, or 0, and the tokens of its draft."""
+"""A slot, the length of its new prompt or 0, and the tokens of its draft."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -87,11 +87,11 @@ step_entries = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 3
     steps=st.lists(st.lists(step_entries, min_size=1, max_size=4), min_size=1, max_size=6),
     name=st.sampled_from(sorted(SHAPES)),
 )
-def test_any_play_gives_what_the_plain_decoder_gives(
+def test_any_sequence_of_steps_matches_the_plain_decoder(
     dtype: torch.dtype, batch_invariant: bool, steps: Any, name: str
 ) -> None:
-    """Slots used again, sequences aborted, drafts of which half is right, prompts of any length;
-    smallest buckets of 32 keys, so that lengths fall into several."""
+    """Reused slots, aborted sequences, half-right drafts, prompts of any length. Buckets start at
+    32 keys, so that lengths fall into several."""
     gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **SHAPES[name]})).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "SHORTEST", 32)
@@ -111,8 +111,8 @@ def test_any_play_gives_what_the_plain_decoder_gives(
 
 @pytest.mark.parametrize("slots", [[1], [1, 4, 6]], ids=["copied", "in place"])
 def test_slot_shows_nothing_of_other_sequences(slots: list[int]) -> None:
-    """A weight of 0 times what is not finite is not 0, so old keys must be gone, not only masked.
-    Nothing of a slot without a row is seen."""
+    """A weight of 0 times a number that is not finite is not 0, so old keys must be zeroed, not
+    only masked. No row sees a slot without a row."""
     pair = Pair(tiny_gpt(), 7)
     for slot in range(7):
         pair.prefill(slot, [slot + 1] * 100)
@@ -144,7 +144,7 @@ def test_recordings_are_made_once_for_each_size(
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_tokens_are_sampled_from_what_was_decoded(batch_invariant: bool) -> None:
-    """The recorded sampling and other rows both give the twin's tokens."""
+    """Recorded sampling and other rows both choose the twin's tokens."""
     pair = Pair(tiny_gpt(), 6, batch_invariant=batch_invariant)
     for slot in range(6):
         pair.prefill(slot, [slot, 1, 2])

@@ -1,6 +1,6 @@
-"""Recorded work asks a GPU for no number, and computes nothing on the host: on torch's meta device,
-whose tensors have no numbers, either raises. Not covered are indices on the CPU, and what CUDA
-alone computes (`is_cuda`)."""
+"""Recorded work reads no number of a GPU and computes nothing on the host: both raise on torch's
+meta device, whose tensors have no numbers. Indices on the CPU, and branches for CUDA (`is_cuda`),
+are not covered."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ FILTERED = SamplingRow(1.0, 3, 0.9, 0.1, seed=1, position=6, index=0)
 
 
 class Nowhere:
-    """A stream to nowhere, which runs what it records twice: what comes back is zeros."""
+    """A stream that runs each recording twice and downloads zeros."""
 
     def record(self, compute: Compute) -> Compute:
         compute()
@@ -48,7 +48,7 @@ def test_nothing_is_read_back(family: str, dtype: torch.dtype, batch_invariant: 
     gpt = GPT(tiny_config(**shape)).to(META).to(dtype).eval()
     cache = KVCache(gpt.config, SLOTS, device=META, dtype=dtype)
     decoder = GraphDecoder(gpt, cache, batch_invariant=batch_invariant, stream=Nowhere())
-    # Keys are copied together, or read where they lie.
+    # Keys are gathered, or read in place.
     for rows, how in ((1, GREEDY), (2, FILTERED), (SLOTS, PLAIN)):
         slots, sampling = list(range(rows)), sampling_rows([how] * rows)
         logits = decoder.decode([1] * rows, slots, [5] * rows)

@@ -1,5 +1,4 @@
-"""Sampling on a device against its twin, `sampling/sample.py`: on a CPU the same tokens, row
-by row."""
+"""Sampling on a device against its twin, `sampling/sample.py`: on a CPU the same tokens."""
 
 import math
 
@@ -17,7 +16,7 @@ from tests.profiles import examples
 
 
 def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> list[int | None]:
-    """The tokens, which every kind that serves the rows gives."""
+    """The tokens, which all sufficient kinds choose alike."""
     sampling = sampling_rows(several)
     packed = torch.from_numpy(on_device.pack(sampling))
     kinds = [kind for kind in SamplingKind if kind >= on_device.kind_of(sampling)]
@@ -33,10 +32,8 @@ def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> lis
     seed=st.integers(0, 2**31),
     steps=st.sampled_from([0, 1, 4, 1024]),
 )
-def test_samples_what_its_twin_samples(
-    width: int, several: list[SamplingRow], seed: int, steps: int
-) -> None:
-    """A fifth of the logits is -inf, and with `steps` many are equal. The other rows change no
+def test_token_is_the_twins(width: int, several: list[SamplingRow], seed: int, steps: int) -> None:
+    """A fifth of the logits is -inf, and with `steps` many are equal. Other rows change no
     token."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(several), width, generator=generator)
@@ -65,7 +62,7 @@ def test_row_that_is_not_finite_has_no_token(bad: float) -> None:
 def test_dropped_ids_are_not_sampled_at_the_edges_of_the_interval(
     number: float, expected: int
 ) -> None:
-    """Sums of a GPU are made of pieces and may fall by a rounding."""
+    """Sums on a GPU are made of pieces and may decrease by a rounding."""
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
     cumulated = torch.tensor([[0.0, 0.5, 0.5 + 2**-52, 1.0, 1.0]], dtype=torch.float64)
     assert on_device.pick(probs, cumulated, torch.tensor([number]).double()).tolist() == [expected]

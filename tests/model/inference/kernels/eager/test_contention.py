@@ -1,4 +1,4 @@
-"""Fewer threads beside a busy neighbour: when, for how long, and never another bit."""
+"""Fewer threads next to a busy process: the conditions, the time, and unchanged bits."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ GPT = tiny_gpt()
 
 
 class Machine:
-    """A clock that a test moves, and a thread's time on its core."""
+    """A clock that a test advances, and a thread's time on its core."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -54,7 +54,7 @@ def watching(machine: Machine) -> ContentionMonitor:
 def threads_of(
     monitor: ContentionMonitor, machine: Machine, lost: float, contended: bool = False
 ) -> int:
-    """Threads that an operation of 50 ms has, of which its thread was off its core for a share."""
+    """The threads of an operation of 50 ms whose thread was off its core for a share of it."""
     with monitor.watched(32, contended):
         machine.spend(0.05, lost)
         return torch.get_num_threads()
@@ -64,10 +64,10 @@ def test_late_thread_computes_alone_for_a_while() -> None:
     machine = Machine()
     monitor = watching(machine)
     assert threads_of(monitor, machine, lost=0.1) == 2
-    assert threads_of(monitor, machine, lost=0.6) == 2, "it was late, which is known afterwards"
+    assert threads_of(monitor, machine, lost=0.6) == 2, "lateness is known afterwards"
     alone_since = machine.now
     while threads_of(monitor, machine, lost=0.0) == 1:
-        assert torch.get_num_threads() == 2, "the threads are back outside"
+        assert torch.get_num_threads() == 2, "all threads are back afterwards"
     assert SHORTEST <= machine.now - alone_since < SHORTEST + 0.11
     assert threads_of(monitor, machine, lost=0.1) == 2, "it helped"
 
@@ -86,15 +86,15 @@ def test_contention_doubles_the_pause_while_it_lasts() -> None:
     assert LONGEST == 16 * SHORTEST
     machine.spend(2 * LONGEST)
     threads_of(monitor, machine, lost=0.6)
-    assert monitor._alone_until - machine.now == pytest.approx(SHORTEST), "it begins anew"
+    assert monitor._alone_until - machine.now == pytest.approx(SHORTEST), "the pause starts over"
 
 
-def test_contention_believes_the_decoder() -> None:
+def test_decoder_can_report_contention() -> None:
     machine = Machine()
     assert threads_of(watching(machine), machine, lost=0.0, contended=True) == 1
 
 
-def test_short_interruptions_are_nobodys_fault() -> None:
+def test_short_interruptions_are_ignored() -> None:
     machine = Machine()
     monitor = watching(machine)
     with monitor.watched(32):
@@ -102,7 +102,7 @@ def test_short_interruptions_are_nobodys_fault() -> None:
     assert threads_of(monitor, machine, lost=0.0) == 2
 
 
-def test_contention_keeps_threads_that_change_bits(
+def test_threads_that_change_bits_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def divides_differently(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> object:
@@ -119,7 +119,7 @@ def test_contention_keeps_threads_that_change_bits(
 
 @contextmanager
 def neighbours(core: int, count: int) -> Iterator[None]:
-    """Processes that never sleep, on one core."""
+    """Run processes that never sleep on one core."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         for process in spinning:
@@ -136,9 +136,9 @@ def threads_of_this_process() -> set[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core as Linux does it")
-def test_native_threads_notice_and_compute_the_same(library: ctypes.CDLL) -> None:
-    """A thread that shares its core with two others is bound to lose it while it holds a piece, and
-    what is decoded until then, alone and afterwards is what one thread computes."""
+def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL) -> None:
+    """A thread that shares its core with two processes loses it while it holds an item. All steps
+    before, during and after have the bits of one thread."""
     gpt = tiny_gpt(tiny_config(head_dim=16, d_model=512, d_ff=4096, n_layer=4))
 
     def decoder(threads: int) -> NativeDecoder:
@@ -166,8 +166,8 @@ def test_native_threads_notice_and_compute_the_same(library: ctypes.CDLL) -> Non
 
 
 def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
-    """Milliseconds at which a thread of the native pool that waited for others, each time from
-    when for how long, has the others compute again; 0 if it never did without them."""
+    """The millisecond until which a thread of the native pool computes alone after these waits,
+    each with its start and length; 0 if it never did."""
     library.logitd_contention_alone_until.restype = ctypes.c_int64
     since = [round(1000 * start) for start, _ in waits]
     until = [round(1000 * (start + length)) for start, length in waits]
@@ -176,20 +176,20 @@ def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float
     return found / 1000
 
 
-def test_event_loop_at_work_is_no_neighbour(library: ctypes.CDLL) -> None:
-    """A server of 32 streams hands over the tokens of each step, a millisecond or two of a core.
-    For that its decoder computed alone, and gave three quarters of its rate."""
+def test_busy_event_loop_is_no_contention(library: ctypes.CDLL) -> None:
+    """A server of 32 streams delivers the tokens of each step in one or two milliseconds of a core.
+    Its decoder once computed alone for that, at three quarters of its rate."""
     assert alone_until(library, [(1000 + 12 * step, 1.5) for step in range(100)]) == 0
     assert alone_until(library, [(1000 + 45 * step, 2.5) for step in range(100)]) == 0
     assert alone_until(library, [(1000 + step, 0.4) for step in range(100)]) == 0
 
 
-def test_neighbour_is_known_by_a_slice_or_by_two_short_ones(library: ctypes.CDLL) -> None:
+def test_contention_shows_in_one_slice_or_two_short_ones(library: ctypes.CDLL) -> None:
     assert alone_until(library, [(1000, 8)]) == 1028
     assert alone_until(library, [(1000, 1.5), (1004, 1.5)]) == 1025.5
 
 
-def test_neighbour_who_stays_is_tried_less_and_less_often(library: ctypes.CDLL) -> None:
+def test_lasting_contention_doubles_the_native_pause(library: ctypes.CDLL) -> None:
     waits, ends = [(1000.0, 8.0)], []
     for _ in range(7):
         ends.append(alone_until(library, waits))

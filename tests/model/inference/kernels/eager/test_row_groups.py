@@ -1,8 +1,7 @@
-"""Row groups: what is found keeps a row's bits, on whatever processor this runs.
+"""Row groups: the found groups keep a row's bits on any processor.
 
-The tests of whole engines rested on multiples of 4, which was measured on AMD's processors. On
-Intel's with AVX-512 a sequence of a float32 model decoded in plain torch got other bits among
-sixteen than among fifteen.
+Multiples of 4 are right for AMD's processors. On Intel's with AVX-512 a sequence of a float32 model
+in plain torch has other bits among sixteen rows than among fifteen.
 """
 
 import pytest
@@ -25,8 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def served_gpt(dtype: torch.dtype) -> GPT:
-    """Model as wide as small models that are served: there classes of rows differ from the tiny
-    ones'."""
+    """A model as wide as real small ones, whose classes of rows differ from those of tiny ones."""
     return tiny_gpt(
         tiny_config(d_model=256, head_dim=64, n_head=4, d_ff=1024, vocab_size=2048, n_layer=1)
     ).to(dtype)
@@ -34,7 +32,7 @@ def served_gpt(dtype: torch.dtype) -> GPT:
 
 @torch.inference_mode()
 def bits_of_a_row(gpt: GPT, rows: int, place: int, row_groups: RowGroups) -> Tensor:
-    """Logits of one row among random ones, in groups."""
+    """The logits of one row among random ones."""
     others = torch.randn(rows, gpt.config.d_model, generator=torch.Generator().manual_seed(rows))
     one = torch.randn(gpt.config.d_model, generator=torch.Generator().manual_seed(0))
     others[place] = one
@@ -44,7 +42,7 @@ def bits_of_a_row(gpt: GPT, rows: int, place: int, row_groups: RowGroups) -> Ten
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_company_changes_no_row(dtype: torch.dtype) -> None:
+def test_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     gpt = served_gpt(dtype)
     groups = decode_row_groups(gpt)
     alone = bits_of_a_row(gpt, 1, 0, groups)
@@ -67,7 +65,7 @@ def test_blocks_that_share_a_product_change_no_row(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_model_of_any_family_has_groups(family: str) -> None:
+def test_every_family_has_groups(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     groups = decode_row_groups(gpt)
     assert groups.multiple in (1, *MULTIPLES)
@@ -76,7 +74,7 @@ def test_model_of_any_family_has_groups(family: str) -> None:
 
 
 class Stepwise:
-    """A head of a processor whose kernels change at these counts of rows."""
+    """A head whose kernels change at these numbers of rows."""
 
     def __init__(self, *borders: int, by_place: bool = False) -> None:
         self.borders, self.by_place = borders, by_place
@@ -100,7 +98,7 @@ class Stepwise:
     ],
     ids=["one class", "AMD", "eight", "Intel", "seventeen", "behind a group", "by place"],
 )
-def test_cheapest_is_taken(
+def test_cheapest_groups_are_chosen(
     head: Stepwise, expected: RowGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpt = tiny_gpt()
