@@ -83,13 +83,6 @@ ROOMS: dict[str, set[str]] = {
         "model.memory",
         "model.transformer",
     },
-    "model.inference.sharing": {
-        "model.device",
-        "model.inference.memory",
-        "model.inference.options",
-        "model.memory",
-        "model.transformer",
-    },
     "model.inference.load": {
         "model.checkpoint",
         "model.device",
