@@ -24,7 +24,6 @@ from logitd.model.inference.engine.events import (
     FinishReason,
     OutputsChunk,
     PromptEvent,
-    PromptToken,
     ScoresChunk,
     StepResult,
     TokenEvent,
@@ -43,6 +42,7 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
+    ScoredToken,
 )
 from logitd.model.transformer.gpt import GPT
 
@@ -294,28 +294,16 @@ class Engine:
             self._verify(sequence, draft, output.verified[sequence], events)
 
     def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
-        """The row of a position scores the token after it; nothing scores a prompt's first."""
-        sequence, start = chunk.sequence, scores.start
+        """The row of a position scores the token after it; no row scores a prompt's first token."""
+        sequence, start, tokens = chunk.sequence, scores.start, scores.tokens
         if sequence.scored_in_arrays:
             events: list[Event] = []
             for rows in scores.rows:
-                events.append(
-                    ScoresChunk(
-                        sequence.request_id,
-                        sequence.index,
-                        start,
-                        rows.logprobs,
-                        rows.counts,
-                        rows.top_ids,
-                        rows.top_logprobs,
-                    )
-                )
+                events.append(ScoresChunk(sequence.request_id, sequence.index, start, rows))
                 start += len(rows.logprobs)
             return events
-        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scores.tokens]
         if start == 1 and sequence.scores_first:
-            start = 0
-            tokens.insert(0, PromptToken(sequence.tokens[0]))
+            start, tokens = 0, [ScoredToken(sequence.tokens[0]), *tokens]
         return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:

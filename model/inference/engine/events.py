@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
@@ -36,16 +37,6 @@ class TokenEvent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptToken:
-    """A given token with its raw logprob, and the likeliest in its place. The first token of a
-    prompt has none: nothing predicts it."""
-
-    token_id: int
-    chosen: TokenLogprob | None = None
-    top: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class PromptEvent:
     """Logprobs of given tokens from position `start` on, when they were asked for. A generation is
     told once those of its prompt (index 0), before its first token; a ScoreRequest those of each
@@ -54,25 +45,18 @@ class PromptEvent:
     request_id: str
     index: int
     start: int
-    tokens: tuple[PromptToken, ...]
+    tokens: tuple[ScoredToken, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoresChunk:
-    """What a PromptEvent says, in NumPy arrays, to a ScoreRequest that asks for them: of T tokens
-    from position `start` on, which is never the first of a prompt.
-
-    logprobs (T,), float64
-    counts   (T,), how many of the likeliest of each follow in `top_ids` and `top_logprobs` (N,)
-    """
+    """Logprobs of given tokens from position `start` on as arrays, for a ScoreRequest that asks for
+    arrays. The first token of a prompt is never among them."""
 
     request_id: str
     index: int
     start: int
-    logprobs: Any
-    counts: Any
-    top_ids: Any
-    top_logprobs: Any
+    scores: ScoredRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,11 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
-    TokenWithLogprobs,
+    ScoredRows,
+    ScoredToken,
 )
 from logitd.model.inference.sampling.sampler import (
     RowContext,
-    ScoredRows,
     sample,
     score,
     score_rows,
@@ -67,7 +67,7 @@ class Scores:
     where the request asks for these."""
 
     start: int
-    tokens: list[TokenWithLogprobs]
+    tokens: list[ScoredToken]
     rows: list[ScoredRows]
 
 

@@ -24,6 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from logitd.model.inference.sampling.distribution import largest_ids
+
 GROUP_ELEMENTS = 2**20
 """Logits that are summed up at once, in 32 MiB of float64."""
 COUNTED_IDS = 16
@@ -95,7 +97,7 @@ class LensDigest:
         divergence = sums.log_total - sums.weighted - self._entropy[group]
         if is_own:
             divergence = 0 * sums.entropy  # exactly, unless it is not a number
-        ids = _largest(logits, self._top_k)
+        ids = largest_ids(logits, self._top_k)
         logprobs = [sums.logprobs(logits[:, self._named])]
         ranks = [_ranks(logits, self._named)]
         if self._following is not None:
@@ -125,21 +127,6 @@ class LensDigest:
         sums = self._work[1:, : len(logits)].sum(dim=2, keepdim=True)  # (3, G, 1)
         log_total = sums[0].log()
         return _Sums(largest, log_total, log_total - sums[1] / sums[0], sums[2])
-
-
-def _largest(logits: Tensor, count: int) -> Tensor:
-    """Ids (G, count) of the largest logits of each row, descending; equals in the order of their
-    ids, which torch.topk does not promise."""
-    # 1) As torch gives them, and the next one; in the order of their ids, then stably sorted.
-    values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=1)
-    ids = ids[:, :count].sort(dim=1).values
-    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
-    ids = ids.gather(1, order)
-    # 2) Where the next one equals the last, torch chose any of them: such a row is sorted whole.
-    if count < logits.shape[1]:
-        for row in (values[:, count] == values[:, count - 1]).nonzero()[:, 0].tolist():
-            ids[row] = logits[row].sort(descending=True, stable=True).indices[:count]
-    return ids
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

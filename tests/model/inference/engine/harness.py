@@ -30,7 +30,6 @@ from logitd.model.inference.engine.events import (
     FinishReason,
     OutputsChunk,
     PromptEvent,
-    PromptToken,
     ScoresChunk,
     StepResult,
     TokenEvent,
@@ -47,6 +46,7 @@ from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.reference import generate, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
@@ -184,7 +184,7 @@ class Outcome:
 
     tokens: list[TokenEvent] = field(default_factory=list)
     rows: list[OutputsChunk] = field(default_factory=list)
-    prompt: list[PromptToken] = field(default_factory=list)
+    prompt: list[ScoredToken] = field(default_factory=list)
     scores: list[ScoresChunk] = field(default_factory=list)
     prompt_start: int = 0
     attribution: Attribution | None = None

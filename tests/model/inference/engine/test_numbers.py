@@ -238,20 +238,20 @@ def test_scores_in_arrays_are_those_of_each_token(
     request = score_request("s", prompt, *rest, top=top)
     driven = run(gpt, request, replace(request, request_id="a", arrays=True), prefill_chunk=32)
     tokens = [token for token in driven["s", 0].prompt if token.chosen is not None]
-    arrays = driven["a", 0].scores
     assert driven["a", 0].prompt == []
-    position = context or 1
-    for chunk in arrays:
+    position, arrays = context or 1, []
+    for chunk in driven["a", 0].scores:
         assert chunk.start == position
-        position += len(chunk.logprobs)
+        position += len(chunk.scores.logprobs)
+        arrays.append(chunk.scores)
     assert position == max(length, 1)
-    assert [value for chunk in arrays for value in chunk.logprobs] == [
+    assert [value for rows in arrays for value in rows.logprobs] == [
         token.chosen.logprob for token in tokens if token.chosen is not None
     ]
     likeliest = [entry for token in tokens for entry in token.top]
-    assert [count for chunk in arrays for count in chunk.counts] == [top] * len(tokens)
-    assert [i for chunk in arrays for i in chunk.top_ids] == [entry.token_id for entry in likeliest]
-    assert [value for chunk in arrays for value in chunk.top_logprobs] == [
+    assert [count for rows in arrays for count in rows.counts] == [top] * len(tokens)
+    assert [i for rows in arrays for i in rows.top_ids] == [entry.token_id for entry in likeliest]
+    assert [value for rows in arrays for value in rows.top_logprobs] == [
         entry.logprob for entry in likeliest
     ]
 

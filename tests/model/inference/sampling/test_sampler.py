@@ -23,7 +23,7 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
-    TokenWithLogprobs,
+    ScoredToken,
 )
 from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
 from logitd.model.inference.sampling.sampler import ListedIds, RowContext, sample, score, score_rows
@@ -48,7 +48,7 @@ class Sampled:
         match result:
             case int(token_id):
                 return cls(token_id)
-            case TokenWithLogprobs(token_id, chosen, top):
+            case ScoredToken(token_id, chosen, top):
                 return cls(token_id, chosen, top)
             case SampleError(message):
                 return cls(-1, error=message)
@@ -385,7 +385,9 @@ def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition
     together = score(torch.tensor(logits), ids, count)
     arrays = score_rows(torch.tensor(logits), ids, count)
     likeliest = [top for scored in together for top in scored.top]
-    assert arrays.logprobs.tolist() == [scored.chosen.logprob for scored in together]
+    assert arrays.logprobs.tolist() == [
+        scored.chosen.logprob for scored in together if scored.chosen
+    ]
     assert arrays.counts.tolist() == [len(scored.top) for scored in together]
     assert arrays.top_ids.tolist() == [top.token_id for top in likeliest]
     assert arrays.top_logprobs.tolist() == [top.logprob for top in likeliest]
