@@ -30,7 +30,13 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.requests import Request
-from logitd.model.inference.engine.runner import DecoderMaker, Passes, Runner, Scores, StepOutput
+from logitd.model.inference.engine.runner import (
+    DecoderMaker,
+    ForwardModel,
+    Runner,
+    Scores,
+    StepOutput,
+)
 from logitd.model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from logitd.model.inference.engine.sequence import Group, Sequence, State
 from logitd.model.inference.engine.validation import check_request
@@ -78,7 +84,7 @@ class Engine:
         self._first_deadline = math.inf  # no deadline is earlier
         self.weights = 0
         """The version of the weights: how often they were swapped."""
-        self._next: Passes | None = None  # with the weights of the next version
+        self._next: ForwardModel | None = None  # with the weights of the next version
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -145,12 +151,12 @@ class Engine:
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
 
-    def prepare_weights(self, gpt: GPT) -> Passes:
+    def prepare_weights(self, gpt: GPT) -> ForwardModel:
         """Other weights of the same shape, ready to take over; both are in memory from here on.
         Raises ValueError for a model of another shape, device or dtype: its cache would not fit."""
         return self._runner.prepare(gpt)
 
-    def swap_weights(self, passes: Passes) -> None:
+    def swap_weights(self, model: ForwardModel) -> None:
         """Let every request that comes from now on be answered by prepared weights.
 
         Takes effect between two steps: requests of this version end on the old weights, those that
@@ -159,7 +165,7 @@ class Engine:
         """
         if self._next is not None:
             raise ValueError("other weights are waiting to take over already")
-        self._next = passes
+        self._next = model
         self._swap_when_idle()
 
     def swapping(self) -> bool:

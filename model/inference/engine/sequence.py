@@ -92,6 +92,12 @@ class Sequence:
         self.tapped = is_tapped(request)
 
     @property
+    def held_slot(self) -> int:
+        """The slot of a sequence that has one."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 

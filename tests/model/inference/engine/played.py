@@ -74,7 +74,7 @@ class Launching(LateDecoder):
 
 
 def launching(driven: Driven) -> Launching:
-    decoder = driven.engine._runner._decoder
+    decoder = driven.engine._runner.model.decoder
     assert isinstance(decoder, Launching)
     return decoder
 
