@@ -302,13 +302,14 @@ class Engine:
     def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
         """The row of a position scores the token after it; no row scores a prompt's first token."""
         sequence, start, tokens = chunk.sequence, scores.start, scores.tokens
-        if sequence.scored_in_arrays:
+        assert sequence.scoring is not None
+        if sequence.scoring.arrays:
             events: list[Event] = []
             for rows in scores.rows:
                 events.append(ScoresChunk(sequence.request_id, sequence.index, start, rows))
                 start += len(rows.logprobs)
             return events
-        if start == 1 and sequence.scores_first:
+        if start == 1 and sequence.scoring.whole:
             start, tokens = 0, [ScoredToken(sequence.tokens[0]), *tokens]
         return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 

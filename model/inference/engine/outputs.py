@@ -7,7 +7,6 @@ that knows tensors. Sequences that are tapped (`TappedPasses`) are computed apar
 Shapes: P chosen positions, T positions of a chunk, V = vocab_size.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,8 +126,7 @@ class OutputsComputer:
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
         """Compute a chunk, and the outputs that are asked for in it and were not handed out before
         the sequence gave its slot back."""
-        first = max(chunk.sequence.handed_out, bisect_left(request.positions, chunk.start))
-        positions = request.positions[first : bisect_left(request.positions, chunk.end)]
+        positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
         if chunk.sequence.tapped:
             values = self._of_tapped(chunk, request.output, positions, offsets)

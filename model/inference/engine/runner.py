@@ -31,7 +31,7 @@ from logitd.model.inference.engine.outputs import (
 )
 from logitd.model.inference.engine.overlap import OverlapScheduler
 from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
-from logitd.model.inference.engine.sequence import Sequence
+from logitd.model.inference.engine.sequence import Scoring, Sequence
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.kernels.base import Decoder, DecodeRows, MixedPass
 from logitd.model.inference.kernels.eager.contention import ContentionMonitor
@@ -291,13 +291,13 @@ class Runner:
         self, chunks: Iterable[PrefillChunk], hidden: Iterable[Tensor], output: StepOutput
     ) -> None:
         for chunk, states in zip(chunks, hidden, strict=True):
-            first = chunk.sequence.scores_from
-            if first is not None and chunk.end > first:
-                output.scores[chunk.sequence] = self._scores(chunk, states, first)
+            scoring = chunk.sequence.scoring
+            if scoring is not None and chunk.end > scoring.start:
+                output.scores[chunk.sequence] = self._scores(chunk, states, scoring)
 
-    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
+    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scoring: Scoring) -> Scores:
         """Logprobs of the tokens after the chunk's positions, block by block."""
-        sequence, first = chunk.sequence, max(chunk.start, scores_from)
+        sequence, first = chunk.sequence, max(chunk.start, scoring.start)
         hidden = hidden[first - chunk.start :]
         # The last position of a prompt has no token after it.
         following = sequence.tokens[first + 1 : min(chunk.end + 1, sequence.prompt_length)]
@@ -306,10 +306,10 @@ class Runner:
             targets = following[start : start + BLOCK]
             logits = self.model.decoder.head(hidden[start : start + len(targets)])
             with self._apart_from_decoder():
-                if sequence.scored_in_arrays:
-                    scored.rows.append(score_rows(logits, targets, sequence.scored_top))
+                if scoring.arrays:
+                    scored.rows.append(score_rows(logits, targets, scoring.top))
                 else:
-                    scored.tokens.extend(score(logits, targets, sequence.scored_top))
+                    scored.tokens.extend(score(logits, targets, scoring.top))
         return scored
 
     def _begin_sampling(self, ended: Iterable[PrefillChunk]) -> None:

@@ -15,9 +15,7 @@ from logitd.model.inference.engine.budget import (
     MOST_DELAY,
     PASS_WORK,
     WINDOW,
-    ChunkLengths,
     PrefillBudget,
-    positions_for,
 )
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
@@ -177,18 +175,19 @@ def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
 def test_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> None:
     """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
     had ten times its time."""
-    budget = PrefillBudget(DecodeSteps(11), 8 * BLOCK)
-    assert budget.work() == 0.0
+    target = DecodeSteps(11)
+    budget = PrefillBudget(target, 8 * BLOCK)
+    assert budget.work(target) == 0.0
     budget.decoded(0.02)
-    assert budget.work() == 0.0, "nothing is known of prompts"
-    budget.prefilled(ChunkLengths([1]), 0.015)
-    assert budget.work() == pytest.approx(20.0)
-    budget.prefilled(ChunkLengths([BLOCK]), 0.150)
-    assert budget.work() == pytest.approx(2.0)
-    budget.prefilled(ChunkLengths([1]), 0.015)
-    assert budget.work() == pytest.approx(2.0)
-    budget.prefilled(ChunkLengths([BLOCK, 2 * BLOCK]), 0.100)
-    assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
+    assert budget.work(target) == 0.0, "nothing is known of prompts"
+    budget.prefilled([1], 0.015)
+    assert budget.work(target) == pytest.approx(20.0)
+    budget.prefilled([BLOCK], 0.150)
+    assert budget.work(target) == pytest.approx(2.0)
+    budget.prefilled([1], 0.015)
+    assert budget.work(target) == pytest.approx(2.0)
+    budget.prefilled([BLOCK, 2 * BLOCK], 0.100)
+    assert budget.work(target) == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
 
 
 def test_budget_accepts_steps_that_cost_nothing() -> None:
@@ -219,8 +218,8 @@ def test_pass_that_takes_no_longer_is_not_taken_for_one_without_time() -> None:
     budget = PrefillBudget(DecodeSteps(3), 8 * BLOCK)
     for _ in range(WINDOW):
         budget.decoded(0.080)
-        budget.together(ChunkLengths([BLOCK]), 0.079)
-    assert positions_for(budget.work()) == 8 * BLOCK
+        budget.together([BLOCK], 0.079)
+    assert budget.positions() == 8 * BLOCK
 
 
 seconds = st.floats(min_value=1e-5, max_value=10.0)

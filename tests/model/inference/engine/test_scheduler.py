@@ -210,7 +210,7 @@ class Simulation:
     def append(self, sequence: Sequence) -> None:
         assert sequence.generation is not None
         sequence.tokens.append(1000 + len(sequence.tokens))
-        if sequence.generated == sequence.generation.params.max_tokens:
+        if not sequence.tokens_left:
             self.scheduler.remove(sequence)
 
     def drain(self) -> None:
@@ -248,7 +248,7 @@ def test_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
         assert long.computed == step * CHUNK
         plan = simulation.step()
         assert plan.decode == (running,)
-        assert running.generated == step + 2
+        assert len(running.tokens) == running.prompt_length + step + 2
     assert long.state is State.DECODE
 
 
