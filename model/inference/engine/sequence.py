@@ -11,7 +11,6 @@ from typing import Any
 
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
 from logitd.model.inference.engine.cost import NO_COST, StepCost
-from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.inference.engine.ngram import Drafter
 from logitd.model.inference.engine.requests import (
     AttributionRequest,
@@ -159,29 +158,6 @@ class Sequence:
         positions = self.outputs.positions
         first = max(self.handed_out, bisect.bisect_left(positions, start))
         return positions[first : bisect.bisect_left(positions, end)]
-
-    def finish_event(
-        self,
-        reason: FinishReason,
-        now: float,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        param: str | None = None,
-    ) -> FinishEvent:
-        return FinishEvent(
-            request_id=self.request_id,
-            index=self.index,
-            reason=reason,
-            times=SequenceTimes(self.arrived, self.admitted, self.prefilled, now),
-            prompt_tokens=len(self.request.token_ids),
-            cached_tokens=self.cached,
-            completion_tokens=len(self.tokens) - self.prompt_length,
-            stop_token_id=stop_token_id,
-            error=error,
-            param=param,
-            price=self.price,
-        )
 
 
 def _scoring(request: Request, index: int) -> Scoring | None:

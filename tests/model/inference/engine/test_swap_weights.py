@@ -104,7 +104,7 @@ def test_swap_refuses_a_second_one_while_it_waits() -> None:
     driven = Driven(OLD)
     driven.add(generation("old", [1, 2, 3]))
     driven.swap_weights(NEW)
-    with pytest.raises(ValueError, match="waiting"):
+    with pytest.raises(ValueError, match="earlier swap"):
         driven.swap_weights(NEW)
     assert driven.drain()["old", 0].token_ids == generate(OLD, [1, 2, 3], params())
     driven.swap_weights(OLD)
