@@ -28,11 +28,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from logitd.model.inference.constraints.compiler import (
-    Compiler,
-    ConstraintsUnavailable,
-    Source,
-)
+from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Source
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -188,9 +184,7 @@ def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
         kind, text, seconds = json.loads(requests.readline())
         connection.setblocking(False)
         signal.signal(signal.SIGPROF, lambda *_: os._exit(1))
-        signal.set_wakeup_fd(
-            connection.fileno()
-        )  # the system writes the signal's number at once: SLOW
+        signal.set_wakeup_fd(connection.fileno())  # gets the signal's number at once: SLOW
         signal.setitimer(signal.ITIMER_PROF, seconds)
         error = None
         try:

@@ -1,11 +1,9 @@
-"""SamplingState: how the sequence in each slot is sampled, from its first token to its last.
+"""SamplingState: the sampling record of the sequence in each slot.
 
-Everything about a row but its position is known when its sequence begins to decode, so it is
-written down once, and a step fills in positions and nothing else. Most often the same sequences
-decode from one step to the next: then the array of the step before is handed out again. After a
-forward pass the CPU caches are cold, and to rebuild the array costs more than to reuse it.
-
-Not here: what rows need besides that (`model/inference/sampling/sampler.py`).
+Everything in a record except the position is known when a sequence begins to decode, so it is
+written once, and a step fills in positions only. Mostly the same sequences decode from step to
+step, and the array of the last step is reused: the CPU caches are cold after a forward pass, and
+rebuilding it would cost more.
 """
 
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ from logitd.model.inference.sampling.sample import (
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """The rows of some slots, in this order."""
-
     slots: list[int]
     sampling: SamplingRows
     positions: npt.NDArray[np.uint32]  # a view of `sampling`: the same memory
@@ -41,15 +37,14 @@ class SamplingState:
         self._last: _Selection | None = None
 
     def begin(self, slot: int, params: SamplingParams, index: int) -> None:
-        """The slot's tokens are sampled like this from now on, for sequence `index` of its
-        prompt."""
+        """Set how the slot's tokens are sampled, for sequence `index` of its prompt."""
         self._sampling[slot] = sampling_rows([row_of(params, index, position=0)])[0]
         self._processed[slot] = needs_logits_processing(params)
         self._last = None
 
     def rows(self, slots: list[int], positions: list[int]) -> tuple[SamplingRows, tuple[int, ...]]:
-        """How the tokens at these positions of these slots are sampled, a row each, and the indices
-        of the rows that need logits processing. The array is valid until the next call."""
+        """Records of the tokens at these positions of these slots, a row each, and the indices of
+        the rows that need logits processing. The array is valid until the next call."""
         last = self._last
         if last is None or last.slots != slots:
             last = self._last = self._select(slots)
@@ -63,7 +58,6 @@ class SamplingState:
 
 
 def row_of(params: SamplingParams, index: int, position: int) -> SamplingRow:
-    """How the token at a position of sequence `index` of a prompt is sampled."""
     return SamplingRow(
         params.temperature,
         params.top_k,
@@ -76,8 +70,8 @@ def row_of(params: SamplingParams, index: int, position: int) -> SamplingRow:
 
 
 def needs_logits_processing(params: SamplingParams) -> bool:
-    """Whether rows with these parameters may need steps 1 to 6 of the sampler, or logprobs: then
-    `sample` has to know the text behind each of them (`RowContext`)."""
+    """True if rows with these parameters may need steps 1 to 6 of the sampler, or logprobs; then
+    `sample` needs their texts (`RowContext`)."""
     return bool(
         params.logprobs is not None
         or params.constraint is not None

@@ -17,10 +17,7 @@ import torch
 
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, Source
-from logitd.model.inference.constraints.protocol import (
-    TokenConstraint,
-    TokenMatcher,
-)
+from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.inference.engine.budget import (
-    MOST_DELAY,
-    PASS_WORK,
-    WINDOW,
-    PrefillBudget,
-)
+from logitd.model.inference.engine.budget import MOST_DELAY, PASS_WORK, WINDOW, PrefillBudget
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.scheduler import Scheduler, StepPlan

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason
-from logitd.model.inference.engine.requests import (
-    GenerationRequest,
-)
+from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitd.model.inference.engine.requests import (
-    Request,
-)
+from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (

@@ -11,13 +11,7 @@ from functools import cache
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT

@@ -16,11 +16,7 @@ from torch import Tensor
 
 from logitd.model.inference.engine.cost import output_elements, position_elements
 from logitd.model.inference.engine.events import FinishReason
-from logitd.model.inference.engine.requests import (
-    HiddenStates,
-    Lens,
-    OutputsRequest,
-)
+from logitd.model.inference.engine.requests import HiddenStates, Lens, OutputsRequest
 from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
