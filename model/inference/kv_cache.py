@@ -50,7 +50,6 @@ class Cells:
     def __init__(
         self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, kept: KVCacheDType
     ) -> None:
-        """`dtype` is that of `read`."""
         self._dtype = dtype
         quantized = kept == "int8"
         self.numbers = _zeros(shape, device, torch.int8 if quantized else dtype)
@@ -106,7 +105,6 @@ class KVCache:
         dtype: torch.dtype,
         kept: KVCacheDType = "auto",
     ) -> None:
-        """`dtype` is that of attention, `kept` that of the stored keys and values."""
         # Prefill writes whole blocks.
         self.slot_length = -(-config.context_length // BLOCK) * BLOCK
         shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
@@ -138,9 +136,7 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (1, H, T, D); k, v (1, K, T, D); T a multiple of BLOCK
-            end = start + k.shape[2]
-            self._write(layer, slot, start, end, k[0], v[0])
-            keys, values = self.read(layer, slot, end)  # (K, end, D)
+            keys, values = self._extend(layer, slot, start, k[0], v[0])
             return attend_blocks(
                 layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
             )
@@ -153,11 +149,9 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal bias
-            end = start + k.shape[2]
-            self._write(layer, slot, start, end, k[0], v[0])
-            keys, values = self.read(layer, slot, end)  # (K, end, D)
+            keys, values = self._extend(layer, slot, start, k[0], v[0])
             if start and bias is None:  # the same for all layers
-                bias = causal_bias(k.shape[2], end, q)
+                bias = causal_bias(k.shape[2], start + k.shape[2], q)
             return attend_piece(q, keys, values, bias)
 
         return attend
@@ -217,14 +211,16 @@ class KVCache:
                 cells.clear((slice(None), slot, slice(None), slice(length, written)))
             self._written[slot] = length
 
-    def _write(
-        self, layer: int, slot: int, start: int, end: int, keys: Tensor, values: Tensor
-    ) -> None:
-        """Write keys and values (K, T, D) of positions [start, end) of a slot."""
+    def _extend(
+        self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values (K, T, D) at `start`; returns those of positions [0, start + T)."""
+        end = start + keys.shape[1]
         index = (layer, slot, slice(None), slice(start, end))
         self._keys.write(index, keys)
         self._values.write(index, values)
         self.wrote(slot, end)
+        return self.read(layer, slot, end)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

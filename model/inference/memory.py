@@ -48,7 +48,6 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Bytes of its weights and tables."""
         return model_bytes(self.config, self.item_bytes)
 
     def slot(self, *, gpu: bool) -> int:

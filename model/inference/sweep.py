@@ -39,7 +39,6 @@ class Grid:
 
     @property
     def count(self) -> int:
-        """Number of cells."""
         return math.prod(map(len, self.axes.values()))
 
     def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
@@ -93,7 +92,6 @@ def _places(
 
 
 def _at(intervention: Intervention, cell: Cell) -> Intervention:
-    """The part of an intervention in one cell."""
     values, heads, positions = intervention.values, intervention.heads, intervention.positions
     if cell.head is not None:
         if values is not None:  # (1 or positions, heads, ...)

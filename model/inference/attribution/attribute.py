@@ -64,7 +64,6 @@ class _Prompt:
         self._watched = watched
 
     def pieces(self) -> Generator[None, None, Attribution]:
-        """Compute everything, with a stop after each piece."""
         task, row = self._task, self._task.position
         passes = self._passes = TextPasses(self._gpt, self._text, row, self._watched)
         # 1) The prompt forward, with the streams before the blocks if they are needed.
@@ -128,7 +127,6 @@ class _Prompt:
     def _path(
         self, embedding: Tensor, token_id: int, direction: Tensor, target: float
     ) -> Generator[None, None, IntegratedGradients]:
-        """The path from the baseline to the prompt, step by step."""
         passes, task = self._passes, self._task
         if task.baseline is None:
             baseline = torch.zeros_like(embedding)

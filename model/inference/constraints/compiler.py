@@ -227,7 +227,6 @@ class Constraint:
         self._starts.append(self.compiler.matcher(self.source, self._grammar))
 
     def start(self) -> Any:
-        """The llguidance matcher of one sequence, before the first token."""
         if self._starts:
             return self._starts.pop()
         return self.compiler.matcher(self.source, self._grammar)

@@ -22,7 +22,6 @@ class Heap:
         self._before = resident()  # at the start, or when last trimmed with no lexer in use
 
     def begin(self) -> None:
-        """Count a lexer that is used."""
         self._in_use += 1
 
     def end(self) -> None:

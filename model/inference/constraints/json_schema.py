@@ -59,7 +59,6 @@ def enforceable(schema: Any) -> Any:
 
 
 def _value(key: str, value: Any) -> Any:
-    """The value of a keyword, made enforceable."""
     if key in ("const", "enum"):
         _check_text(value)
         return value

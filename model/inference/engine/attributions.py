@@ -42,14 +42,7 @@ class AttributionTurns:
         return self.running[-1]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that has ended."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-
-    def check_integrity(self) -> None:
-        """Assert the states of the sequences (for tests)."""
-        assert len(self.running) <= AT_ONCE
-        assert all(s.state is State.ATTRIBUTION and s.slot is None for s in self.running)
-        assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)

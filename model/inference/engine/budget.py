@@ -39,7 +39,6 @@ class PrefillBudget:
     """The costs of recent steps, and the positions that the next step may compute."""
 
     def __init__(self, target: TargetGap | None, chunk: int) -> None:
-        """`chunk` is the number of positions without a target, or without decoding sequences."""
         self._target = target
         self._chunk = chunk
         self._decode_seconds: deque[float] = deque(maxlen=WINDOW)

@@ -174,7 +174,6 @@ class Engine:
         return self._next is not None
 
     def has_work(self) -> bool:
-        """True if a step would do anything."""
         return self._scheduler.has_work()
 
     def next_deadline(self) -> float | None:
@@ -237,16 +236,6 @@ class Engine:
         if self._next is not None:
             self._next.close()
         self._runner.close()
-
-    def check_integrity(self) -> None:
-        """Assert that no slot or sequence is lost or shared (for tests)."""
-        self._scheduler.check_integrity()
-        known = {s for sequences in self._sequences.values() for s in sequences}
-        scheduler, attributions = self._scheduler, self._scheduler.attributions
-        assert known == {
-            *(*scheduler.waiting, *scheduler.running, *scheduler.paused),
-            *(*attributions.waiting, *attributions.running),
-        }
 
     def _swap_when_idle(self) -> None:
         if self._next is None:

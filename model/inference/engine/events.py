@@ -69,8 +69,6 @@ class OutputsChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttributionEvent:
-    """The answer to an AttributionRequest."""
-
     request_id: str
     index: int
     attribution: Attribution
@@ -126,8 +124,6 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine between two steps."""
-
     waiting: int
     running: int
     paused: int  # evicted, until their readers have caught up

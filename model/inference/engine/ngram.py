@@ -90,7 +90,6 @@ class Repeats:
         return guess
 
     def _enter(self) -> None:
-        """Chain the new pairs to earlier ones."""
         tokens, last, before = self._tokens, self._last, self._before
         for end in range(len(before), len(tokens) + 1):
             pair = tokens[end - 2] << TOKEN_BITS | tokens[end - 1]

@@ -171,7 +171,6 @@ class OutputsComputer:
         return hidden, values
 
     def _activations(self, asked: Activations, hidden: Tensor, tap: PieceTap) -> Iterator[Tensor]:
-        """The values (P, ...) of each stage."""
         for stage in match_stages(asked.stages, self._config):
             if stage.name == "logits":
                 yield self._decoder.head(hidden)

@@ -20,8 +20,6 @@ from logitd.model.inference.engine.sequence import Sequence
 
 
 class _Line:
-    """The waiting sequences of one caller and one priority."""
-
     def __init__(self) -> None:
         self._new: OrderedDict[Sequence, None] = OrderedDict()
         self._resumed: OrderedDict[Sequence, None] = OrderedDict()
@@ -45,7 +43,6 @@ class _Line:
         self._held.clear()
 
     def first(self) -> Sequence | None:
-        """The next sequence to admit."""
         lanes = (self._resumed, self._new) if self._resumed_next else (self._new, self._resumed)
         return next((sequence for lane in lanes for sequence in lane), None)
 
@@ -85,7 +82,6 @@ class WaitingQueue:
         self._length += 1
 
     def release(self) -> None:
-        """Let held sequences be admitted, in their order."""
         for lines in self._lines.values():
             for line in lines.values():
                 line.release()
@@ -110,7 +106,6 @@ class WaitingQueue:
         self._forget_empty(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ended while it waited."""
         self._lines[sequence.request.priority][sequence.request.caller].remove(sequence)
         self._forget_empty(sequence)
 

@@ -103,7 +103,6 @@ class ForwardModel:
     contention: ContentionMonitor  # watches the blocks of attributions
 
     def close(self) -> None:
-        """End the threads of the decoder."""
         self.decoder.close()
 
 
@@ -206,7 +205,6 @@ class Runner:
         return self._attributing[sequence].advance()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the attributions of a sequence that has ended."""
         self._attributing.pop(sequence, None)
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _RowsToSample:
@@ -296,7 +294,6 @@ class Runner:
                 output.scores[chunk.sequence] = self._scores(chunk, states, scoring)
 
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scoring: Scoring) -> Scores:
-        """Logprobs of the tokens after the chunk's positions, block by block."""
         sequence, first = chunk.sequence, max(chunk.start, scoring.start)
         hidden = hidden[first - chunk.start :]
         # The last position of a prompt has no token after it.

@@ -119,7 +119,6 @@ class Scheduler:
         self._cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
-        """Queue behind all of the same caller and priority; `held` until `release`."""
         if sequence.attribution is not None:
             self.attributions.waiting.push(sequence, held=held)
         else:
@@ -239,21 +238,6 @@ class Scheduler:
             if self.config.speculate == "ngram" and free:
                 sequence.drafter = Drafter(sequence.tokens)
 
-    def check_integrity(self) -> None:
-        """Every slot has one owner or none, and no sequence runs without one (for tests)."""
-        slots = [sequence.slot for sequence in self.running]
-        assert len(slots) == len(set(slots)), f"a slot is shared: {slots}"
-        assert set(slots) == self.slots.owned(), f"{slots} in use, {self.slots.owned()} owned"
-        assert all(s.state in (State.PREFILL, State.DECODE) for s in self.running)
-        waiting = list(self.waiting)
-        assert len(waiting) == len(set(waiting)) == len(self.waiting)
-        assert all(s.state is State.WAITING and s.slot is None for s in waiting)
-        assert all(s.state is State.PAUSED and s.slot is None for s in self.paused)
-        assert all(s.credit < CHUNKS_IN_FLIGHT for s in self.paused)
-        assert len(self.paused) <= self.slots.total
-        assert set(self._behind) == {s for s in self.running if not s.may_compute}
-        self.attributions.check_integrity()
-
     def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
         """Drafts of the decoding sequences, within DRAFTED_ROWS. The last token that a sequence may
         generate needs no row after it."""
@@ -272,7 +256,6 @@ class Scheduler:
         return {sequence: draft for sequence, draft in drafts.items() if draft.token_ids}
 
     def _has_room(self) -> bool:
-        """True if a slot is free, or held by a sequence whose reader is behind."""
         return bool(self._behind) or self.slots.used < self.slots.total
 
     def _admit(self, now: float) -> int:

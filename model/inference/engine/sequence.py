@@ -62,8 +62,6 @@ class Group:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One of the sequences of a request."""
-
     group: Group
     index: int
     arrived: float
@@ -148,7 +146,6 @@ class Sequence:
 
     @property
     def all_handed_out(self) -> bool:
-        """True if no more outputs will be computed."""
         return self.outputs is not None and self.handed_out == len(self.outputs.positions)
 
     def positions_in(self, start: int, end: int) -> tuple[int, ...]:

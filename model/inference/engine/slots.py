@@ -82,7 +82,6 @@ class SlotPool:
 
 
 def _blocks(token_ids: TokenIds[int]) -> list[Block]:
-    """The whole blocks of a list of tokens, without a shorter rest."""
     return [
         tuple(token_ids[start : start + BLOCK])
         for start in range(0, len(token_ids) - BLOCK + 1, BLOCK)

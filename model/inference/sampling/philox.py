@@ -8,7 +8,7 @@ tests compare with the known answers of the authors' Random123 library. Implemen
 integers for a few numbers, and on arrays for many, with the same bits.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,16 +49,11 @@ def uniform(seed: int, position: int, index: int) -> float:
     return ((first >> 5) * 2**26 + (second >> 6)) / 2**53
 
 
-class Words(NamedTuple):
-    """The first two of four 32-bit words, in uint64 arrays of any shape."""
-
-    first: Integers
-    second: Integers
-
-
-def philox_words(counter: tuple[Integers, Integers], key: tuple[Integers, Integers]) -> Words:
-    """`philox` of counters (c0, c1, 0, 0), all arrays uint64 of one shape with words in
-    [0, 2^32)."""
+def philox_words(
+    counter: tuple[Integers, Integers], key: tuple[Integers, Integers]
+) -> tuple[Integers, Integers]:
+    """The first two words of `philox` of counters (c0, c1, 0, 0). All arrays are uint64 of one
+    shape with words in [0, 2^32)."""
     c0, c1 = counter
     c2, c3 = np.zeros_like(c0), np.zeros_like(c1)
     k0, k1 = key
@@ -73,7 +68,7 @@ def philox_words(counter: tuple[Integers, Integers], key: tuple[Integers, Intege
         )
         k0 = k0 + np.uint64(_KEY_STEPS[0]) & _LOW
         k1 = k1 + np.uint64(_KEY_STEPS[1]) & _LOW
-    return Words(c0, c1)
+    return c0, c1
 
 
 def uniforms(

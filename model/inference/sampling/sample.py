@@ -62,7 +62,6 @@ SampleFn = Callable[[Tensor, Tensor, SamplingRows], list[int | None]]
 
 
 def sampling_rows(rows: Iterable[SamplingRow]) -> SamplingRows:
-    """The rows as records."""
     return np.array(
         [
             (

@@ -18,6 +18,7 @@ import torch
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from logitd.model.inference.engine.attributions import AT_ONCE
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (
@@ -40,6 +41,8 @@ from logitd.model.inference.engine.requests import (
     sequence_lengths,
 )
 from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.engine.scheduler import Scheduler
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, State
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.reference import generate, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
@@ -252,7 +255,7 @@ class Driven:
         self.drafted_tokens += result.drafted_tokens
         self.accepted_tokens += result.accepted_tokens
         self.evicted_sequences += result.evicted_sequences
-        self.engine.check_integrity()
+        check_integrity(self.engine)
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
@@ -298,6 +301,36 @@ class Driven:
             for key in self.accepted
             if key not in self.outcomes or self.outcomes[key].finish is None
         }
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Every slot has one owner or none, and no sequence runs without one."""
+    running, waiting, paused = scheduler.running, list(scheduler.waiting), scheduler.paused
+    slots = [sequence.slot for sequence in running]
+    assert len(slots) == len(set(slots)), f"a slot is shared: {slots}"
+    assert set(slots) == scheduler.slots.owned()
+    assert all(s.state in (State.PREFILL, State.DECODE) for s in running)
+    assert len(waiting) == len(set(waiting)) == len(scheduler.waiting)
+    assert all(s.state is State.WAITING and s.slot is None for s in waiting)
+    assert all(s.state is State.PAUSED and s.slot is None for s in paused)
+    assert all(s.credit < CHUNKS_IN_FLIGHT for s in paused)
+    assert len(paused) <= scheduler.slots.total
+    assert set(scheduler._behind) == {s for s in running if not s.may_compute}
+    attributions = scheduler.attributions
+    assert len(attributions.running) <= AT_ONCE
+    assert all(s.state is State.ATTRIBUTION and s.slot is None for s in attributions.running)
+    assert all(s.state is State.WAITING and s.slot is None for s in attributions.waiting)
+
+
+def check_integrity(engine: Engine) -> None:
+    """No slot and no sequence is lost or shared."""
+    scheduler = engine._scheduler
+    check_scheduler(scheduler)
+    known = {s for sequences in engine._sequences.values() for s in sequences}
+    assert known == {
+        *(*scheduler.waiting, *scheduler.running, *scheduler.paused),
+        *(*scheduler.attributions.waiting, *scheduler.attributions.running),
+    }
 
 
 def run(gpt: GPT, *requests: Request, **config: Any) -> dict[tuple[str, int], Outcome]:

@@ -7,6 +7,7 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     Driven,
     FakeClock,
+    check_integrity,
     counts,
     generation,
     outputs_request,
@@ -33,7 +34,7 @@ def test_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
     end = driven.outcomes[name, 0].ended
     assert end.reason is FinishReason.ABORT
     assert end.completion_tokens == (2 if name == "decode" else 0)
-    driven.engine.check_integrity()
+    check_integrity(driven.engine)
     driven.step()  # ... and its slot is free in the next step
     queued = driven.outcomes.get(("queued", 0))
     assert (name == "prefill") == (queued is not None and bool(queued.tokens))

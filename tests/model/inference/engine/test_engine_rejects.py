@@ -11,6 +11,7 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,
     Driven,
+    check_integrity,
     generation,
     outputs_request,
     run,
@@ -63,7 +64,7 @@ def test_engine_refuses_a_request_by_field_and_numbers(
         driven.add(request_)
     assert refusal.value.param == param
     assert not driven.engine.has_work()
-    driven.engine.check_integrity()
+    check_integrity(driven.engine)
 
 
 def test_engine_accepts_the_largest_requests(gpt: GPT) -> None:

@@ -27,7 +27,7 @@ from logitd.model.inference.engine.scheduler import (
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Group, Sequence, State
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import BLOCK
-from tests.model.inference.engine.harness import generation, outputs_request
+from tests.model.inference.engine.harness import check_scheduler, generation, outputs_request
 
 CHUNK = 64
 OUTPUT_ELEMENTS = 32
@@ -98,7 +98,7 @@ class Simulation:
         for sequence in plan.decode:
             sequence.computed += 1
             self.append(sequence)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return plan
 
     def check_evictions(self, plan: StepPlan, before: list[Sequence], room: int) -> None:
