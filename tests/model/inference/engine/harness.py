@@ -1,7 +1,7 @@
-"""Driving an engine in tests: short ways to ask, and to sort what came back.
+"""Helpers that drive an engine in tests: requests, and outcomes by sequence.
 
-`Driven` keeps a record of an engine's events and holds every step to the rules that all tests
-share: one finish per sequence and nothing after it, no slot lost, no step without work.
+`Driven` records an engine's events and checks in every step the rules that all tests share: one
+finish per sequence and nothing after it, no slot lost, no step without work.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, Source
@@ -35,6 +36,7 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.engine.requests import (
     GenerationRequest,
     Logits,
+    Output,
     OutputsRequest,
     Request,
     ScoreRequest,
@@ -43,6 +45,7 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.engine.scheduler import Scheduler
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, State
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.reference import generate, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
@@ -51,6 +54,7 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
 SMALL_VOCABULARY = 40
+LOGITS = Logits()
 
 
 def small_gpt(**overrides: Any) -> GPT:
@@ -60,7 +64,7 @@ def small_gpt(**overrides: Any) -> GPT:
 
 
 def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
-    """Greedy unless told otherwise."""
+    """Greedy by default."""
     return SamplingParams(**({"max_tokens": max_tokens, "seed": 0, "temperature": 0.0} | fields))
 
 
@@ -74,10 +78,11 @@ def generation(
     priority: int = 0,
     caller: str = "",
     prefix_reuse: bool = True,
+    interventions: tuple[Intervention, ...] = (),
     sampling: SamplingParams | None = None,
     **fields: Any,
 ) -> GenerationRequest:
-    """A request by the given parameters, or by those that `params` makes of the fields."""
+    """A request with the given parameters, or with those that `params` makes of the fields."""
     return GenerationRequest(
         request_id=request_id,
         token_ids=tuple(prompt),
@@ -88,6 +93,7 @@ def generation(
         priority=priority,
         caller=caller,
         prefix_reuse=prefix_reuse,
+        interventions=interventions,
     )
 
 
@@ -96,19 +102,17 @@ def outputs_request(
     prompt: Iterable[int],
     positions: Iterable[int] | None = None,
     *,
-    columns: tuple[int, ...] | None = None,
-    deadline: float | None = None,
-    caller: str = "",
+    output: Output = LOGITS,
+    **fields: Any,
 ) -> OutputsRequest:
-    """A request for rows: all positions unless told otherwise."""
+    """A request for rows, of all positions by default."""
     token_ids = tuple(prompt)
     return OutputsRequest(
         request_id=request_id,
         token_ids=token_ids,
         positions=tuple(range(len(token_ids)) if positions is None else positions),
-        output=Logits(columns=columns),
-        caller=caller,
-        deadline=deadline,
+        output=output,
+        **fields,
     )
 
 
@@ -202,6 +206,12 @@ class Outcome:
     def ended(self) -> FinishEvent:
         assert self.finish is not None
         return self.finish
+
+    @property
+    def values(self) -> Tensor:
+        """All rows of a request for outputs that ended well."""
+        assert self.ended.reason is FinishReason.STOP, self.ended.error
+        return torch.cat([torch.from_numpy(event.rows) for event in self.rows])
 
 
 class Driven:
