@@ -171,7 +171,7 @@ class FakeClock:
 
 
 class JumpingClock(FakeClock):
-    """A clock that stands still, creeps or leaps between two looks at it, as `rng` says."""
+    """A clock that stops, creeps or leaps between two reads, as `rng` says."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class JumpingClock(FakeClock):
 
 @dataclass
 class Outcome:
-    """Everything that one sequence was given."""
+    """The events of one sequence."""
 
     tokens: list[TokenEvent] = field(default_factory=list)
     rows: list[OutputsChunk] = field(default_factory=list)
@@ -236,13 +236,14 @@ class Driven:
         self.accepted_tokens = 0
         self.evicted_sequences = 0
 
-    def add(self, request: Request, weights: int | None = None) -> None:
-        if weights is None:
-            self.engine.add(request)
-        else:
-            self.engine.accept(request, weights=weights)
-        count = len(sequence_lengths(request))
-        self.accepted |= {(request.request_id, index) for index in range(count)}
+    def add(self, *requests: Request, weights: int | None = None) -> None:
+        for request in requests:
+            if weights is None:
+                self.engine.add(request)
+            else:
+                self.engine.accept(request, weights=weights)
+            count = len(sequence_lengths(request))
+            self.accepted |= {(request.request_id, index) for index in range(count)}
 
     def swap_weights(self, gpt: GPT) -> None:
         self.engine.swap_weights(self.engine.prepare_weights(gpt))
@@ -346,14 +347,13 @@ def check_integrity(engine: Engine) -> None:
 def run(gpt: GPT, *requests: Request, **config: Any) -> dict[tuple[str, int], Outcome]:
     """All requests at once through an engine of their own."""
     driven = Driven(gpt, **config)
-    for request in requests:
-        driven.add(request)
+    driven.add(*requests)
     return driven.drain()
 
 
 def skip_unless_rows_depend_on_their_number() -> None:
-    """Skip where the machine's matrix product gives a row the same bits alone as among others: the
-    padding that is under test has nothing to do there."""
+    """Skip if the machine's matrix product has the same bits for a row alone and among others:
+    then the padding under test does nothing."""
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(1))
     if torch.equal(x[:1] @ weight.T, (x @ weight.T)[:1]):

@@ -128,7 +128,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
 
 
 GRAPH_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Device of `kernels/cuda`: without a GPU it runs on a CPU, where it records nothing."""
+"""Device of `kernels/cuda`. On a CPU nothing is recorded."""
 
 
 def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:

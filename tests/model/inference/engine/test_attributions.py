@@ -72,7 +72,7 @@ def others() -> list[Request]:
 
 
 def given(outcome: Outcome) -> Any:
-    """Everything that a sequence was given, times left out."""
+    """The events of a sequence, without times."""
     rows = [(event.positions, event.rows.tobytes()) for event in outcome.rows]
     return outcome.tokens, rows, outcome.prompt, outcome.attribution, outcome.ended.reason
 
@@ -148,8 +148,7 @@ def test_attributions_take_turns(gpt: GPT) -> None:
     """A long one does not delay a short one; a third waits for the first that ends."""
     driven = Driven(gpt)
     long = ask("long", methods=("integrated_gradients",), steps=50)
-    for request in (long, ask("short"), ask("third")):
-        driven.add(request)
+    driven.add(long, ask("short"), ask("third"))
     driven.step()
     stats = driven.engine.stats()
     assert (stats.waiting, stats.running) == (3 - AT_ONCE, AT_ONCE)

@@ -115,7 +115,7 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
 
 
 def bits(outcome: Outcome) -> object:
-    """Everything that a sequence computed."""
+    """The computed values of a sequence."""
     rows = b"".join(event.rows.tobytes() for event in outcome.rows)
     return outcome.tokens, outcome.prompt, outcome.positions, rows
 
@@ -299,8 +299,7 @@ def test_step_times_change_no_bit(
             prefill_chunk=chunk,
             target_gap=target,
         )
-        for request in pool:
-            driven.add(request)
+        driven.add(*pool)
         found = {key: bits(outcome) for key, outcome in driven.drain().items()}
         assert found == alone(gpt, pool, make_decoder)
 

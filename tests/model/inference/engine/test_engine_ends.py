@@ -84,7 +84,7 @@ def test_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     assert not driven.engine.has_work()
 
 
-def test_stop_token_that_is_also_the_last_is_a_stop(gpt: GPT) -> None:
+def test_stop_token_at_max_tokens_is_a_stop(gpt: GPT) -> None:
     text = run(gpt, generation("a", [1, 2], max_tokens=4))["a", 0].token_ids
     last = frozenset({text[-1]})
     first = text.index(text[-1])

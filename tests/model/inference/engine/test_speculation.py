@@ -31,7 +31,7 @@ from tests.model.inference.engine.harness import (
 DTYPES = [torch.float32, torch.bfloat16]
 COUNT = 40
 PROMPT = [*range(COUNT), 0, 1, 2]
-"""What `counting_gpt` goes on from, knowing what comes after: 3, 4, 5, ..."""
+"""Prompt after which `counting_gpt` continues with 3, 4, 5, ..."""
 
 
 def family_gpt(family: str, dtype: torch.dtype = torch.float32) -> GPT:
@@ -84,7 +84,7 @@ def repetitive_request(rng: random.Random, name: str, gpt: GPT, max_tokens: int)
 
 
 def ends(outcome: Outcome) -> object:
-    """All that a sequence was given, to the last bit, and how it ended."""
+    """The events of a sequence, and its end."""
     end = outcome.ended
     return (
         outcome.tokens,
@@ -99,8 +99,7 @@ def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven,
     found = []
     for speculate in ("ngram", "none"):
         driven = Driven(gpt, speculate=speculate, **config)
-        for request in requests:
-            driven.add(request)
+        driven.add(*requests)
         driven.drain()
         found.append(driven)
     with_drafts, without = found
@@ -113,7 +112,7 @@ def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven,
 
 @pytest.mark.parametrize(("family", "dtype", "seed"), values(list(FAMILIES), DTYPES, range(2)))
 def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> None:
-    """Greedy and sampled, with every parameter, alone and beside others that come and go."""
+    """Greedy and sampled, with every parameter, alone and next to others."""
     gpt, rng = family_gpt(family, dtype), random.Random(f"{family} {seed}")
     requests = [repetitive_request(rng, str(i), gpt, 40) for i in range(8)]
     alone = {}
@@ -139,7 +138,7 @@ def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> Non
     assert 0 < driven.accepted_tokens < driven.drafted_tokens
 
 
-def test_drafted_cells_are_never_shared(counting: GPT) -> None:
+def test_drafted_positions_are_never_shared(counting: GPT) -> None:
     driven = Driven(counting, slots=1, speculate="ngram")
     driven.add(generation("a", PROMPT, max_tokens=50))
     text = PROMPT + driven.drain()["a", 0].token_ids
@@ -164,7 +163,7 @@ def steps_of(driven: Driven) -> list[list[int]]:
     return given
 
 
-def test_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
+def test_repetitive_text_takes_few_steps(counting: GPT) -> None:
     driven = Driven(counting, speculate="ngram")
     driven.add(generation("a", PROMPT, max_tokens=30))
     assert steps_of(driven) == [
@@ -180,7 +179,7 @@ def test_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
     assert driven.outcomes["a", 0].ended.reason is FinishReason.LENGTH
 
 
-def test_context_is_filled_to_its_end(counting: GPT) -> None:
+def test_drafts_fill_the_context(counting: GPT) -> None:
     context = counting.config.context_length
     request = generation("a", PROMPT, max_tokens=context - len(PROMPT), logprobs=1)
     driven, expected = both(counting, request)
@@ -224,7 +223,7 @@ def test_constrained_sequence_has_no_drafts(counting: GPT) -> None:
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 8, DRAFTED_ROWS - 1, DRAFTED_ROWS, 20])
-def test_step_has_few_rows(counting: GPT, sequences: int) -> None:
+def test_drafted_step_stays_within_its_rows(counting: GPT, sequences: int) -> None:
     config: dict[str, Any] = {"slots": 20, "prefill_chunk": 2048, "prefix_reuse": False}
     driven = Driven(counting, speculate="ngram", **config)
     for i in range(sequences):

@@ -60,8 +60,7 @@ def exact(gpt: GPT) -> GPT:
 
 
 def check_close(value: Tensor, expected: Tensor, what: str = "") -> None:
-    """Compare to 1e-5 of the largest number: the head computes in float32, whatever the model
-    does."""
+    """Compare to 1e-5 of the largest number: the head always computes in float32."""
     expected = expected.to(value.dtype)
     finite = expected[expected.isfinite()]
     scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
@@ -367,8 +366,7 @@ def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     gpt, requests, alone = changed_and_plain()
     driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
     driven.engine._scheduler.step_elements = elements
-    for request in requests:
-        driven.add(request)
+    driven.add(*requests)
     together = driven.drain()
     assert together.keys() == alone.keys()
     for key, outcome in alone.items():
