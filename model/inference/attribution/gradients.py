@@ -11,8 +11,8 @@ f is the target, x_t the vector of token t in the stage `embedding`, which enter
 and b the baseline. The second is that of Sundararajan, Taly and Yan (2017), by the midpoint rule.
 Value embeddings, which a model reads by token id, stay those of the prompt along the path.
 
-Computed in float32 from the served weights (the rounded ones of int8 and bfloat16 models), in
-float64 for a float64 model. Parameters get no gradients. One text at a time with the same
+Computed in float32 from the served weights (the rounded ones of int8 models), in float64 for a
+float64 model. Parameters get no gradients. One text at a time with the same
 operations, so the bits depend on nothing else.
 
 Shapes: T positions of the text, including padding behind the position of the target, which changes

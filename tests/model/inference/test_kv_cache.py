@@ -1,9 +1,7 @@
 """KV cache: the logits of all ways to fill it are those of the plain forward."""
 
 import math
-import resource
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from logitd.model.inference.constraints.heap import resident
 from logitd.model.inference.kv_cache import KVCache, quantized_rows
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
@@ -35,13 +34,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return tiny_gpt(tiny_config(**SHAPES[request.param]))
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is resident")
+@pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
 def test_cache_takes_memory_where_it_is_used() -> None:
     """`torch.zeros` writes the zeros: 64 slots of GPT-2 held 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)

@@ -208,6 +208,13 @@ class Outcome:
         return self.finish
 
     @property
+    def computed(self) -> object:
+        """Everything computed for the sequence, to the bit, and its end."""
+        rows = b"".join(event.rows.tobytes() for event in self.rows)
+        end = self.ended.reason, self.ended.stop_token_id, self.ended.error
+        return self.tokens, self.prompt, self.positions, rows, self.attribution, end
+
+    @property
     def values(self) -> Tensor:
         """All rows of a request for outputs that ended well."""
         assert self.ended.reason is FinishReason.STOP, self.ended.error

@@ -44,7 +44,6 @@ from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
     JumpingClock,
-    Outcome,
     Steps,
     generation,
     outputs_request,
@@ -114,12 +113,6 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
     return pool
 
 
-def bits(outcome: Outcome) -> object:
-    """The computed values of a sequence."""
-    rows = b"".join(event.rows.tobytes() for event in outcome.rows)
-    return outcome.tokens, outcome.prompt, outcome.positions, rows
-
-
 def alone(
     gpt: GPT, pool: list[Request], make_decoder: DecoderMaker, **config: Any
 ) -> dict[tuple[str, int], object]:
@@ -130,7 +123,7 @@ def alone(
             gpt, make_decoder=make_decoder, slots=1, prefill_chunk=256, prefix_reuse=False, **config
         )
         driven.add(request)
-        found.update({key: bits(outcome) for key, outcome in driven.drain().items()})
+        found.update({key: outcome.computed for key, outcome in driven.drain().items()})
     return found
 
 
@@ -156,7 +149,7 @@ def together(
             for event in driven.step().events:
                 if isinstance(event, OutputsChunk):
                     driven.engine.grant(event.request_id)
-    return {key: bits(outcome) for key, outcome in driven.drain().items()}
+    return {key: outcome.computed for key, outcome in driven.drain().items()}
 
 
 def differences(
@@ -234,7 +227,7 @@ def test_conversation_copies_its_own_answers(name: str, native: DecoderMaker) ->
         assert outcome.ended.cached_tokens == max(0, computed // BLOCK * BLOCK)
         fresh = Driven(gpt, make_decoder=native, slots=1)
         fresh.add(request)
-        assert bits(outcome) == bits(fresh.drain()[str(turn), 0])
+        assert outcome.computed == fresh.drain()[str(turn), 0].computed
         text += outcome.token_ids
 
 
@@ -300,7 +293,7 @@ def test_step_times_change_no_bit(
             target_gap=target,
         )
         driven.add(*pool)
-        found = {key: bits(outcome) for key, outcome in driven.drain().items()}
+        found = {key: outcome.computed for key, outcome in driven.drain().items()}
         assert found == alone(gpt, pool, make_decoder)
 
 

@@ -20,7 +20,6 @@ from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
-    Outcome,
     Steps,
     generation,
     params,
@@ -83,17 +82,6 @@ def repetitive_request(rng: random.Random, name: str, gpt: GPT, max_tokens: int)
     return generation(name, prompt, n=rng.choice([1, 1, 2]), sampling=sampling)
 
 
-def ends(outcome: Outcome) -> object:
-    """The events of a sequence, and its end."""
-    end = outcome.ended
-    return (
-        outcome.tokens,
-        outcome.prompt,
-        (end.reason, end.stop_token_id, end.error),
-        (end.prompt_tokens, end.cached_tokens, end.completion_tokens),
-    )
-
-
 def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven, dict[Any, Any]]:
     """An engine that has answered these with drafts; and what the answers are without."""
     found = []
@@ -104,7 +92,7 @@ def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven,
         found.append(driven)
     with_drafts, without = found
     assert without.drafted_tokens == without.accepted_tokens == 0
-    return with_drafts, {key: ends(outcome) for key, outcome in without.outcomes.items()}
+    return with_drafts, {key: outcome.computed for key, outcome in without.outcomes.items()}
 
 
 # The same bits
@@ -132,9 +120,7 @@ def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> Non
         for _ in range(rng.choice([0, 0, 3])):
             driven.step()
     for key, outcome in driven.drain().items():
-        assert outcome.tokens == alone[key].tokens, key
-        assert outcome.ended.reason is alone[key].ended.reason
-        assert outcome.ended.stop_token_id == alone[key].ended.stop_token_id
+        assert outcome.computed == alone[key].computed, key
     assert 0 < driven.accepted_tokens < driven.drafted_tokens
 
 
@@ -148,7 +134,7 @@ def test_drafted_positions_are_never_shared(counting: GPT) -> None:
     outcome = driven.drain()["again", 0]
     assert outcome.ended.cached_tokens == 32, "of the prompt's own blocks"
     _, expected = both(counting, again, prefix_reuse=False)
-    assert (outcome.tokens, outcome.ended.reason) == (expected["again", 0][0], FinishReason.LENGTH)
+    assert outcome.computed == expected["again", 0]
 
 
 # What a step gives
@@ -183,7 +169,7 @@ def test_drafts_fill_the_context(counting: GPT) -> None:
     context = counting.config.context_length
     request = generation("a", PROMPT, max_tokens=context - len(PROMPT), logprobs=1)
     driven, expected = both(counting, request)
-    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].computed == expected["a", 0]
     assert driven.outcomes["a", 0].token_ids == [i % COUNT for i in range(3, context - COUNT)]
 
 
@@ -192,7 +178,7 @@ def test_stop_token_inside_a_draft_ends_the_text(counting: GPT, stop: int) -> No
     request = generation("a", PROMPT, max_tokens=30, stop_token_ids=frozenset({stop}))
     driven, expected = both(counting, request)
     outcome = driven.outcomes["a", 0]
-    assert ends(outcome) == expected["a", 0]
+    assert outcome.computed == expected["a", 0]
     assert outcome.token_ids == list(range(3, stop + 1))
     assert outcome.ended.stop_token_id == stop
     steps = len(outcome.token_ids) - 1 - driven.accepted_tokens
@@ -206,11 +192,11 @@ def test_drafted_row_that_is_not_finite_fails_only_if_reached(counting: GPT) -> 
     broken.position_embedding.weight[64] = torch.nan  # behind the prompt's blocks, at token 24
     stopping = params(60, stop_token_ids=frozenset({23}), logprobs=1)
     driven, expected = both(broken, generation("a", PROMPT, sampling=stopping))
-    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].computed == expected["a", 0]
     assert driven.outcomes["a", 0].ended.reason is FinishReason.STOP
     assert driven.drafted_tokens == 1 + 2 + 5 + 7 + 7, "a row stood at 64"
     driven, expected = both(broken, generation("a", PROMPT, sampling=params(60, logprobs=1)))
-    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].computed == expected["a", 0]
     assert driven.outcomes["a", 0].ended.reason is FinishReason.ERROR
     assert driven.outcomes["a", 0].token_ids == list(range(3, 25))
 
@@ -218,7 +204,7 @@ def test_drafted_row_that_is_not_finite_fails_only_if_reached(counting: GPT) -> 
 def test_constrained_sequence_has_no_drafts(counting: GPT) -> None:
     sampling = params(40, constraint=Steps(COUNT, by=2), logprobs=1)
     driven, expected = both(counting, generation("a", PROMPT, sampling=sampling))
-    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].computed == expected["a", 0]
     assert driven.drafted_tokens == 0
 
 
