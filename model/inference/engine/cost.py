@@ -70,9 +70,6 @@ class StepCost:
     row: int = 0
 
 
-NO_COST = StepCost()
-
-
 def step_cost(request: Request, config: GPTConfig) -> StepCost:
     """The cost of each position of a request in a step."""
     output = 0

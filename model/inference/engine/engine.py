@@ -81,7 +81,8 @@ class Engine:
                 f"{self._runner.device} is not known: remove it, and set prefill_chunk",
                 "target_gap",
             )
-        self._scheduler = Scheduler(config, share_decoded=self._runner.prefill_matches_decode)
+        share_decoded = self._runner.model.decoder.prefill_matches_decode
+        self._scheduler = Scheduler(config, share_decoded=share_decoded)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._first_deadline = math.inf  # lower bound of all deadlines
         self.weights = 0

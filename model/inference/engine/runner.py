@@ -134,11 +134,6 @@ class Runner:
         self.model = self._forward_model(gpt)
 
     @property
-    def prefill_matches_decode(self) -> bool:
-        """True if a decoded position has the bits that prefill would compute."""
-        return self.model.decoder.prefill_matches_decode
-
-    @property
     def computes_at_once(self) -> bool:
         """True if an operation is computed when its call returns."""
         return self.device.type == "cpu"

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
-from logitd.model.inference.engine.cost import NO_COST, StepCost
+from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.ngram import Drafter
 from logitd.model.inference.engine.requests import (
     AttributionRequest,
@@ -56,7 +56,7 @@ class Group:
 
     request: Request
     weights: int = 0
-    cost: StepCost = NO_COST
+    cost: StepCost = field(default_factory=StepCost)
     listed: Any = None  # the sampler's `ListedIds`, made for the first processed row
 
 

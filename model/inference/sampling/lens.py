@@ -101,8 +101,10 @@ class LensDigest:
         if self._following is not None:
             following = self._following[group]
             chosen = logits.gather(1, following)
-            own = _log_softmax(logits).gather(1, following) if is_own else sums.logprobs(chosen)
-            logprobs.append(own)
+            if is_own:  # with the operations, and so the bits, of `sampler.score`
+                logprobs.append(logits.double().log_softmax(dim=-1).gather(1, following))
+            else:
+                logprobs.append(sums.logprobs(chosen))
             ranks.append((logits > chosen).sum(dim=1, keepdim=True) + 1)
         parts = (
             ids,
@@ -124,12 +126,6 @@ class LensDigest:
         sums = self._work[1:, : len(logits)].sum(dim=2, keepdim=True)  # (3, G, 1)
         log_total = sums[0].log()
         return _Sums(largest, log_total, log_total - sums[1] / sums[0], sums[2])
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    """Logprobs (G, V) by the operations of `sampler.score`, with its bits: sums in another order
-    sometimes differ in the last one."""
-    return logits.double().log_softmax(dim=-1)
 
 
 def _ranks(logits: Tensor, ids: Tensor) -> Tensor:

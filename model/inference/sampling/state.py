@@ -6,10 +6,7 @@ step, and the array of the last step is reused: the CPU caches are cold after a 
 rebuilding it would cost more.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.sample import (
@@ -20,41 +17,29 @@ from logitd.model.inference.sampling.sample import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    slots: list[int]
-    sampling: SamplingRows
-    positions: npt.NDArray[np.uint32]  # a view of `sampling`: the same memory
-    processed: tuple[int, ...]  # indices of the rows that need logits processing
-
-
 class SamplingState:
-    """One record per slot, and the selection of the last step."""
+    """One record per slot, and the rows of the last step."""
 
     def __init__(self, slots: int) -> None:
-        self._sampling = np.zeros(slots, SAMPLING_ROW)
+        self._records = np.zeros(slots, SAMPLING_ROW)
         self._processed = [False] * slots
-        self._last: _Selection | None = None
+        self._last_slots: list[int] | None = None
+        self._last_rows: tuple[SamplingRows, tuple[int, ...]] = self._records[:0], ()
 
     def begin(self, slot: int, params: SamplingParams, index: int) -> None:
         """Set how the slot's tokens are sampled, for sequence `index` of its prompt."""
-        self._sampling[slot] = sampling_rows([row_of(params, index, position=0)])[0]
+        self._records[slot] = sampling_rows([row_of(params, index, position=0)])[0]
         self._processed[slot] = needs_logits_processing(params)
-        self._last = None
+        self._last_slots = None
 
     def rows(self, slots: list[int], positions: list[int]) -> tuple[SamplingRows, tuple[int, ...]]:
         """Records of the tokens at these positions of these slots, a row each, and the indices of
         the rows that need logits processing. The array is valid until the next call."""
-        last = self._last
-        if last is None or last.slots != slots:
-            last = self._last = self._select(slots)
-        last.positions[:] = positions
-        return last.sampling, last.processed
-
-    def _select(self, slots: list[int]) -> _Selection:
-        sampling = self._sampling[slots]
-        processed = tuple(row for row, slot in enumerate(slots) if self._processed[slot])
-        return _Selection(slots, sampling, sampling["position"], processed)
+        if self._last_slots != slots:
+            processed = tuple(row for row, slot in enumerate(slots) if self._processed[slot])
+            self._last_slots, self._last_rows = slots, (self._records[slots], processed)
+        self._last_rows[0]["position"] = positions
+        return self._last_rows
 
 
 def row_of(params: SamplingParams, index: int, position: int) -> SamplingRow:
