@@ -53,7 +53,7 @@ from logitd.model.inference.engine.requests import Lens, Request, sequence_lengt
 from logitd.model.inference.errors import ConstraintError, InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.select import KernelError
-from logitd.model.inference.load import Slots, choose_slots, load_model
+from logitd.model.inference.load import choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
 from logitd.model.inference.options import (
     ComputeOptions,
@@ -181,7 +181,7 @@ class LLM:
         slots: int | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        wanted = Slots(SlotBudget(slots), SlotDefault(EngineConfig().slots))
+        budget = SlotBudget(slots, default=SlotDefault(EngineConfig().slots))
         options = ComputeOptions(
             device=device,
             dtype=dtype,
@@ -192,9 +192,9 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
         )
         try:
-            loaded = load_model(Path(checkpoint), options, slots=wanted, log=log)
+            loaded = load_model(Path(checkpoint), options, slots=budget, log=log)
             use_threads(loaded.placement.threads)
-            count = choose_slots(loaded, wanted).count
+            count, _ = choose_slots(loaded, budget)
             config = EngineConfig(slots=count, kv_cache_dtype=kv_cache_dtype)
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error

@@ -56,10 +56,6 @@ ROOMS: dict[str, set[str]] = {
     "model.inference.memory": {
         "model.device", "model.inference.options", "model.memory", "model.transformer",
     },
-    "model.inference.sharing": {
-        "model.device", "model.inference.memory", "model.inference.options", "model.memory",
-        "model.transformer",
-    },
     "model.inference.load": {
         "model.checkpoint", "model.device", "model.dtypes", "model.inference.kernels.select",
         "model.inference.memory", "model.inference.options", "model.memory", "model.transformer",

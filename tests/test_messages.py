@@ -33,6 +33,7 @@ from logitd.model.inference.engine.requests import (
     AttributionRequest,
     HiddenStates,
     Lens,
+    Logits,
     OutputsRequest,
     Request,
     ScoreRequest,
@@ -126,7 +127,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "logprobs": lambda: ask(generation("a", [1], logprobs=41)),
     "positions": lambda: ask(outputs_request("a", [1, 2], [2])),
     "positions, order": lambda: ask(outputs_request("a", [1, 2], [1, 0])),
-    "columns": lambda: ask(outputs_request("a", [1, 2], [0], columns=(40,))),
+    "columns": lambda: ask(outputs_request("a", [1, 2], [0], output=Logits(columns=(40,)))),
     "continuations": lambda: ask(
         ScoreRequest(request_id="a", token_ids=(1,), continuations=((2,) * 128,))
     ),

@@ -25,7 +25,7 @@ from logitd.model.inference.engine.events import (
     OutputsChunk,
     ScoresChunk,
 )
-from logitd.model.inference.load import LoadedModel, Slots, choose_slots, load_model
+from logitd.model.inference.load import LoadedModel, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
 from logitd.model.inference.options import (
     ComputeOptions,
@@ -33,7 +33,7 @@ from logitd.model.inference.options import (
 )
 from logitd.model.transformer.config import BLOCK
 
-SLOTS = Slots(SlotBudget(), SlotDefault(EngineConfig().prefill_chunk // BLOCK))
+SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
 """As many prompts as a step of a server can compute if each is as short as a block."""
 PREFILL_CHUNK = 1024
 """Positions of a step on a CPU. Nobody waits for a token, and windows are cut into fewer pieces,
@@ -67,8 +67,9 @@ class ShardComputer:
     ) -> None:
         self.computation = computation
         on_cpu = loaded.placement.device.type == "cpu"
+        slots, _ = choose_slots(loaded, SLOTS)
         config = EngineConfig(
-            slots=choose_slots(loaded, SLOTS).count,
+            slots=slots,
             prefill_chunk=PREFILL_CHUNK if on_cpu else EngineConfig().prefill_chunk,
         )
         self._config = loaded.checkpoint.config

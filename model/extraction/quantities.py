@@ -73,7 +73,7 @@ class Logprobs:
     def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: GPTConfig) -> bytes:
         """The Parquet file of units; `chunks` are their ScoresChunks, in order."""
         predicted = position_column(units) > 0
-        logprobs = np.concatenate([np.empty(0), *(chunk.logprobs for chunk in chunks)])
+        logprobs = np.concatenate([np.empty(0), *(chunk.scores.logprobs for chunk in chunks)])
         columns: dict[str, Column] = {
             "logprob": nullable_column(logprobs.astype(np.float32), predicted)
         }
@@ -84,7 +84,7 @@ class Logprobs:
                 ("top_tokens", "top_ids", np.int32),
                 ("top_logprobs", "top_logprobs", np.float32),
             ):
-                parts = [getattr(chunk, attribute) for chunk in chunks]
+                parts = [getattr(chunk.scores, attribute) for chunk in chunks]
                 values = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
                 if name:
                     columns[name] = list_column(values, counts, predicted)

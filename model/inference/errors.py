@@ -1,16 +1,15 @@
-"""Errors of inference that are the request's own fault: what cannot be computed, and why.
+"""Errors of inference that a request causes. Messages name the field, the numbers and the fix.
 
-The message names the field, the numbers and the fix. Errors of devices, checkpoints and kernels
-belong to the modules that raise them.
+Errors of devices, checkpoints and kernels belong to the modules that raise them.
 """
 
 
 class InvalidRequest(ValueError):
-    """A request that is refused.
+    """A refused request.
 
     param       the field to change
-    code        a word for programs, from a closed set; None: the message says it all
-    request_id  which of several engine requests it is, if known
+    code        a word for programs, from a closed set
+    request_id  the engine request, if known
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -21,11 +20,11 @@ class InvalidRequest(ValueError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A text that is too long for the model's context, with what is to follow it."""
+    """A text that does not fit into the model's context, with its completion."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")
 
 
 class ConstraintError(Exception):
-    """A constraint that cannot be compiled, or that lets nothing follow; the message says why."""
+    """A constraint that cannot be compiled, or lets nothing follow."""

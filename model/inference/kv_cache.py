@@ -1,17 +1,15 @@
 """KV cache: slots, and attention over them.
 
-One slot is one contiguous row of positions per layer. `prefill` and `decode` give the two `Attend`s
-that write new keys and values into slots and attend over what is there.
+A slot is one contiguous row of positions per layer. `prefill` and `decode` return the two `Attend`s
+that write new keys and values into slots and attend over their contents.
 
-What a row of a result depends on is fixed: a prefilled position only on its own block of 32
-positions and the cache before it, a decoded one only on its slot up to its own position; never on
-how many others are computed beside it. That is why attention here goes block by block and slot by
-slot. `prefill_at_once` alone does not, and promises no bits. Who owns a slot and what may be shared
-is decided in `model/inference/engine/slots.py`.
+A prefilled position depends only on its own block of 32 positions and the cache before it, a
+decoded one only on its slot up to its own position; neither depends on the number of other rows. So
+attention goes block by block and slot by slot, except `prefill_at_once`, whose bits may differ.
+`model/inference/engine/slots.py` decides who owns a slot and which positions may be shared.
 
-Keys and values are kept in the dtype that attention computes in, or in int8 with a scale for each
-head's key and value (`Cells`). Torch then attends over what was kept, converted to its dtype; the
-native decoder reads the bytes themselves.
+Keys and values are kept in the dtype of attention, or in int8 with a scale for each head's key and
+value (`Cells`). Torch converts them to its dtype, the native decoder reads the bytes.
 
 Shapes: S slots, K = n_kv_head, D = head_dim, L = slot_length.
 """
@@ -43,17 +41,15 @@ class Cells:
     """The keys, or the values, of all slots.
 
     numbers  (n_layer, S, K, L, D)
-    scales   (n_layer, S, K, L) float32: what a position's numbers are multiplied by, in int8; else
-             None
+    scales   (n_layer, S, K, L) float32, factors of a position's numbers in int8; else None
 
-    In int8 a position's numbers are in 127 steps to either side of zero, as long as the largest of
-    them needs. A scale is not finite where one of them was not, so that it is not lost.
+    In int8 a position's numbers are integers from -127 to 127, scaled to the largest of them. The
+    scale of a position with a number that is not finite is not finite either.
     """
 
     def __init__(
         self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, kept: KVCacheDType
     ) -> None:
-        """`dtype` is what `read` gives."""
         self._dtype = dtype
         quantized = kept == "int8"
         self.numbers = _zeros(shape, device, torch.int8 if quantized else dtype)
@@ -64,26 +60,23 @@ class Cells:
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def write(self, index: Index, rows: Tensor) -> None:
-        """Keep rows (..., D)."""
         if self.scales is None:
             self.numbers[index] = rows
         else:
             self.numbers[index], self.scales[index] = quantized_rows(rows)
 
     def read(self, index: Index) -> Tensor:
-        """What was kept of rows, (..., D): a view, in int8 a copy."""
+        """Rows (..., D): a view, or a copy of int8."""
         numbers = self.numbers[index]
         if self.scales is None:
             return numbers
         return (numbers * self.scales[index][..., None]).to(self._dtype)
 
     def copy(self, to: Index, source: Index) -> None:
-        """Copy rows as they are kept."""
         for cells in self._kept():
             cells[to] = cells[source]
 
     def clear(self, index: Index) -> None:
-        """Zero rows."""
         for cells in self._kept():
             cells[index] = 0
 
@@ -92,7 +85,7 @@ class Cells:
 
 
 def quantized_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (..., D) as steps (..., D) in int8 and the size of these (...) in float32."""
+    """Rows (..., D) as integers (..., D) in int8 and their scales (...) in float32."""
     rows = rows.float()
     most = rows.abs().amax(dim=-1)
     inverse = torch.where(most > 0, 127 / most, 0.0)
@@ -112,34 +105,17 @@ class KVCache:
         dtype: torch.dtype,
         kept: KVCacheDType = "auto",
     ) -> None:
-        """`dtype` is what attention computes in, `kept` what keys and values are kept in."""
-        # Prefill writes whole blocks, so a row ends on a block's end.
+        # Prefill writes whole blocks.
         self.slot_length = -(-config.context_length // BLOCK) * BLOCK
         shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
         self._keys = Cells(shape, device, dtype, kept)
         self._values = Cells(shape, device, dtype, kept)
+        self.keys, self.values = self._keys.numbers, self._values.numbers  # (n_layer, S, K, L, D)
+        self.key_scales, self.value_scales = self._keys.scales, self._values.scales
         self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
-        self._written = [0] * slots  # positions of each slot from here on were never written
-
-    @property
-    def keys(self) -> Tensor:
-        """As they are kept: (n_layer, S, K, L, D)."""
-        return self._keys.numbers
-
-    @property
-    def values(self) -> Tensor:
-        """As they are kept: (n_layer, S, K, L, D)."""
-        return self._values.numbers
-
-    @property
-    def key_scales(self) -> Tensor | None:
-        """(n_layer, S, K, L), where keys are kept in int8."""
-        return self._keys.scales
-
-    @property
-    def value_scales(self) -> Tensor | None:
-        """(n_layer, S, K, L), where values are kept in int8."""
-        return self._values.scales
+        self._written = [
+            0
+        ] * slots  # of each slot, the position from which nothing was ever written
 
     @property
     def slots(self) -> int:
@@ -150,8 +126,8 @@ class KVCache:
         return self._keys.nbytes + self._values.nbytes
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions [0, end) of a slot, as attention computes with them:
-        (K, end, D) each."""
+        """Keys and values of positions [0, end) of a slot in attention's dtype: (K, end, D)
+        each."""
         index = (layer, slot, slice(None), slice(0, end))
         return self._keys.read(index), self._values.read(index)
 
@@ -160,9 +136,7 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (1, H, T, D); k, v (1, K, T, D); T a multiple of BLOCK
-            end = start + k.shape[2]
-            self._write(layer, slot, start, end, k[0], v[0])
-            keys, values = self.read(layer, slot, end)  # (K, end, D)
+            keys, values = self._extend(layer, slot, start, k[0], v[0])
             return attend_blocks(
                 layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
             )
@@ -170,25 +144,23 @@ class KVCache:
         return attend
 
     def prefill_at_once(self, slot: int, start: int) -> Attend:
-        """As `prefill`, all positions of the piece in one operation a layer."""
+        """Like `prefill`, with all positions of the piece in one operation per layer."""
         bias: Tensor | None = None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal bias
-            end = start + k.shape[2]
-            self._write(layer, slot, start, end, k[0], v[0])
-            keys, values = self.read(layer, slot, end)  # (K, end, D)
-            if start and bias is None:  # of all layers
-                bias = causal_bias(k.shape[2], end, q)
+            keys, values = self._extend(layer, slot, start, k[0], v[0])
+            if start and bias is None:  # the same for all layers
+                bias = causal_bias(k.shape[2], start + k.shape[2], q)
             return attend_piece(q, keys, values, bias)
 
         return attend
 
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> Attend:
-        """Attention of new positions in several slots, a row each. A slot may have several, which
-        follow one another: each sees those before it.
+        """Attention of new positions in several slots, a row each. A slot may have several
+        successive positions: each sees the earlier ones.
 
-        The batch may have more rows than `slots` names (padding): their result is zero.
+        The batch may have more rows than `slots` (padding): their result is zero.
         """
         count = len(slots)
         slot_index = torch.tensor(slots, device=self.keys.device)
@@ -223,15 +195,15 @@ class KVCache:
             self.wrote(target, length)
 
     def wrote(self, slot: int, length: int) -> None:
-        """Take note that positions up to `length` of a slot may hold something."""
+        """Note that positions up to `length` of a slot may be written."""
         self._written[slot] = max(self._written[slot], length)
 
     def clear_behind(self, slot: int, length: int) -> None:
-        """Zero what a slot holds from position `length` on: what an earlier sequence, the padding
-        of a prefill or a wrong draft left there. Costs nothing where nothing is.
+        """Zero a slot from position `length` on: leftovers of an earlier sequence, of the padding
+        of a prefill, or of a wrong draft. Costs nothing if there are none.
 
         For attention that masks positions instead of leaving them out: a weight of 0 times a
-        number that is not finite would not be 0.
+        number that is not finite is not 0.
         """
         written = self._written[slot]
         if written > length:
@@ -239,35 +211,36 @@ class KVCache:
                 cells.clear((slice(None), slot, slice(None), slice(length, written)))
             self._written[slot] = length
 
-    def _write(
-        self, layer: int, slot: int, start: int, end: int, keys: Tensor, values: Tensor
-    ) -> None:
-        """Keep keys and values (K, T, D) of positions [start, end) of a slot."""
+    def _extend(
+        self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values (K, T, D) at `start`; returns those of positions [0, start + T)."""
+        end = start + keys.shape[1]
         index = (layer, slot, slice(None), slice(start, end))
         self._keys.write(index, keys)
         self._values.write(index, values)
         self.wrote(slot, end)
+        return self.read(layer, slot, end)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros that on a CPU take memory only where they were used: slots that nobody has needed take
-    none, and of a slot that was needed, positions that no sequence has reached. `torch.zeros`
-    writes all of them, so that a server of 64 slots of GPT-2 held 2.3 GiB before its first request.
+    """Zeros that on a CPU take memory only for written positions. `torch.zeros` writes all of them:
+    a server of 64 slots of GPT-2 held 2.3 GiB before its first request.
 
-    On the usual small pages: with large ones a step is 1 to 2 % faster (7 % of a small model), but
-    the first prompt in a slot takes half as long again, for touching them.
+    On small pages: with large ones a step is 1 to 2 % faster (7 % of a small model), but the first
+    prompt in a slot takes half as long again, to touch them.
     """
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
-    # Private: what processes could share would count as files do.
+    # Private: memory that processes could share would count as files do.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the memory
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """A copy of (B, ...) in which every row begins on a cache line, as every slot does: stock
-    kernels may give a row other bits where it begins (float32, head_dim not a multiple of 4)."""
+    """A copy of (B, ...) in which every row begins on a cache line, like every slot: the bits of
+    stock kernels may depend on that (float32, head_dim not a multiple of 4)."""
     width, line = rows[0].numel(), 64 // rows.element_size()
     copy = rows.new_empty(len(rows), -(-width // line) * line)[:, :width]
     return copy.unflatten(1, rows.shape[1:]).copy_(rows)

@@ -1,11 +1,10 @@
-"""Load a checkpoint: from a folder and some options to a model that is ready to decode.
+"""Load a checkpoint: from a folder and options to a model that is ready to decode.
 
-The order matters: the shape is read first, held against the header of the weights and against the
-memory there is, because nothing else may be of a size that is not true; then the weights, in the
-dtype that is fastest for that shape; then the decoder is chosen. Makes no engine and no cache.
+The order matters. The shape is checked against the header of the weights and the free memory
+first, because nothing may be allocated by a size that is not true. Then the weights are read in
+the dtype that is fastest for that shape, and the decoder is chosen. Makes no engine and no cache.
 """
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,32 +32,15 @@ from logitd.model.inference.kernels.select import (
     choose_decode_path,
     choose_dtype,
 )
-from logitd.model.inference.memory import SlotBudget, slots_for
-from logitd.model.inference.options import ComputeOptions, SlotDefault
+from logitd.model.inference.memory import Shape, SlotBudget, slots_for
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.memory import Available, available, check_weights_fit, model_bytes
-from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """The slots that a KV cache is to have: a budget, and their number if that is empty."""
-
-    budget: SlotBudget
-    default: SlotDefault
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenSlots:
-    """How many a KV cache gets, and what memory the weights left free for them."""
-
-    count: int
-    memory: Available
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A checkpoint's weights where they are computed, the options, and the choices by them."""
+    """A checkpoint's weights on their device, its options, and what was chosen by them."""
 
     checkpoint: CheckpointInfo
     gpt: GPT
@@ -73,21 +55,22 @@ def load_model(
     options: ComputeOptions,
     *,
     batch_invariant: bool = False,
-    slots: Slots | None = None,
+    slots: SlotBudget | None = None,
     log: Callable[[str], None],
 ) -> LoadedModel:
-    """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
-    (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
+    """Read a checkpoint and choose how to compute it. From then on this process keeps the memory
+    that it frees (`keep_freed_memory`). The thread that computes sets torch's threads
+    (`use_threads`).
 
-    `log` is told which checkpoint of a run is read, and when native kernels are being built. Raises
-    CheckpointError, DeviceError (weights that do not fit, beside the `slots` that they will have,
-    are refused before they are read) and KernelError.
+    `log` gets the chosen checkpoint of a run, and the start of a build of native kernels. Raises
+    CheckpointError, KernelError, and DeviceError if the weights and the `slots` do not fit, before
+    it reads them.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
     if is_run(path):
-        log(f"of the run {path}, the checkpoint {checkpoint.path.name}")
-    check_header(checkpoint)  # from here on its sizes are those of the weights
+        log(f"reading checkpoint {checkpoint.path.name} of the run {path}")
+    check_header(checkpoint)  # the sizes are those of the weights from here on
     choice = choose_dtype(checkpoint.config, choose_device(options.device), options, log=log)
     placement = choose_placement(options.device, choice.name, options.threads)
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
@@ -95,7 +78,7 @@ def load_model(
     if slots is not None:
         check_kv_cache_dtype(options.kv_cache_dtype, placement.device)
         left = replace(memory, free=memory.free - model_bytes(checkpoint.config, item_bytes))
-        _count_slots(slots, checkpoint.config, placement, left, options)
+        _count_slots(slots, checkpoint, placement, left, options)
     if placement.device.type == "cuda":
         disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
@@ -113,9 +96,9 @@ def load_replacement(
     *,
     log: Callable[[str], None],
 ) -> GPT:
-    """The weights of another checkpoint of the same model, where and in the dtype in which those of
-    `served` are computed, which stay in memory beside them. `log` is told how much they take,
-    before they are read. Raises CheckpointError, and DeviceError where they do not fit."""
+    """Read the weights of another checkpoint of the served model, which stays in memory, onto the
+    same device and in the same dtype. `log` gets their size before they are read. Raises
+    CheckpointError, and DeviceError if they do not fit."""
     checkpoint = read_checkpoint(path)
     if checkpoint.weights_sha256 != weights_sha256:
         raise CheckpointError(f"{path} was replaced while it was being loaded")
@@ -124,22 +107,21 @@ def load_replacement(
     item_bytes = placement.dtype.itemsize
     check_weights_fit(checkpoint.config, item_bytes, available(placement.device))
     log(
-        f"loading {path}: {model_bytes(checkpoint.config, item_bytes) / 2**20:,.0f} MiB beside "
-        "the weights that are served, until it takes their place"
+        f"loading {path}: {model_bytes(checkpoint.config, item_bytes) / 2**20:,.0f} MiB next to "
+        "the served weights, until it replaces them"
     )
     return load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
 
 
 def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
-    """Raise CheckpointError unless a checkpoint can take the place of another in a server that
-    runs: of the same shape, which the cache has, and with the vocabulary in which prompts were
-    encoded."""
+    """Raise CheckpointError unless a checkpoint has the shape of the served one, which the cache
+    depends on, and its vocabulary, in which prompts are encoded."""
     if other.config != served.config:
         ours, theirs = served.config.to_dict(), other.config.to_dict()
         name = next(name for name in theirs if ours.get(name) != theirs[name])
         raise CheckpointError(
-            f"{other.path} has another shape than {served.path}, which is served ({name} is "
-            f"{theirs[name]!r}, not {ours.get(name)!r}): it takes another server"
+            f"{other.path} has another shape than the served {served.path} ({name} is "
+            f"{theirs[name]!r}, not {ours.get(name)!r}): start another server for it"
         )
     vocabularies = [
         (checkpoint.tokenizer.description(), checkpoint.files.get(RANKS))
@@ -147,41 +129,26 @@ def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
     ]
     if vocabularies[0] != vocabularies[1]:
         raise CheckpointError(
-            f"{other.path} has another vocabulary than {served.path}, which is served: it takes "
-            "another server"
+            f"{other.path} has another vocabulary than the served {served.path}: start another "
+            "server for it"
         )
 
 
-def choose_slots(loaded: LoadedModel, slots: Slots) -> ChosenSlots:
-    """How many slots the KV cache of a loaded model gets. Raises DeviceError where they do not fit
-    beside the weights."""
-    memory = available(loaded.placement.device)
-    config, placement = loaded.checkpoint.config, loaded.placement
-    count = _count_slots(slots, config, placement, memory, loaded.options)
-    return ChosenSlots(count, memory)
+def choose_slots(loaded: LoadedModel, budget: SlotBudget) -> tuple[int, Available]:
+    """Slots of the KV cache of a loaded model, and the memory that its weights leave free. Raises
+    DeviceError if they do not fit."""
+    checkpoint, placement = loaded.checkpoint, loaded.placement
+    memory = available(placement.device)
+    return _count_slots(budget, checkpoint, placement, memory, loaded.options), memory
 
 
 def _count_slots(
-    slots: Slots,
-    config: GPTConfig,
+    budget: SlotBudget,
+    checkpoint: CheckpointInfo,
     placement: Placement,
     memory: Available,
     options: ComputeOptions,
 ) -> int:
-    return slots_for(
-        slots.budget,
-        config,
-        placement.dtype.itemsize,
-        memory,
-        default=slots.default,
-        gpu=placement.device.type == "cuda",
-        kept=options.kv_cache_dtype,
-    )
-
-
-def release_memory() -> None:
-    """Give the system back what was freed: to open a model frees several copies of its weights, and
-    the C library keeps what was taken in pieces. Does nothing where the C library is not GNU's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    name, item_bytes = checkpoint.path.name, placement.dtype.itemsize
+    shape = Shape(name, checkpoint.config, item_bytes, options.kv_cache_dtype)
+    return slots_for([shape], budget, memory, gpu=placement.device.type == "cuda")[0]

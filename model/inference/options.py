@@ -1,4 +1,4 @@
-"""How a model can be served, by the names and texts that the command line takes. Without torch."""
+"""Options of computing and serving a model, and the texts of the command line. Without torch."""
 
 import math
 import re
@@ -17,31 +17,30 @@ TargetName = Literal[
     "x86-64-v4-amx",
     "armv8-a",
 ]
-"""Kinds of processors that the native kernels can be built for."""
+"""Processor types that the native kernels can be built for."""
 KernelTarget = Literal["auto"] | TargetName
 Quantization = Literal["none", "int8", "int4"]
-"""Of the matrices of products; with int4 the head has int8."""
+"""Quantization of the matrices; with int4 the head has int8."""
 KVCacheDType = Literal["auto", "int8"]
-"""Of keys and values: that which the model computes in, or bytes with a scale for each head's key
-and value of each position."""
+"""Dtype of keys and values: the model's, or int8 with a scale for each head and position."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
-"""Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""
+"""Rows of a decode step with drafts, at most; with more, each draft costs what it saves."""
 SECONDS = {"ms": 1e-3, "s": 1.0}
-"""Of a time."""
+"""Units of time, in seconds."""
 UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-"""Of an amount of memory, in bytes."""
+"""Units of memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How a checkpoint is computed; the defaults are the best for this machine.
+    """Options of computing a checkpoint; the defaults are the best for this machine.
 
-    threads  of torch and of the native decoder; 0: as many as there are processors
+    threads  of torch and of the native decoder; 0: one per processor
     """
 
     device: str = "auto"
@@ -64,8 +63,8 @@ DEFAULTS = ComputeOptions()
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """A share of a device's memory: on a GPU of all of it, with the weights and what other
-    processes take; on a CPU of what the weights leave free."""
+    """A share of a device's memory: on a GPU of all of it, including the weights and other
+    processes; on a CPU of the memory that the weights leave free."""
 
     fraction: float
 
@@ -74,27 +73,27 @@ class MemoryShare:
 
 
 MemorySize = int | MemoryShare
-"""Bytes, or a share of a device."""
+"""Bytes, or a share of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDefault:
-    """How many slots an empty budget gets: `most`. With a `share`, as many up to that as it holds
-    of what the weights leave free, and one at least."""
+    """Slots of an empty budget: `most`, or with a `share` as many up to `most` as fit into it, at
+    least one. It is a share of the memory that the weights leave free."""
 
     most: int
     share: MemoryShare | None = None
 
 
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
-"""Where requests wait for each other. A cache takes no memory before its slots are used
-(`model/inference/kv_cache.py`), and then a quarter leaves most to others. 64 bounds how slow a
-stream gets where all are in use."""
+"""Default of a server. A cache takes no memory before its slots are used
+(`model/inference/kv_cache.py`), and a quarter leaves most memory to others. 64 limits the slowdown
+of a stream when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """A time: so many times as long as a step takes that decodes and does nothing else."""
+    """A time, in durations of a step that only decodes."""
 
     count: float
 
@@ -103,35 +102,35 @@ class DecodeSteps:
 
 
 TargetGap = float | DecodeSteps
-"""Seconds, or times a decode step, that a step with prompts should not exceed while others decode
+"""Limit of a step with prompts while others decode, in seconds or in decode steps
 (`model/inference/engine/budget.py`)."""
 
 
 def parse_target_gap(text: str) -> TargetGap | None:
-    """A time as people write it: "4x" is four times a decode step, "150ms" or "0.2s" a time,
-    "none" is None. Raises ValueError, whose message says what can be written."""
+    """A gap from a text: "4x" is four decode steps, "150ms" or "0.2s" a time, "none" is None.
+    Raises ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(x|ms|s)", stripped)
     if match is None:
         raise ValueError(
-            f"{text!r} is not a gap between tokens: give a multiple of a decode step (4x), a "
+            f"{text!r} is not a gap between tokens: use a multiple of a decode step (4x), a "
             "time (150ms, 0.2s) or none"
         )
     number = float(match[1])
     if match[2] == "x":
         if not 1 < number <= 1000:
-            raise ValueError(f"{text} has no room for prompts: give more than 1x, at most 1000x")
+            raise ValueError(f"{text} leaves no time for prompts: use more than 1x, at most 1000x")
         return DecodeSteps(number)
     seconds = number * SECONDS[match[2]]
     if not 0 < seconds <= 3600:
-        raise ValueError(f"{text} is not a gap between tokens: give more than 0s, at most 3600s")
+        raise ValueError(f"{text} is not a gap between tokens: use more than 0s, at most 3600s")
     return seconds
 
 
 def format_target_gap(target: TargetGap | None) -> str:
-    """As `parse_target_gap` reads it."""
+    """The text that `parse_target_gap` reads."""
     match target:
         case None:
             return "none"
@@ -142,40 +141,37 @@ def format_target_gap(target: TargetGap | None) -> str:
 
 
 def head_quantization(quantize: Quantization) -> Quantization:
-    """What the head is quantized to where the other matrices are `quantize`. It keeps eight bits:
-    nothing comes behind it that could make up for what four cost, and where it is tied it is the
-    embedding too."""
+    """Quantization of the head if other matrices have `quantize`. The head keeps eight bits: no
+    later layer compensates for its error, and a tied head is the embedding too."""
     return "none" if quantize == "none" else "int8"
 
 
 def parse_loss_limit(text: str) -> float:
-    """A loss that is still accepted, as people write it, as a share: 0.02 of "2%"; infinity of
-    "any". Raises ValueError, whose message says what can be written."""
+    """A limit of a loss from a text, as a share: 0.02 for "2%", infinity for "any". Raises
+    ValueError with the valid forms."""
     if text.strip().lower() == "any":
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%?", text.strip())
     if match is None:
-        raise ValueError(
-            f"{text!r} is not a share in percent: give 2% or 0.5%, or any for no limit"
-        )
+        raise ValueError(f"{text!r} is not a share in percent: use 2% or 0.5%, or any for no limit")
     return float(match[1]) / 100
 
 
 def parse_memory(text: str) -> MemorySize:
-    """An amount of memory as people write it: "8GiB", "500 MB", "1000000" or "80%". Raises
-    ValueError, whose message says what can be written."""
+    """An amount of memory from a text: "8GiB", "500 MB", "1000000" or "80%". Raises ValueError with
+    the valid forms."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
     if match is None or (match[2] != "%" and match[2] not in UNITS):
         raise ValueError(
-            f"{text!r} is not an amount of memory: give bytes (8GiB, 500MB) or a share (80%)"
+            f"{text!r} is not an amount of memory: use bytes (8GiB, 500MB) or a share (80%)"
         )
     number = float(match[1])
     if match[2] == "%":
         if not 0 < number <= 100:
-            raise ValueError(f"{text} is not a share of the memory: give above 0%, at most 100%")
+            raise ValueError(f"{text} is not a share of the memory: use above 0%, at most 100%")
         return MemoryShare(number / 100)
     unit = UNITS[match[2]]
     size = int(match[1]) * unit if match[1].isdigit() else int(number * unit)
     if size < 1:
-        raise ValueError(f"{text} is less than a byte: give bytes (8GiB, 500MB) or a share (80%)")
+        raise ValueError(f"{text} is less than a byte: use bytes (8GiB, 500MB) or a share (80%)")
     return size

@@ -1,8 +1,8 @@
-"""Reference: generation as the definition says it, with nothing clever in it.
+"""Reference: generation by its plain definition, the oracle of every engine test.
 
-The oracle of every engine test: one sequence at a time, no cache, the whole text through the plain
-forward for every token, the sampler's definitions spelled out on Python lists. Slow on purpose, and
-shares with the engine only the random numbers (`model/inference/sampling/philox.py`).
+One sequence at a time, no cache, the whole text through the plain forward for every token, and the
+sampler's definitions on Python lists. Shares only the random numbers with the engine
+(`model/inference/sampling/philox.py`).
 """
 
 import math
@@ -67,7 +67,7 @@ def processed_row(
     params: SamplingParams,
     allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """What is sampled from: steps 1 to 10, or 1 to 6 at temperature 0."""
+    """The logits to sample from: after steps 1 to 10, or 1 to 6 at temperature 0."""
     row = penalised(logits, tokens, prompt_length, params, allowed)
     return filtered(row, params) if params.temperature else row
 
@@ -79,7 +79,7 @@ def penalised(
     params: SamplingParams,
     allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """Steps 1 to 6; `allowed` is what a constraint lets come next."""
+    """Steps 1 to 6; `allowed` is the mask of a constraint."""
     row = list(logits)
     completion = tokens[prompt_length:]
     for token_id, bias in params.logit_bias.items():

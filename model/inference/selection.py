@@ -1,7 +1,7 @@
-"""Selection: what the indices, names and patterns of a request choose of a prompt and a model.
+"""Selection: the positions, layers, heads and stages that a request's indices and patterns choose.
 
-Negative indices count from the end, `*` stands for all layers. What is not there is refused with an
-`InvalidRequest` that says what is. Not here: whether the model can compute what was chosen
+Negative indices count from the end, `*` stands for all layers. An `InvalidRequest` says what there
+is instead of the missing thing. Not here: whether the model can compute the choice
 (`model/inference/engine/validation.py`).
 """
 
@@ -13,19 +13,22 @@ from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
 
 def resolve_indices(
-    param: str, indices: Sequence[int] | None, count: int, what: str
+    param: str,
+    indices: Sequence[int] | None,
+    count: int,
+    what: str,
+    *,
+    from_end: bool = True,
 ) -> tuple[int, ...]:
-    """Indices into `count` things, negative ones counted from the end; None: all of them. `what`
-    says how many there are, for the message. Raises InvalidRequest unless they are at least one,
-    within the range, ascending and distinct."""
+    """Indices into `count` things; None: all of them. With `from_end`, negative indices count from
+    the end. `what` says in a message how many things there are. Raises InvalidRequest unless there
+    is at least one index and all are in range, ascending and distinct."""
     if indices is None:
         return tuple(range(count))
     for index in indices:
-        if not -count <= index < count:
-            raise InvalidRequest(
-                f"{param} has {index}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
-                param,
-            )
+        if not (-count if from_end else 0) <= index < count:
+            more = f", or -{count} to -1 from the end" if from_end else ""
+            raise InvalidRequest(f"{param} has {index}; {what} (0 to {count - 1}{more})", param)
     resolved = tuple(index % count for index in indices)
     if not resolved or list(resolved) != sorted(set(resolved)):
         raise InvalidRequest(
@@ -35,8 +38,8 @@ def resolve_indices(
 
 
 def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages that names and patterns choose, in the order in which they are computed. Raises
-    InvalidRequest for a pattern that chooses none."""
+    """The stages that names and patterns choose, in the order of computation. Raises InvalidRequest
+    for a pattern that matches none."""
     if not patterns:
         raise InvalidRequest("stages is empty; name at least one, GET /stages lists them", "stages")
     try:
@@ -48,27 +51,26 @@ def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, .
 def resolve_heads(
     heads: Sequence[int], stages: Sequence[Stage], config: GPTConfig
 ) -> tuple[int, ...]:
-    """Indices from 0 of heads that each of the stages has, if it has any; negative ones count from
-    the end. Raises InvalidRequest."""
-    with_heads = [stage for stage in stages if stage.heads_axis]
-    if not with_heads:
-        names = [stage.name for stage in stages]
-        raise InvalidRequest(f"heads are given, and {_named(names)} has none", "heads")
-    resolved = []
-    for stage in with_heads:
-        assert stage.heads_axis is not None
-        count = getattr(config, stage.heads_axis)
-        resolved.append(resolve_indices("heads", heads, count, f"{stage.name} has {count} heads"))
-    if len(set(resolved)) > 1:
+    """Head indices from 0 that every stage with heads has; negative ones count from the end. Raises
+    InvalidRequest."""
+    resolved: dict[tuple[int, ...], None] = {}
+    for stage in stages:
+        if stage.heads_axis is not None:
+            count = getattr(config, stage.heads_axis)
+            what = f"{stage.name} has {count} heads"
+            resolved[resolve_indices("heads", heads, count, what)] = None
+    if not resolved:
+        raise InvalidRequest(f"{_names(stages)} has no heads: remove heads", "heads")
+    if len(resolved) > 1:
+        with_heads = [stage for stage in stages if stage.heads_axis]
         raise InvalidRequest(
-            f"heads count from the end, and {_named([stage.name for stage in with_heads])} have "
-            "not the same count of them; ask for them one by one, or count from 0",
+            f"heads count from the end, and {_names(with_heads)} have different numbers of heads: "
+            "ask for them one by one, or count from 0",
             "heads",
         )
-    return resolved[0]
+    return next(iter(resolved))
 
 
-def _named(names: Sequence[str]) -> str:
-    """Names as a sentence has them, so many that it stays readable."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} others"
+def _names(stages: Sequence[Stage]) -> str:
+    shown = ", ".join(stage.name for stage in stages[:4])
+    return shown if len(stages) <= 4 else f"{shown} and {len(stages) - 4} others"

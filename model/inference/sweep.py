@@ -1,8 +1,8 @@
-"""Sweep: the places of a grid, and what an intervention becomes in each of them.
+"""Sweep: the cells of a grid, and the part of an intervention in each of them.
 
-To ablate each head in turn or to patch each layer and position in turn is one intervention carried
-out in one place after another. Here are its places along the axes layers, heads and positions, and
-its part for each cell. Plain data; the cells are requests like any other, made by the caller.
+Ablating each head in turn, or patching each layer and position in turn, is one intervention in one
+place after another, along the axes layers, heads and positions. Plain data; the caller makes a
+request of each cell.
 """
 
 import itertools
@@ -22,7 +22,7 @@ Axis = Literal["layers", "heads", "positions"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A place of the grid; None where an axis is not swept."""
+    """A place of the grid; None for an axis that is not swept."""
 
     layer: int | None
     head: int | None
@@ -31,20 +31,19 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The places of each axis, in the order that was asked for, and what varies, by its layer;
-    under None all of it."""
+    """The places of each axis in the requested order, and the varied interventions by layer; all of
+    them under None."""
 
     axes: Mapping[Axis, tuple[int, ...]]
     varied: Mapping[int | None, Sequence[Intervention]]
 
     @property
     def count(self) -> int:
-        """Number of cells."""
         return math.prod(map(len, self.axes.values()))
 
     def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
-        """The cells, the last axis fastest, each with what is changed there. Made when it is asked
-        for: all of them at once take seconds."""
+        """The cells, the last axis fastest, each with its interventions. Made lazily: all of them
+        at once take seconds."""
         for place in itertools.product(*self.axes.values()):
             at = dict(zip(self.axes, place, strict=True))
             cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))
@@ -54,13 +53,13 @@ class Grid:
 def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: GPTConfig
 ) -> Grid:
-    """The grid over some axes of one intervention, given as one for each layer that it is for. An
-    axis that is not swept is changed as a whole in every cell. Raises InvalidRequest for what the
-    model cannot carry out, and for an axis that the stage does not have."""
+    """The grid over some axes of an intervention, of which `varied` has one for each layer. An axis
+    that is not swept is changed as a whole in every cell. Raises InvalidRequest for interventions
+    that cannot be carried out, and for an axis that the stage does not have."""
     check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
-    stages = [_stage(intervention, config) for intervention in varied]
+    stages = [match_stages([change.stage], config)[0] for change in varied]
     axes = {axis: _places(axis, varied[0], stages, prompt_length, config) for axis in over}
     by_layer: defaultdict[int | None, list[Intervention]] = defaultdict(list)
     for stage, intervention in zip(stages, varied, strict=True):
@@ -76,8 +75,7 @@ def _places(
     prompt_length: int,
     config: GPTConfig,
 ) -> tuple[int, ...]:
-    """Where what varies is carried out along an axis, one after the other: it is of these stages,
-    and alike but for that."""
+    """The places along an axis of interventions that differ in their stage alone."""
     match axis:
         case "layers":
             if stages[0].layer is None:
@@ -94,7 +92,6 @@ def _places(
 
 
 def _at(intervention: Intervention, cell: Cell) -> Intervention:
-    """An intervention, carried out in one place alone."""
     values, heads, positions = intervention.values, intervention.heads, intervention.positions
     if cell.head is not None:
         if values is not None:  # (1 or positions, heads, ...)
@@ -108,8 +105,3 @@ def _at(intervention: Intervention, cell: Cell) -> Intervention:
             values = values[index : index + 1]
         positions = (cell.position,)
     return replace(intervention, values=values, heads=heads, positions=positions)
-
-
-def _stage(intervention: Intervention, config: GPTConfig) -> Stage:
-    (stage,) = match_stages([intervention.stage], config)
-    return stage

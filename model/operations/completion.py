@@ -14,10 +14,10 @@ from logitd.model.inference.engine.events import (
     FinishEvent,
     FinishReason,
     PromptEvent,
-    PromptToken,
     TokenEvent,
 )
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.operations.operation import Completions
 from logitd.model.operations.tokens import first_likeliest, scored_json
 from logitd.model.text.growing_text import GrowingText
@@ -39,7 +39,7 @@ class Piece:
     seed: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    tokens: list[PromptToken | TokenEvent] = field(default_factory=list)
+    tokens: list[ScoredToken | TokenEvent] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -97,7 +97,7 @@ class Completion:
         new.text += self._growing.push(event.token_id)
         return self._stopped()
 
-    def push_prompt(self, tokens: Iterable[PromptToken]) -> None:
+    def push_prompt(self, tokens: Iterable[ScoredToken]) -> None:
         self._new.tokens += tokens
 
     def finish(self, event: FinishEvent) -> None:
@@ -150,7 +150,7 @@ class GrowingReply:
             for index in range(plan.n)
         }
         self._prompts = {request.request_id: index for index, request in enumerate(plan.requests)}
-        self._scores: dict[int, list[PromptToken]] = {}  # new ones, by prompt
+        self._scores: dict[int, list[ScoredToken]] = {}  # new ones, by prompt
 
     @property
     def seed(self) -> int | None:

@@ -12,8 +12,8 @@ from logitd.model.inference.engine.events import (
     FinishEvent,
     OutputsChunk,
     PromptEvent,
-    PromptToken,
 )
+from logitd.model.inference.sampling.results import ScoredToken
 
 MOST_NATS = 700.0
 """Largest power whose exp is a finite float64."""
@@ -25,7 +25,7 @@ class Computed:
     each sequence."""
 
     rows: dict[str, list[Any]] = field(default_factory=dict)
-    tokens: dict[tuple[str, int], list[PromptToken]] = field(default_factory=dict)
+    tokens: dict[tuple[str, int], list[ScoredToken]] = field(default_factory=dict)
     attributions: dict[str, Attribution] = field(default_factory=dict)
     finishes: list[FinishEvent] = field(default_factory=list)
 
@@ -42,12 +42,12 @@ class Computed:
                 self.finishes.append(event)
 
 
-def logprobs_of(tokens: Sequence[PromptToken]) -> list[float]:
+def logprobs_of(tokens: Sequence[ScoredToken]) -> list[float]:
     """The logprobs of tokens, except a prompt's first, which has none."""
     return [token.chosen.logprob for token in tokens if token.chosen is not None]
 
 
-def perplexity(tokens: Sequence[PromptToken]) -> float | None:
+def perplexity(tokens: Sequence[ScoredToken]) -> float | None:
     """exp of the mean negative logprob; None if nothing is scored or the result overflows."""
     logprobs = logprobs_of(tokens)
     if not logprobs:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from logitd.model.inference.engine.events import PromptToken
 from logitd.model.inference.engine.requests import ScoreRequest as EngineScoreRequest
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.operations.body import (
     Examples,
     PromptBody,
@@ -134,7 +134,7 @@ def plan(body: ScoreRequest, subject: Subject) -> Planning:
 
 
 def _text_score(
-    index: int, tokens: Sequence[PromptToken], listed: int | None, tokenizer: Tokenizer
+    index: int, tokens: Sequence[ScoredToken], listed: int | None, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """The TextScore of a text, with `listed` likeliest tokens in the place of each."""
     scored = [token for token in tokens if token.chosen is not None]

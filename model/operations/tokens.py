@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from logitd.model.inference.engine.events import PromptToken, TokenEvent
+from logitd.model.inference.engine.events import TokenEvent
 from logitd.model.inference.sampling import distribution
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.operations.body import ReplyBody, RequestBody, Text, TokenId
 from logitd.model.operations.prompts import single_token
 from logitd.model.text.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def prob_json(tokenizer: Tokenizer, token: distribution.TokenProb) -> dict[str, 
     }
 
 
-def scored_json(tokenizer: Tokenizer, token: PromptToken | TokenEvent) -> dict[str, Any]:
+def scored_json(tokenizer: Tokenizer, token: ScoredToken | TokenEvent) -> dict[str, Any]:
     """The Token; its logprob is null if nothing predicts it."""
     chosen = token.chosen
     return {
@@ -94,6 +95,6 @@ def scored_json(tokenizer: Tokenizer, token: PromptToken | TokenEvent) -> dict[s
     }
 
 
-def first_likeliest(token: PromptToken, count: int) -> PromptToken:
+def first_likeliest(token: ScoredToken, count: int) -> ScoredToken:
     """A token with only the `count` likeliest in its place."""
-    return PromptToken(token.token_id, token.chosen, token.top[:count])
+    return ScoredToken(token.token_id, token.chosen, token.top[:count])

@@ -1,7 +1,7 @@
 """Build: from settings to an engine, and the slots of each engine if there are several.
 
 Reads and verifies the checkpoint, chooses a device and a decoder, measures the cost of
-quantization, and makes the engine. Not here: how memory is divided (`model/inference/sharing.py`),
+quantization, and makes the engine. Not here: how memory is divided (`model/inference/memory.py`),
 the driver (`driver.py`) and the event loop.
 """
 
@@ -30,19 +30,13 @@ from logitd.model.device import (
 )
 from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
+from logitd.model.inference.constraints.heap import release_memory
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError, choose_dtype
-from logitd.model.inference.load import (
-    ChosenSlots,
-    Slots,
-    choose_slots,
-    load_model,
-    load_replacement,
-    release_memory,
-)
-from logitd.model.inference.memory import SlotBudget
+from logitd.model.inference.load import choose_slots, load_model, load_replacement
+from logitd.model.inference.memory import Shape, SlotBudget, divide_slots
 from logitd.model.inference.options import (
     SERVED_SLOTS,
     ComputeOptions,
@@ -52,8 +46,7 @@ from logitd.model.inference.options import (
     parse_memory,
     parse_target_gap,
 )
-from logitd.model.inference.sharing import Shape, divide_slots
-from logitd.model.memory import available, format_bytes
+from logitd.model.memory import Available, available, format_bytes
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
@@ -148,14 +141,13 @@ def divide_memory(settings: ServeSettings) -> Shares:
         return Shares({}, refused)
     device = choose_device(settings.device)
     gpu = device.type == "cuda"
-    budget, default = _slot_budget(settings), default_slots(settings, gpu=gpu)
-    slots = divide_slots(shapes, budget, available(device), default=default, gpu=gpu)
+    slots = divide_slots(shapes, _slot_budget(settings, gpu=gpu), available(device), gpu=gpu)
     return Shares({shape.name: n for shape, n in zip(shapes, slots, strict=True)}, refused)
 
 
-def _slot_budget(settings: ServeSettings) -> SlotBudget:
+def _slot_budget(settings: ServeSettings, *, gpu: bool) -> SlotBudget:
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
-    return SlotBudget(settings.slots, memory)
+    return SlotBudget(settings.slots, memory, default_slots(settings, gpu=gpu))
 
 
 def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
@@ -168,13 +160,12 @@ def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
 
 def _build(settings: ServeSettings) -> BuiltEngine:
     gpu = choose_device(settings.device).type == "cuda"
-    default = default_slots(settings, gpu=gpu)
-    slots = Slots(_slot_budget(settings), default)
+    budget = _slot_budget(settings, gpu=gpu)
     model = load_model(
         settings.source.path,
         ComputeOptions.of(settings),
         batch_invariant=settings.batch_invariant,
-        slots=slots,
+        slots=budget,
         log=logger.info,
     )
     path = model.decode_path
@@ -186,9 +177,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     if quantization is not None:
         level = logging.WARNING if quantization.deserves_warning else logging.INFO
         logger.log(level, "%s", quantization.sentence())
-    chosen = choose_slots(model, slots)
+    slots, memory = choose_slots(model, budget)
     config = EngineConfig(
-        slots=chosen.count,
+        slots=slots,
         prefill_chunk=settings.prefill_chunk,
         target_gap=_target_gap(settings, model.placement),
         prefix_reuse=settings.prefix_reuse,
@@ -209,7 +200,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         quantization=quantization,
         parameters=parameter_count(model.checkpoint.config),
         kv_cache_bytes=engine.kv_cache_bytes,
-        slots_why=_why_slots(slots, chosen),
+        slots_why=_why_slots(slots, budget, memory),
         target_gap=format_target_gap(engine.target_gap),
     )
     # The loader does not keep the model: its weights are freed after a reload.
@@ -225,14 +216,14 @@ def _compiler(tokenizer: Tokenizer) -> Compiler | Unavailable:
         return Unavailable(str(error))
 
 
-def _why_slots(slots: Slots, chosen: ChosenSlots) -> str | None:
+def _why_slots(slots: int, budget: SlotBudget, memory: Available) -> str | None:
     """The reason for the number of slots; None if a setting names it."""
-    budget, default = slots.budget, slots.default
+    default = budget.default
     if budget.slots is not None or budget.memory is not None or default.share is None:
         return None
-    if chosen.count == default.most:
+    if slots == default.most:
         return "as many as are made unasked"
-    return f"{default.share} of the {format_bytes(chosen.memory.free)} that the weights leave free"
+    return f"{default.share} of the {format_bytes(memory.free)} that the weights leave free"
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:

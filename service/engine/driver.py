@@ -20,7 +20,7 @@ from typing import TypeVar
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
 from logitd.model.inference.engine.requests import Request
-from logitd.model.inference.engine.runner import Passes
+from logitd.model.inference.engine.runner import ForwardModel
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
@@ -91,7 +91,7 @@ class EngineDriver:
         self._engine = engine
         self._load = load
         self._steps = steps
-        self._prepared: Passes | None = None  # with loaded weights that have not taken over
+        self._prepared: ForwardModel | None = None  # with loaded weights that have not taken over
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None is the last
         self._ended = False  # the last command was handled
         self._step_began: float | None = None

@@ -27,6 +27,7 @@ from logitd.model.llm import (
 )
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import check_integrity
 from tests.model.inference.served import forward_as_served
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +151,7 @@ def test_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
     parts = list(llm.stream(PROMPT, params, stop=[stop]))
     assert joined(parts) == (whole.text, whole.token_ids)
     assert parts[-1].stop_reason == stop
-    llm._engine.check_integrity()
+    check_integrity(llm._engine)
     assert not llm._engine.has_work()
 
 

@@ -1,9 +1,9 @@
-"""Attributing: one prompt's attributions by all methods that are asked for, piece by piece.
+"""Attributing: one prompt's attributions by all requested methods, piece by piece.
 
-A piece is a block forward or a block backward, or one pass over the head: whoever drives it
-(`model/inference/engine/`) does other things in between, and may drop it after any piece. What it
-keeps between two pieces is at most a stream before each block and a few more of that size
-(`kept_elements` of `task.py`), whatever the number of steps.
+A piece is a block forward, a block backward, or one pass over the head. The engine does other work
+between two pieces and may drop an attribution after any of them. Between pieces it keeps a stream
+before each block and a few more tensors of that size (`kept_elements` of `task.py`), for any number
+of steps.
 """
 
 from collections.abc import Generator, Sequence
@@ -22,11 +22,9 @@ from logitd.model.inference.attribution.task import (
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED
 
-Pieces = Generator[None, None, Attribution]
-
 
 class Attributing:
-    """The attributions of one prompt, on their way. `watched` is put around what blocks compute."""
+    """The attributions of one prompt, in progress. `watched` is the context of each block."""
 
     def __init__(
         self,
@@ -35,11 +33,11 @@ class Attributing:
         task: AttributionTask,
         watched: Watch | None = None,
     ) -> None:
-        self._pieces = _pieces(gpt, token_ids, task, watched)
+        self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
 
     def advance(self) -> Attribution | None:
-        """Compute one piece; the result after the last one. Must not be called after that."""
-        # Engines compute in inference mode, whose tensors autograd does not take.
+        """Compute one piece; returns the result after the last one. Do not call after that."""
+        # The engine computes in inference mode, whose tensors autograd does not take.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 next(self._pieces)
@@ -49,24 +47,9 @@ class Attributing:
         return None
 
 
-def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
-    """The attributions of a prompt, all at once."""
-    attributing = Attributing(gpt, token_ids, task)
-    while (result := attributing.advance()) is None:
-        pass
-    return result
-
-
-def _pieces(
-    gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
-) -> Pieces:
-    """Begins with the first piece, and not when it is called: outside of inference mode."""
-    return (yield from _Prompt(gpt, token_ids, task, watched).pieces())
-
-
 class _Prompt:
-    """One prompt and its task. The text ends at the position, for nothing behind it is looked at,
-    but for the padding to whole blocks: so that few different lengths occur."""
+    """A prompt and its task. Apart from `Attributing`, so that the tensors of a dropped attribution
+    are freed at once, not by the garbage collector."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -75,14 +58,15 @@ class _Prompt:
         self._task = task
         self._behind = len(token_ids) - task.position - 1
         self._layers = range(gpt.config.n_layer)
+        # The text ends at the position, padded to whole blocks, so that few lengths occur.
         text = token_ids[: task.position + 1]
-        padding = padded_length(task, gpt.config) - len(text)
-        self._passes = TextPasses(gpt, [*text, *[0] * padding], task.position, watched)
+        self._text = [*text, *[0] * (padded_length(task, gpt.config) - len(text))]
+        self._watched = watched
 
-    def pieces(self) -> Pieces:
-        """Compute everything, with a stop after each piece."""
-        passes, task, row = self._passes, self._task, self._task.position
-        # 1) The prompt forward: the streams before the blocks where they are needed.
+    def pieces(self) -> Generator[None, None, Attribution]:
+        task, row = self._task, self._task.position
+        passes = self._passes = TextPasses(self._gpt, self._text, row, self._watched)
+        # 1) The prompt forward, with the streams before the blocks if they are needed.
         embedding = passes.embedding()
         streams: list[Tensor] | None = [] if "gradient_times_input" in task.methods else None
         rows: list[BlockRow] | None = [] if "direct" in task.methods else None
@@ -96,7 +80,7 @@ class _Prompt:
         logit = passes.logit(last, token_id)
         minus_logit = None if minus_id is None else passes.logit(last, minus_id)
         target = logit if minus_logit is None else logit - minus_logit
-        # 3) What each method makes of it.
+        # 3) The attributions by each method.
         parts = gradient_times_input = path = None
         if rows is not None:
             bias = self._head_bias(token_id, minus_id)
@@ -116,8 +100,8 @@ class _Prompt:
     def _forward(
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
-        """The last stream (1, T, C) from the first, a piece for each block. What is given a list
-        for is kept: the stream before each block, and the row of each."""
+        """The last stream (1, T, C) from the first, a piece for each block. Appends the stream
+        before each block to `streams`, and the row of each block to `rows`, if given."""
         for layer in self._layers:
             if streams is not None:
                 streams.append(x)
@@ -132,8 +116,8 @@ class _Prompt:
     def _backward(
         self, last: Tensor, streams: list[Tensor], direction: Tensor
     ) -> Generator[None, None, Tensor]:
-        """The gradient (1, T, C) with respect to the first stream, a piece for each block.
-        `streams` are used up."""
+        """The gradient (1, T, C) with respect to the first stream, a piece for each block. Empties
+        `streams`."""
         gradient = self._passes.head_gradient(last, direction)
         for layer in reversed(self._layers):
             gradient = self._passes.backward(layer, streams.pop(), gradient)
@@ -143,7 +127,6 @@ class _Prompt:
     def _path(
         self, embedding: Tensor, token_id: int, direction: Tensor, target: float
     ) -> Generator[None, None, IntegratedGradients]:
-        """The path from the baseline to the prompt, one step after the other."""
         passes, task = self._passes, self._task
         if task.baseline is None:
             baseline = torch.zeros_like(embedding)
@@ -171,5 +154,13 @@ class _Prompt:
         return bias[token_id].item() - minus
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
-        """Of every token of the prompt: nothing behind the position has a part in its logits."""
+        """Values of all tokens of the prompt; 0 behind the position."""
         return (*values[: self._task.position + 1].tolist(), *[0.0] * self._behind)
+
+
+def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
+    """The attributions of a prompt, without stops."""
+    attributing = Attributing(gpt, token_ids, task)
+    while (result := attributing.advance()) is None:
+        pass
+    return result

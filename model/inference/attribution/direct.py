@@ -1,26 +1,24 @@
-"""Direct contributions: what each part of a model adds to a logit by itself.
+"""Direct contributions: the addition of each part of a model to a logit.
 
-The residual stream is a sum: of the embedding, and of what the attention and the MLP of each block
-add to it. Between the last stream and the logit are only the final norm and the head. A norm
-divides by a scale that it takes from its input. With that scale s frozen at what it is in this
-forward it is a linear map and a bias:
+The residual stream is the sum of the embedding and the outputs of each block's attention and MLP.
+Only the final norm and the head are between the last stream and the logit. A norm divides by a
+scale that depends on its input. With that scale s frozen at its value in this forward, a norm is
+a linear map and a bias (w if it has weights):
 
-    LayerNorm(x) = w * (x - mean(x)) / s + b      RMSNorm(x) = w * x / s      (w: where it has one)
+    LayerNorm(x) = w * (x - mean(x)) / s + b      RMSNorm(x) = w * x / s
 
-so the logit of token v, whose row of the head is h_v and whose bias there c_v, is a sum without a
-rest:
+So the logit of token v, with row h_v and bias c_v of the head, is an exact sum:
 
     logit_v = sum_parts <g, part> + <h_v, b> + c_v,
     g = (u - mean(u)) / s  with LayerNorm, u / s with RMSNorm,  where u = w * h_v
 
-The parts are the embedding; of each block the heads (each through its columns of the output
-projection), the bias of that projection, and the MLP with its bias. Where the norms stand behind
-the sums (`norm_position` "post"), each norm is applied to all that was summed up to it, in the same
-way: so g is taken through them from the last to the first, and the bias of each is a part as well.
-The target of two tokens is the same with h_v - h_w and c_v - c_w.
+The parts are the embedding and, of each block, the heads (each through its columns of the output
+projection), the bias of that projection, and the MLP with its bias. With `norm_position` "post"
+each norm applies to the whole sum before it, so g is taken through the norms from the last to the
+first, and the bias of each is a part too. The target of two tokens uses h_v - h_w and c_v - c_w.
 
-Direct alone: what a head adds to what later blocks read is theirs here. Computed in float64 from
-the values of the forward, so that adding up costs nothing.
+Indirect effects belong to the later blocks that read a head's output. Computed in float64 from the
+values of the forward, so summing loses nothing.
 
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
@@ -38,16 +36,16 @@ RECORDED = ("attention.heads", "attention.out", "mlp.out")
 
 @dataclass(slots=True)
 class BlockRow:
-    """One position of a block's forward. The sums are what norms behind them read."""
+    """One position of a block's forward. The sums are the inputs of post norms."""
 
     heads: Tensor  # (H, D)
-    mlp: Tensor  # (C,): what it adds
+    mlp: Tensor  # (C,)
     attention_sum: Tensor  # (C,)
     mlp_sum: Tensor  # (C,)
 
 
 class OneRow:
-    """A tap that keeps of one block's forward over a text what one of its positions adds."""
+    """A tap that keeps one position of a block's forward over a text."""
 
     def __init__(self, row: int) -> None:
         self._row = row
@@ -62,7 +60,7 @@ class OneRow:
         return value
 
     def row(self, before: Tensor) -> BlockRow:
-        """Of the block that read the stream `before` (1, T, C)."""
+        """The position of the block that read the stream `before` (1, T, C)."""
         heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
         return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
 
@@ -110,8 +108,8 @@ def direct_parts(
 
 
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:
-    """What a product with g (C,) behind a norm is before it, with the scale that the norm has for x
-    (C,), in float64; and the product of g with the norm's bias, if it has one."""
+    """The vector whose product with a norm's input x (C,) is that of g (C,) with its output, with
+    the scale of x, in float64; and the product of g with the norm's bias, if it has one."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     centred = isinstance(norm, nn.LayerNorm)
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None

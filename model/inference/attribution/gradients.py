@@ -1,23 +1,22 @@
 """Gradients of a logit with respect to the residual stream, block by block.
 
-`TextPasses` are the passes of one text: forward through one block, and backward through one, which
-is computed anew with autograd for its vector-Jacobian product. So no more than one block's
-activations are ever kept, beside the stream before each block. What the gradients are made into:
+`TextPasses` are the passes of one text, forward or backward through one block. The backward pass
+computes the block again with autograd for its vector-Jacobian product, so only one block's
+activations are kept, next to the stream before each block. The methods:
 
     gradient_times_input   a_t = <df/dx_t (x), x_t>
     integrated_gradients   a_t = <x_t - b_t, 1/m sum_k df/dx_t (b + (k + 1/2)/m (x - b))>
 
-where f is the target and x_t the vector of token t in the stage `embedding`, the stream that enters
-the first block; b is the baseline. The second is that of Sundararajan, Taly and Yan (2017), by the
-midpoint rule. What a model reads of the token ids beside the stream (value embeddings) stays that
-of the prompt all along the path.
+f is the target, x_t the vector of token t in the stage `embedding`, which enters the first block,
+and b the baseline. The second is that of Sundararajan, Taly and Yan (2017), by the midpoint rule.
+Value embeddings, which a model reads by token id, stay those of the prompt along the path.
 
-Computed in float32 from the weights that are served, of bfloat16 and int8 models too (there, from
-the rounded ones); in float64 for a float64 model. Parameters get no gradients. One text at a time
-and always the same operations: the bits depend on nothing else.
+Computed in float32 from the served weights (the rounded ones of int8 models), in float64 for a
+float64 model. Parameters get no gradients. One text at a time with the same
+operations, so the bits depend on nothing else.
 
-Shapes: T positions of the text, with the padding behind the one whose logits are looked at, which
-nothing depends on; C = d_model, V = vocab_size.
+Shapes: T positions of the text, including padding behind the position of the target, which changes
+nothing; C = d_model, V = vocab_size.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +33,16 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 Watch = Callable[[int], AbstractContextManager[None]]
-"""Is put around what a block computes on so many rows; it may give torch fewer threads, where
+"""Context of a block's computation on a number of rows. May give torch fewer threads if
 `threads_keep_bits`."""
 
 HEAD_ROWS = 4096
-"""Rows of the head that are multiplied at a time, so that no wider copy of it is made."""
+"""Rows of the head that are multiplied at a time, to avoid a wide copy of the whole head."""
 
 
 class TextPasses:
-    """Passes of one text through a model, whose logits are looked at in one `row`. To be used
-    outside of inference mode, without autograd; whatever needs gradients turns them on."""
+    """Passes of one text through a model, with the target in one `row`. Use outside of inference
+    mode, without autograd; the methods that need gradients turn them on."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], row: int, watched: Watch | None = None
@@ -61,8 +60,8 @@ class TextPasses:
             self._rotation = cos[None, None], sin[None, None]  # (1, 1, T, D / 2)
 
     def embedding(self, baseline: int | None = None) -> Tensor:
-        """The stream that enters the first block (1, T, C): that of the text, or of one that has
-        the token `baseline` at every position."""
+        """The stream that enters the first block (1, T, C), of the text or of the token `baseline`
+        at every position."""
         gpt, length = self._gpt, self._ids.shape[1]
         ids = self._ids if baseline is None else torch.full_like(self._ids, baseline)
         x = _wide(gpt.token_embedding.weight[ids], self.dtype)
@@ -73,22 +72,21 @@ class TextPasses:
         return x
 
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
-        """The stream (1, T, C) after a block. Autograd is on as in `backward`, for the same
-        operations."""
+        """The stream (1, T, C) after a block. Autograd is on, for the same operations as in
+        `backward`."""
         with self._watched(x.shape[1]), torch.enable_grad():
             return self._block(layer, x.detach().requires_grad_(), tap).detach()
 
     def backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient (1, T, C) with respect to `x`, which enters a block, from the one with
-        respect to what leaves it."""
+        """The gradient (1, T, C) with respect to a block's input `x`, from that of its output."""
         with self._watched(x.shape[1]), torch.enable_grad():
             x = x.detach().requires_grad_()
             (result,) = torch.autograd.grad(self._block(layer, x, UNTAPPED), x, gradient)
         return result
 
     def likeliest(self, x: Tensor) -> int:
-        """The id of the largest logit at the row of the last stream (1, T, C); of equals the
-        lowest."""
+        """The id of the largest logit of the row, given the last stream (1, T, C); the lowest of
+        equals."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
         row = self._final_norm(x[0, self.row])
@@ -103,14 +101,14 @@ class TextPasses:
         return int((logits == logits.max()).nonzero()[0]) if logits.isfinite().all() else 0
 
     def logit(self, x: Tensor, token_id: int) -> float:
-        """A token's logit at the row of the last stream (1, T, C), added up in float64."""
+        """A token's logit in the row, given the last stream (1, T, C), summed in float64."""
         _, bias = self._gpt.head_parameters()
         row = self._final_norm(x[0, self.row])
         logit = row.double() @ self.direction(token_id, None).double()
         return (logit if bias is None else logit + bias[token_id]).item()
 
     def direction(self, token_id: int, minus_id: int | None) -> Tensor:
-        """What the target is a product with: a row of the head, or the difference of two (C,)."""
+        """The factor of the target: a row of the head, or the difference of two (C,)."""
         weight, _ = self._gpt.head_parameters()
         row = _wide(weight[token_id], self.dtype)
         return row if minus_id is None else row - _wide(weight[minus_id], self.dtype)
@@ -137,8 +135,8 @@ class TextPasses:
 
 
 def threads_keep_bits(gpt: GPT, rows: int) -> bool:
-    """Whether a block, forward and backward over that many rows, gives the same bits with one
-    thread as with all of torch's."""
+    """True if a block has the same bits with one thread as with all of torch's, forward and
+    backward over this number of rows."""
     passes, layer = TextPasses(gpt, [0] * rows, 0), gpt.config.n_layer - 1
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, rows, gpt.config.d_model, generator=generator).to(passes.dtype)
@@ -154,25 +152,24 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
 
 
 def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of a module in a dtype that autograd computes in: themselves where they are in
-    it."""
+    """The parameters of a module in a dtype; not copied if they have it."""
     return {name: _wide(value, dtype) for name, value in module.named_parameters()}
 
 
 def per_token(vectors: Tensor, gradient: Tensor) -> Tensor:
-    """<gradient, vector> of each token (T,), added up in float64, of (1, T, C) both."""
+    """<gradient, vector> of each token (T,), both (1, T, C), summed in float64."""
     return (vectors.double() * gradient.double()).sum(dim=-1)[0]
 
 
 def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in a dtype. One that was made in inference mode is copied: autograd takes none."""
+    """A tensor in a dtype. Tensors of inference mode are copied: autograd does not take them."""
     wide = tensor.detach().to(dtype)
     return wide.clone() if wide.is_inference() else wide
 
 
 def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention within the text (1, H, T, D). On a GPU the one kernel whose backward pass
-    adds up in a fixed order; it keeps the attention weights of the block."""
+    """Causal attention within the text (1, H, T, D). On a GPU by the only kernel whose backward
+    pass sums in a fixed order; it keeps the block's attention weights."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (1, H, T, D)
     with nullcontext() if q.is_cpu else sdpa_kernel(SDPBackend.MATH):

@@ -1,7 +1,7 @@
-"""What is asked of an attribution, and what it gives: frozen plain data, without torch.
+"""Tasks and results of attributions: frozen plain data, without torch.
 
 The target is a token's logit at one position of a prompt, or the difference of two tokens' logits
-there. The definitions of the methods are in `gradients.py` and `direct.py`.
+there. `gradients.py` and `direct.py` define the methods.
 """
 
 import math
@@ -14,20 +14,20 @@ Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 DEFAULT_STEPS = 32
-"""Of integrated gradients; each is a forward and a backward pass over the prompt."""
+"""Steps of integrated gradients; each is a forward and a backward pass over the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributionTask:
-    """What is attributed, and how.
+    """The target of an attribution and its methods.
 
-    position  of the prompt, from 0: its logits are those of the token that follows
-    token_id  whose logit it is; None: the likeliest next token
-    minus_id  whose logit is subtracted; None: none
+    position  of the prompt, from 0; its logits are for the next token
+    token_id  the token of the logit; None: the likeliest next token
+    minus_id  token whose logit is subtracted
     methods   each at most once
     steps     of integrated gradients
-    baseline  where integrated gradients begin: at zero vectors (None), or at the embedding of this
-              token at every position
+    baseline  start of integrated gradients: zero vectors (None), or the embedding of this token at
+              every position
     """
 
     position: int
@@ -39,8 +39,8 @@ class AttributionTask:
 
     @property
     def passes(self) -> int:
-        """How often the prompt goes through the model: a forward pass counts as one, a backward
-        pass, which computes every block anew, as two."""
+        """Number of forward passes over the prompt. A backward pass, which computes every block
+        again, counts as two."""
         gradient = 2 if "gradient_times_input" in self.methods else 0
         path = 1 + 3 * self.steps if "integrated_gradients" in self.methods else 0
         return 1 + gradient + path
@@ -48,7 +48,7 @@ class AttributionTask:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of the model adds to the target: a head where `head` is given."""
+    """The addition of one part of the model to the target; `head` is set for a head."""
 
     stage: str
     head: int | None
@@ -57,9 +57,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class IntegratedGradients:
-    """`values` of each token of the prompt, and the target at the baseline. By definition the
-    integral over the path is target(prompt) - target(baseline); the `gap` is what a sum of finitely
-    many steps misses of it."""
+    """`values` of each token of the prompt, and the target at the baseline. The integral over the
+    path is target(prompt) - target(baseline); `gap` is the error of a finite number of steps."""
 
     values: tuple[float, ...]
     target: float
@@ -77,11 +76,11 @@ class IntegratedGradients:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The target of one prompt, and what each method that was asked for makes of it.
+    """The target of one prompt, and its attributions by each requested method.
 
     logit, minus_logit    of the tokens, in float32 arithmetic (float64 in a float64 model)
-    gradient_times_input  of each token of the prompt; those behind the position have 0
-    direct                in the order of the forward; with `direct_sum`, the target
+    gradient_times_input  of each token of the prompt; 0 behind the position
+    direct                in the order of the forward; `direct_sum` is the target
     """
 
     token_id: int
@@ -98,35 +97,28 @@ class Attribution:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything in it is a finite number."""
-        path = self.integrated_gradients
-        return all(
-            map(
-                math.isfinite,
-                (
-                    *(self.target, *(self.gradient_times_input or ())),
-                    *(() if path is None else (*path.values, path.baseline_target)),
-                    *(part.value for part in self.direct or ()),
-                ),
-            )
-        )
+        numbers = [self.target, *(self.gradient_times_input or ())]
+        numbers += [part.value for part in self.direct or ()]
+        if (path := self.integrated_gradients) is not None:
+            numbers += [*path.values, path.baseline_target]
+        return all(map(math.isfinite, numbers))
 
     @property
     def direct_sum(self) -> float | None:
-        """Of the parts."""
         return None if self.direct is None else math.fsum(part.value for part in self.direct)
 
 
 def padded_length(task: AttributionTask, config: GPTConfig) -> int:
-    """Rows that are computed: the text up to the position, in whole blocks, within the context."""
+    """Number of computed rows: the text up to the position, in whole blocks, within the
+    context."""
     return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
 
 
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
-    """Elements of what an attribution has in memory at most: the stream before each block, six more
-    of that size (prompt, baseline, sum, gradients), and what autograd keeps of one block."""
+    """Elements that an attribution keeps at most: the stream before each block, six more tensors of
+    that size (prompt, baseline, sum, gradients), and autograd's share of one block."""
     units = config.d_ff * (4 if config.activation == "swiglu" else 2)
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values
-    # And as much again while the gradients of these are computed.
+    # Twice, for the gradients of these.
     return padded_length(task, config) * ((config.n_layer + 6) * config.d_model + 2 * block)

@@ -1,31 +1,30 @@
-"""Constraints: which token ids may come next, so that the text is what a client described.
+"""Constraints: the token ids that may come next, so that the text matches a description.
 
-A regular expression, a JSON Schema, a list of choices or a grammar becomes a `Constraint`, and each
-sequence has a `Matcher` of it: a mask over the vocabulary before sampling, one step on after it.
-A matcher shares nothing that changes with another: the tokens of a sequence alone decide how far it
-comes. The work is llguidance's, an optional dependency that is imported here alone, on the
-checkpoint's own vocabulary and split pattern. Does not apply masks
-(`model/inference/sampling/sampler.py`), nor protect a process from what compiling may take
-(`model/inference/constraints/sandbox.py`), nor cache what was compiled
-(`service/models/constraints.py`).
+A regular expression, a JSON Schema, a list of choices or a grammar becomes a `Constraint`. Each
+sequence has a `Matcher` of it, which makes a mask over the vocabulary before sampling and advances
+after it. Matchers share no mutable state: the tokens of a sequence alone decide how far it gets.
+llguidance does the work, an optional dependency that only this module imports, on the checkpoint's
+own vocabulary and split pattern. Not here: applying masks (`model/inference/sampling/sampler.py`),
+protection from costly sources (`model/inference/constraints/sandbox.py`), the cache of compiled
+constraints (`service/models/constraints.py`).
 
-What the four kinds mean here:
+The four kinds:
 
 regex        the whole text matches, in the syntax of Rust's `regex` crate
 json_schema  the text is one JSON value by the schema (`json_schema.py`), on one line as
              Python's `json.dumps` writes it, properties in the order of the schema; names of
-             additional properties may repeat; what the schema leaves open is bounded, so that
-             the text ends (`json_bounds.py`)
+             additional properties may repeat; sizes are bounded, so that the text ends
+             (`json_bounds.py`)
 choice       the text is one of a list
 grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
 
-Where a grammar leaves only one way to go on, the tokens are those that the text has by itself;
-where the vocabulary lacks bytes (characters, words), whatever tokens there are that make the text.
+If a grammar leaves one way to continue, the tokens are those of the tokenized text, or any that
+spell it if the vocabulary lacks bytes (characters, words).
 
-A constraint is made of text, special tokens are not. The end of text may be sampled exactly where
-the text is complete and could also go on; where it could not, the sequence ends by itself.
-llguidance is told of an end token of its own, one id beyond the vocabulary, so that vocabularies
-with and without an end of text are one case. Without one, a text that could go on goes on.
+A constraint is about text; special tokens are never part of it. The end of text may be sampled if
+the text is complete and could also continue; if it could not, the sequence ends by itself.
+llguidance gets an end token of its own, one id beyond the vocabulary, so vocabularies with and
+without an end of text are one case. Without one, a text that could continue does.
 """
 
 import json
@@ -55,8 +54,8 @@ LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""What llguidance may spend: on the lexer at first, on the lexer and the parser for one mask
-(about 8 ms), and on the states that the lexer of one sequence keeps (about 1 KiB each)."""
+"""Limits of llguidance: work of the lexer at first, of the lexer and the parser for one mask (about
+8 ms), and states that the lexer of one sequence keeps (about 1 KiB each)."""
 
 JSON_LAYOUT: Mapping[str, str | bool] = {
     "item_separator": ", ",
@@ -66,66 +65,66 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""One layout: in free white space a small model loses itself. One spelling of each character:
-spelled with `\\u0061` a property `a` would pass for another one."""
+"""One layout, because a small model gets lost in free white space. One spelling of each character,
+because a property `a` spelled `\\u0061` would count as another one."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
-"""Attributes of a grammar's rule that would change nothing here, or not what they say."""
+"""Attributes of a grammar's rule that do nothing here, or not what they say."""
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
-"""Line and column, as the compiler begins a message with them."""
+"""Line and column at the start of a compiler's message."""
 
 QUICK_SECONDS = 0.002
-"""Up to here a constraint is compiled for a sequence while others generate."""
+"""Limit of the compile time of a constraint that is compiled while others generate."""
 
 MASK_CACHE_SIZE = 256
-"""Masks that come again need not be unpacked again: within a string, most are the same."""
+"""Number of unpacked masks that are kept: within a string, most masks are the same."""
 
 NOTHING_FOLLOWS = "no text matches from here on"
 
 
 class ConstraintsUnavailable(Exception):
-    """No constraint can be compiled here; the message says why and what to do."""
+    """No constraint can be compiled here; the message has the reason and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a client asked for. `text` is the expression or the grammar as it was written, the
-    schema or the list of choices as JSON."""
+    """A client's constraint. `text` is the expression or the grammar, or the schema or the list of
+    choices as JSON."""
 
     kind: Kind
     text: str
 
 
 class Compiler:
-    """Makes constraints for one vocabulary. Safe to use from several threads.
+    """Makes constraints for one vocabulary. Thread-safe.
 
-    Raises ConstraintsUnavailable without llguidance, when that cannot read the vocabulary, or for a
-    model of token ids alone: a constraint is about text.
+    Raises ConstraintsUnavailable without llguidance, for a vocabulary that it cannot read, and for
+    a model without text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.has_text:
             raise ConstraintsUnavailable(
-                "this model has no vocabulary, and a constraint is about text; "
-                "allowed_token_ids limits the ids that may come"
+                "this model has no vocabulary, and a constraint is about text: use "
+                "allowed_token_ids to limit the ids"
             )
         try:
             import llguidance
         except ImportError as error:
             raise ConstraintsUnavailable(
                 "constraints (regex, json_schema, choice, grammar) need llguidance, which is not "
-                "installed here: pip install llguidance, or the extra `constrain`, adds it"
+                "installed: pip install llguidance, or the extra `constrain`"
             ) from error
         self.heap = Heap()
         self._llguidance = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        # To look ahead llguidance encodes text itself, which takes all of the bytes.
+        # llguidance looks ahead by encoding text, which needs all bytes.
         self._looks_ahead = all(bytes([byte]) in tokenizer.tokens for byte in range(256))
         self.vocab_size = tokenizer.vocab_size
         self.ends = tokenizer.ends
         added = {text.encode(): i for text, i in tokenizer.added_tokens.items()}
-        tokens = tokenizer.tokens | added  # of one text, the id that encoding gives
+        tokens = tokenizer.tokens | added  # of equal texts, the id that encoding returns
         try:
             self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
                 encoder=tokens,
@@ -139,50 +138,45 @@ class Compiler:
                 f"constraints cannot be compiled for this vocabulary: {error}"
             ) from error
         self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
-        # Special tokens, and the gaps that published encodings have between them.
+        # Special tokens, and the gaps in published encodings.
         self._no_text = np.ones(self.vocab_size, dtype=np.bool_)
         self._no_text[list(tokens.values())] = False
 
     def compile(self, source: Source) -> "Constraint":
-        """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""
+        """Compile a source. Raises ConstraintError, in the compiler's words, for an invalid or too
+        large one."""
         grammar = _grammar(source, looks_ahead=self._looks_ahead)
         began = time.thread_time()
         matcher = self.matcher(source, grammar)
         seconds = time.thread_time() - began
         allowed, complete = self.look(matcher)
         if complete:
-            raise ConstraintError("only the empty text matches; there is nothing to generate")
+            raise ConstraintError("only the empty text matches: there is nothing to generate")
         return Constraint(source, self, grammar, allowed, seconds)
 
     def matcher(self, source: Source, grammar: str) -> Any:
-        """llguidance's matcher before the first token, which shares nothing with any other: a copy
-        would share its lexer, whose states and costs depend on all that use it."""
+        """A new llguidance matcher, before the first token. Not a copy, which would share a lexer:
+        its states and costs depend on all of its users."""
         matcher = self._llguidance.LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=self._limits
         )
         if matcher.is_error():
             words = _readable(matcher.get_error())
-            # The grammar that is built here around an expression or choices is left out.
+            # Locations in the grammar built around an expression or choices mean nothing.
             raise ConstraintError(words if source.kind == "grammar" else LOCATION.sub("", words))
         return matcher
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
-        """What may follow where an llguidance matcher stands: booleans over the vocabulary, which
-        are not to be changed, and whether it is only the end. Raises ConstraintError when it is
-        nothing at all."""
+        """The mask of an llguidance matcher, booleans over the vocabulary that must not be changed,
+        and true if only the end may follow. Raises ConstraintError if nothing may follow."""
         bits = matcher.compute_bitmask()
-        seen = self._seen.get(bits)
-        if seen is not None and not seen[1]:
-            return seen
-        if seen is None:
-            if matcher.is_error():
-                raise ConstraintError(_readable(matcher.get_error()))
+        if matcher.is_error():
+            raise ConstraintError(_readable(matcher.get_error()))
+        if bits not in self._seen:
             if len(self._seen) >= MASK_CACHE_SIZE:
                 self._seen.clear()
-            seen = self._seen[bits] = self._unpacked(bits)
-        elif matcher.is_error():  # an error's bits are the end token alone, too
-            raise ConstraintError(_readable(matcher.get_error()))
-        return seen
+            self._seen[bits] = self._unpacked(bits)
+        return self._seen[bits]
 
     def _unpacked(self, bits: bytes) -> tuple[np.ndarray, bool]:
         mask = np.unpackbits(
@@ -199,14 +193,14 @@ class Compiler:
 
 
 class Constraint:
-    """A compiled constraint (`TokenConstraint` of the engine), shared by sequences."""
+    """A compiled constraint (the engine's `TokenConstraint`), shared by sequences."""
 
     def __init__(
         self, source: Source, compiler: Compiler, grammar: str, allowed: np.ndarray, seconds: float
     ) -> None:
         self.source = source
         self.compiler = compiler
-        self.allowed = allowed  # what may come first
+        self.allowed = allowed  # the first mask
         self.is_quick = seconds <= QUICK_SECONDS  # to compile
         self._grammar = grammar
         self._starts: list[Any] = []  # compiled ahead
@@ -223,43 +217,41 @@ class Constraint:
         return Matcher(self)
 
     def without_starts(self) -> "Constraint":
-        """The same, for a request that compiles ahead for its own sequences (`prepare`)."""
+        """A copy for a request that compiles ahead for its own sequences (`prepare`)."""
         one = copy(self)
         one._starts = []
         return one
 
     def prepare(self) -> None:
-        """Compile for one more sequence ahead, in another thread than the one that generates."""
+        """Compile for one more sequence ahead, in a thread that does not generate."""
         self._starts.append(self.compiler.matcher(self.source, self._grammar))
 
     def start(self) -> Any:
-        """llguidance's matcher for one sequence, before the first token."""
         if self._starts:
             return self._starts.pop()
         return self.compiler.matcher(self.source, self._grammar)
 
 
 class Matcher:
-    """How far one sequence has come (`TokenMatcher` of the engine)."""
+    """The state of one sequence (the engine's `TokenMatcher`)."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.complete = False
-        """Whether nothing may follow: the text is whole."""
         self._constraint, self._heap = constraint, constraint.compiler.heap
         self._look, self._ends = constraint.compiler.look, constraint.compiler.ends
-        self._state: Any = None  # llguidance's; none before the first token
-        self._allowed: np.ndarray | None = constraint.allowed  # None: not looked for yet
+        self._state: Any = None  # of llguidance; None before the first token
+        self._allowed: np.ndarray | None = constraint.allowed  # None: not computed yet
 
     def allowed(self) -> np.ndarray:
-        """Which ids may come next: booleans (V,). Computed when it is first asked for after a
-        token. None is true if the text turns out to be whole; then the matcher is `complete`.
-        Raises ConstraintError when nothing can follow, though it is not."""
+        """Mask of the next token (V,), computed once after each token. If the text turns out to be
+        whole, no id is true and the matcher is `complete`. Raises ConstraintError if nothing can
+        follow an incomplete text."""
         if self._allowed is None:
             self._allowed, self.complete = self._look(self._state)
         return self._allowed
 
     def advance(self, token_id: int) -> None:
-        """Take in an allowed token. Raises ConstraintError for one that was not."""
+        """Append an allowed token. Raises ConstraintError for one that is not allowed."""
         if token_id in self._ends:
             self.complete = True
             return
@@ -269,7 +261,7 @@ class Matcher:
         self._allowed = None
         if not self._state.consume_token(token_id):
             raise ConstraintError(_readable(self._state.get_error()))
-        if self._state.is_stopped():  # nothing goes on here: whole, or a dead end
+        if self._state.is_stopped():  # the text is whole, or a dead end
             self.allowed()
 
     def __del__(self) -> None:
@@ -279,8 +271,8 @@ class Matcher:
 
 
 def _grammar(source: Source, *, looks_ahead: bool) -> str:
-    """A source in llguidance's own form; `looks_ahead` is whether it may encode text to force it.
-    Raises ConstraintError for what llguidance would let pass without honouring it."""
+    """A source in llguidance's form. With `looks_ahead` it may encode forced text. Raises
+    ConstraintError for parts that llguidance would accept and not enforce."""
     match source.kind:
         case "regex":
             lark = f"start: /{_quoted(source.text)}/"
@@ -296,15 +288,15 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
             if looks_ahead:
                 return json.dumps({"grammars": [{"json_schema": schema}]})
             lark = f"start: %json {json.dumps(schema)}"
-    if not looks_ahead:  # at the end, so that lines keep their numbers
+    if not looks_ahead:  # at the end, to keep line numbers
         lark += '\n%llguidance {"no_forcing": true}'
-    # By itself a text that begins like JSON would be read as a list of grammars.
+    # A bare text that begins like JSON would be read as a list of grammars.
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def _quoted(expression: str) -> str:
-    """A regular expression as it stands between slashes. Raises ConstraintError for one that ends
-    in the middle of an escape, and would take the closing slash for its own."""
+    """A regular expression for use between slashes. Raises ConstraintError for one that ends in the
+    middle of an escape, which would include the closing slash."""
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise ConstraintError("the expression ends with a backslash that escapes nothing")
     plain = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
@@ -315,11 +307,9 @@ def _quoted(expression: str) -> str:
 def _check_lark(text: str) -> None:
     bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", text)  # no strings
     if "%json" in bare:
-        raise ConstraintError(
-            "%json is not supported in a grammar; json_schema is a field of its own"
-        )
+        raise ConstraintError("%json is not supported in a grammar: use the field json_schema")
     if named := re.search(r"<[^>\n]*>", bare):
-        raise ConstraintError(f"the token {named[0][:40]} cannot be part of it: it is made of text")
+        raise ConstraintError(f"the token {named[0][:40]} cannot be part of a text")
     for attributes in re.findall(r"^[ \t]*[!?]?[\w-]+[ \t]*\[(.*)\][ \t]*:", bare, re.MULTILINE):
         names = {attribute.partition("=")[0].strip() for attribute in attributes.split(",")}
         if refused := sorted(names.intersection(WITHOUT_EFFECT)):
@@ -327,7 +317,7 @@ def _check_lark(text: str) -> None:
 
 
 def _readable(message: str) -> str:
-    """The compiler's words in one line, without the excerpts, advice and files that are its own."""
+    """A compiler's message in one line, without its excerpts, advice and file names."""
     if message.startswith("NoExtensionBias"):
         return NOTHING_FOLLOWS
     if message.startswith("lexer error: too many "):
@@ -339,6 +329,6 @@ def _readable(message: str) -> str:
     if "(in regex): " in message:
         reason = message.rpartition("(in regex): ")[2].rpartition("\nerror: ")[2].partition("\n")[0]
         message = f"{location[0] if location else ''}invalid regular expression: {reason}"
-    message = message[:1000]  # what follows takes time by the square of a word's length
+    message = message[:1000]  # the substitution is quadratic in a word's length
     own = r"<non-verbose/>|^\s*\d+ \|.*$|^\s*\^\s*$|; either increase .*|\S*\.rs(:\d+)*"
     return " ".join(re.sub(own, "", message, flags=re.MULTILINE).split())[:300]

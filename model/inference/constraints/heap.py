@@ -1,43 +1,47 @@
-"""Memory that lexers leave behind, given back to the system.
+"""Give memory that was freed in small pieces back to the system.
 
-Lexers grow in small pieces, and glibc keeps those that are freed between others. Knows the size of
-the process and `malloc_trim`; on systems without either it does nothing.
+glibc keeps pieces that lie between others, such as those of ended lexers. Does nothing on systems
+without `malloc_trim` or `/proc`.
 """
 
 import ctypes
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 TRIM_BYTES = 2**25
-"""Growth of the process that is worth a trim, of some 0.1 s a GiB."""
+"""Growth of the process, in bytes, that is worth a trim: a trim takes about 0.1 s per GiB."""
 ENDS = 64
-"""Lexers that end before the size is looked at while others are in use."""
+"""Ended lexers between two looks at the size of the process while others are in use."""
 
 
 class Heap:
     """Lexers in use, counted by the thread that generates."""
 
     def __init__(self) -> None:
-        self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._in_use = self._ended = 0
-        self._before = resident()  # or when it was last trimmed with no lexer in use
+        self._before = resident()  # at the start, or when last trimmed with no lexer in use
 
     def begin(self) -> None:
-        """Count a lexer that is used."""
         self._in_use += 1
 
     def end(self) -> None:
-        """Count a lexer that was freed; trim if the process has grown much."""
+        """Count a lexer that was freed; trim if the process has grown by TRIM_BYTES."""
         self._in_use -= 1
         self._ended += 1
         if self._in_use and self._ended < ENDS:
             return
         self._ended = 0
-        if self._trim is not None and resident() - self._before > TRIM_BYTES:
-            self._trim(0)
+        if resident() - self._before > TRIM_BYTES:
+            release_memory()
             if not self._in_use:
                 self._before = resident()
+
+
+def release_memory() -> None:
+    """Give all freed memory of this process back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def resident() -> int:

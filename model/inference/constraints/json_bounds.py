@@ -1,21 +1,20 @@
-"""Bounds that a JSON schema gets where it has none, so that what is written by it ends.
+"""Default bounds of a JSON schema, so that its texts end.
 
-A small model that is free to go on with a digit, a letter or an item often does, until no token is
-left. JSON Schema bounds nothing by itself, so these bounds are added to a schema:
+A small model that may continue with a digit, a letter or an item often does, until no token is
+left. So these bounds are added to a schema:
 
-strings   MAX_STRING characters, unless it has maxLength, pattern, enum or const
-numbers   from -LARGEST to LARGEST, each side unless it has a bound there; numbers that are not
-          integers have DECIMALS decimals at most, unless it has multipleOf or finer bounds
-arrays    MAX_ITEMS items, unless it has maxItems
-objects   no property but those it names, where it names some and says nothing of others (neither
-          additionalProperties nor patternProperties); else MAX_ITEMS, unless it has maxProperties;
-          the names of a free object have MAX_NAME characters
-any       what may be anything has DEPTH levels of lists and objects
+strings   MAX_STRING characters, without maxLength, pattern, enum or const
+numbers   from -LARGEST to LARGEST, each side without a bound; numbers that are not integers have
+          DECIMALS decimals at most, without multipleOf or finer bounds
+arrays    MAX_ITEMS items, without maxItems
+objects   only the named properties, if there are any and neither additionalProperties nor
+          patternProperties; else MAX_ITEMS, without maxProperties; the names of a free object have
+          MAX_NAME characters
+any       an unrestricted value has DEPTH levels of lists and objects
 
-All texts by the bounded schema are texts by the original: bounds only leave some out. A schema that
-has to be intersected with itself to be understood (`allOf`, or `$ref`, `anyOf` or `oneOf` beside
-other keywords), or that has an `$id` inside, is left as it is: what one part leaves open, another
-may bound. Does not check a schema (`json_schema.py`); what it does not understand it leaves alone.
+Every text of the bounded schema is a text of the original. A schema with `allOf`, with an inner
+`$id`, or with `$ref`, `anyOf` or `oneOf` next to other keywords is not changed: its parts may bound
+each other. Does not check a schema (`json_schema.py`) and ignores what it does not know.
 """
 
 import re
@@ -28,12 +27,14 @@ MAX_STRING = 256
 MAX_NAME = 64
 MAX_ITEMS = 64
 LARGEST = 10**15
-"""Every integer up to here is a float of 64 bits too."""
+"""A 64-bit float has every integer up to it."""
 DECIMALS = 9
 DEPTH = 3
 
 CHOOSES = ("$ref", "anyOf", "oneOf")
 GIVEN = ("enum", "const")
+WITH_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+"""Keywords that hold a schema or a list of schemas."""
 NAME = f"^.{{0,{MAX_NAME}}}$"
 SCALARS = ("string", "number", "boolean", "null")
 
@@ -41,7 +42,7 @@ Schema = Mapping[str, Any]
 
 
 def bounded(schema: Any) -> Any:
-    """The schema with bounds where it has none; itself where that cannot be said part by part."""
+    """The schema with default bounds; unchanged if its parts depend on each other."""
     if not isinstance(schema, Mapping | bool) or not _by_parts(schema, root=True):
         return schema
     whole = {} if isinstance(schema, bool) else schema
@@ -59,7 +60,7 @@ def bounded(schema: Any) -> Any:
 
 
 def _by_parts(schema: Any, *, root: bool = False) -> bool:
-    """Whether each part of a schema alone says what it leaves open."""
+    """True if each part of a schema can be bounded by itself."""
     if isinstance(schema, Sequence) and not isinstance(schema, str):
         return all(map(_by_parts, schema))
     if not isinstance(schema, Mapping):
@@ -73,22 +74,17 @@ def _by_parts(schema: Any, *, root: bool = False) -> bool:
 
 
 def _parts(schema: Schema) -> list[Any]:
-    """The schemas inside a schema, single or in lists."""
     parts: list[Any] = []
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, Mapping):
             parts += value.values()
-        elif _holds_schemas(key):
+        elif key in WITH_SCHEMAS:
             parts.append(value)
     return parts
 
 
-def _holds_schemas(key: str) -> bool:
-    return key in ("items", "prefixItems", "additionalProperties", *CHOOSES[1:])
-
-
 def _bounded(schema: Any, prefix: str) -> Any:
-    """A schema, or a list of such, with bounds. What may be anything refers to definitions whose
+    """A schema, or a list of schemas, with bounds. Unrestricted values refer to definitions whose
     names begin with `prefix`."""
     if schema is True or schema == {}:
         return {"$ref": f"#/$defs/{prefix}{DEPTH}"}
@@ -105,11 +101,11 @@ def _bounded(schema: Any, prefix: str) -> Any:
 def _bounded_value(key: str, value: Any, prefix: str) -> Any:
     if key in BY_NAME and isinstance(value, Mapping):
         return {name: _bounded(schema, prefix) for name, schema in value.items()}
-    return _bounded(value, prefix) if _holds_schemas(key) else value
+    return _bounded(value, prefix) if key in WITH_SCHEMAS else value
 
 
 def _anything(level: int, prefix: str) -> dict[str, Any]:
-    """The schema of any value that has `level` levels of lists and objects."""
+    """The schema of any value with `level` levels of lists and objects."""
     if not level:
         return {"type": list(SCALARS), **_bounds({"type": SCALARS}, {})}
     types = (*SCALARS, "array", "object")
@@ -118,8 +114,7 @@ def _anything(level: int, prefix: str) -> dict[str, Any]:
 
 
 def _bounds(schema: Schema, inner: Schema) -> dict[str, Any]:
-    """The keywords that bound what a schema leaves open; `inner` is for the values of lists and
-    objects of which it says nothing."""
+    """The keywords that bound a schema; `inner` is for unrestricted values in lists and objects."""
     types = schema.get("type", ("string", "number", "array", "object"))
     types = (types,) if isinstance(types, str) else types
     bounds: dict[str, Any] = {}
@@ -174,9 +169,9 @@ def _object_bounds(schema: Schema, inner: Schema) -> dict[str, Any]:
         return {}
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return {}
-    if named:  # the compiler counts properties only where all that are named are required
-        said = "additionalProperties" in schema or not set(required) <= set(named)
-        return {} if said else {"additionalProperties": False}
+    if named:  # the compiler counts properties only if all named ones are required
+        is_open = "additionalProperties" in schema or not set(required) <= set(named)
+        return {} if is_open else {"additionalProperties": False}
     bounds: dict[str, Any] = {"maxProperties": _at_least(MAX_ITEMS, len(required))}
     if "maxProperties" in schema:
         bounds = {}

@@ -1,14 +1,14 @@
-"""What of JSON Schema is honoured: a keyword is enforced, or it only annotates, or it is refused.
+"""Supported JSON Schema: a keyword is enforced, is an annotation, or is refused.
 
 llguidance enforces the keywords below (draft 2020-12), refuses others that it knows, and ignores
-those that it does not know. Here nothing is ignored that might have been meant: a misspelt keyword,
-one of another dialect, or a count of properties that repeated names could satisfy.
+unknown ones. Here unknown keywords are refused, because they may be misspelt or of another dialect,
+and so is a count of properties that repeated names could satisfy.
 
-Strings are written with the escapes of NAMED_CONTROLS, `\\"` and `\\\\` alone (`JSON_LAYOUT` in
+Strings have only the escapes of NAMED_CONTROLS, `\\"` and `\\\\` (`JSON_LAYOUT` in
 `model/inference/constraints/compiler.py`), so other control characters cannot be written.
-llguidance 1.9.1 then leaves them out of a text that asks for them, so that is refused here; and
-where a class of characters holds all control characters, it lets a quote and a backslash pass as
-well. So a negated class is made to lack NUL, and what else could hold them all is refused.
+llguidance 1.9.1 drops them silently, so a text that needs them is refused. If a class of characters
+holds all control characters, it also lets a quote and a backslash pass. So a negated class is made
+to lack NUL, and other expressions that could hold them all are refused.
 """
 
 import re
@@ -29,10 +29,10 @@ ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "deprecated"),
     *("readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
 }
-"""They say nothing about the value; extensions (`x-...`) neither."""
+"""Keywords without an effect on the value, like extensions (`x-...`)."""
 
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
-"""What they hold are schemas by name."""
+"""Keywords that hold schemas by name."""
 
 NAMED_CONTROLS = "\b\t\n\f\r"
 
@@ -41,14 +41,14 @@ TOKEN = re.compile(
     r"|[pP](?:\{[^}]*\}|.)|.)|\[\^[]-]?|\[:|\[\]?|&&|--|~~|.",
     re.DOTALL,
 )
-"""The parts of a regular expression, as far as they matter here."""
+"""The tokens of a regular expression, as far as they matter here."""
 CATEGORY = re.compile(r"\\p(?:[LMNPSZ]|\{[LMNPSZ][a-z]?\})")
-"""Of Unicode, those without control characters."""
+"""Unicode categories without control characters."""
 
 
 def enforceable(schema: Any) -> Any:
-    """The schema as the compiler takes it to mean what it says. Raises ConstraintError for what
-    would not be honoured; what a keyword may hold is the compiler's to check."""
+    """The schema in a form that the compiler enforces. Raises ConstraintError for parts that it
+    would not enforce. The compiler checks the values of keywords."""
     if isinstance(schema, list):
         return [enforceable(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -59,7 +59,6 @@ def enforceable(schema: Any) -> Any:
 
 
 def _value(key: str, value: Any) -> Any:
-    """What a keyword holds, made enforceable."""
     if key in ("const", "enum"):
         _check_text(value)
         return value
@@ -75,7 +74,7 @@ def _value(key: str, value: Any) -> Any:
 
 def _check_keywords(schema: Mapping[str, Any]) -> None:
     if "x-guidance" in schema:
-        raise ConstraintError("x-guidance is not read here: the layout of JSON is fixed")
+        raise ConstraintError("x-guidance is not supported: the layout of JSON is fixed")
     for key in schema:
         if key not in ENFORCED | ANNOTATIONS and not key.startswith("x-"):
             raise ConstraintError(f"the keyword {key[:40]!r} is not supported")
@@ -86,13 +85,13 @@ def _check_count(schema: Mapping[str, Any]) -> None:
     count = len(required) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > max(1, count):
         raise ConstraintError(
-            f"minProperties is {least} and {count} properties are required: names of others may "
-            "repeat, so that many cannot be promised"
+            f"minProperties is {least} and {count} properties are required: other names may "
+            "repeat, so this number cannot be enforced"
         )
 
 
 def _check_text(value: Any) -> None:
-    """Refuse characters of a string, anywhere in a value, that cannot be written."""
+    """Refuse strings, anywhere in a value, with characters that cannot be written."""
     if isinstance(value, list):
         for item in value:
             _check_text(item)
@@ -109,13 +108,13 @@ def _check_character(code: int) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern whose negated classes lack NUL. Refuses what names other control characters, or
-    could hold all of them."""
+    """A pattern whose negated classes lack NUL. Refuses a pattern that names other control
+    characters, or could hold all of them."""
     parts, in_class = [], False
     for token in TOKEN.findall(pattern):
         _check_token(token, in_class=in_class)
         in_class = token[0] == "[" or (in_class and token != "]")
-        if token.startswith("[^"):  # what stands first in it may be a bracket or a hyphen
+        if token.startswith("[^"):  # a bracket or a hyphen may come first
             token = r"[^\x00" + "".join("\\" + character for character in token[2:])
         parts.append(token)
     return "".join(parts)

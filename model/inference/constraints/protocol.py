@@ -1,4 +1,4 @@
-"""What the engine knows of a constraint: its shape, not how it is compiled (`compiler.py`).
+"""Protocol of constraints for the engine, without the compiler (`compiler.py`).
 
 Standard library only, so that requests can cross threads and processes. Shapes: V = vocab_size.
 """
@@ -7,32 +7,32 @@ from typing import Any, Protocol
 
 
 class TokenMatcher(Protocol):
-    """How far one sequence has come in its constraint."""
+    """The state of one sequence in its constraint."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow, as far as that is known: `allowed` knows."""
+        """True if nothing may follow. Final only after `allowed`."""
 
     def allowed(self) -> Any:
-        """Which ids may come next: a NumPy array of booleans (V,), not to be changed. At least one
-        of them is true, unless the matcher is complete now. Raises ConstraintError when nothing can
-        follow and the text is not whole. May take time, once after each token."""
+        """Mask of the next token: NumPy booleans (V,), which must not be changed. At least one is
+        true unless the matcher is complete now. Raises ConstraintError if nothing can follow an
+        incomplete text. May take time, once after each token."""
 
     def advance(self, token_id: int) -> None:
-        """Take in a token that was allowed. Raises ConstraintError when nothing can follow it and
-        that is known at once."""
+        """Append an allowed token. Raises ConstraintError if it is known at once that nothing can
+        follow."""
 
 
 class TokenConstraint(Protocol):
-    """What the token ids of a sequence have to be, one after the other."""
+    """A rule for the token ids of a sequence."""
 
     @property
     def kind(self) -> str:
-        """The field of a request that it comes from."""
+        """The request's field."""
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary that it was made for."""
+        """Size of its vocabulary."""
 
     def matcher(self) -> TokenMatcher:
-        """The matcher of one more sequence."""
+        """A matcher for one more sequence."""

@@ -1,15 +1,15 @@
 """Sandbox: a process for each trial of a constraint, which may crash, hang or grow.
 
-llguidance bounds what most grammars cost, and not all: with version 1.9.1 a chain of a thousand
-rules in brackets overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and as
-many of `.?` take a gigabyte. A thread can be neither stopped nor survived. So a source is compiled
-on trial in a process, before it is compiled where its masks are needed: a matcher cannot be sent.
+llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
+overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and as many of `.?` take a
+gigabyte. A thread cannot be stopped, and its crash ends the server. So a source is first compiled
+on trial in a process, then where its masks are needed: a matcher cannot be sent.
 
-`Sandbox` has a process that reads the vocabulary once and forks for each trial. A trial has limits
-of memory, stack and processor time, answers on a socket of its own, and ends when whoever asked has
-gone. Trials run side by side, and the system divides the processors among them: one that has run
-for LONG_SECONDS gets the lowest priority when another begins. Its limit is of its own processor
-time, so no company decides whether a source is accepted.
+The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits of
+memory, stack and processor time, answers on its own socket, and ends when its client has gone.
+Trials run in parallel; one that has run for LONG_SECONDS gets the lowest priority when another
+begins. The limit is of its own processor time, so other trials do not decide whether a source is
+accepted.
 """
 
 import base64
@@ -28,29 +28,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from logitd.model.inference.constraints.compiler import (
-    Compiler,
-    ConstraintsUnavailable,
-    Source,
-)
+from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Source
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[4]
 MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
-"""Stack of a trial, less than a thread of a server has."""
+"""Stack of a trial, smaller than that of a server's thread."""
 MEMORY_BYTES = 2**24
-"""Address space of a trial beyond that of its process at first: ordinary sources take a tenth, and
-a server as much for each sequence. It bounds the time of most sources too: what is slow grows."""
+"""Address space that a trial may add to its process. Ordinary sources take a tenth, and the server
+takes as much for each sequence. Bounds the time of most sources too, because slow ones grow."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
-"""Random texts begun with each constraint, and their tokens: it is refused if they fail."""
+"""Number of random texts that are begun on trial, and their tokens."""
 ANSWER_BYTES = 2**16
 SLOW = bytes([signal.SIGPROF])
-"""The first byte of an answer when the time is over: the system writes it, because Python does not
-run before the compiler returns."""
+"""First byte of the answer when the time is over. The system writes it, because Python does not run
+until the compiler returns."""
 
 
 class TooSlow(ConstraintError):
@@ -58,7 +54,7 @@ class TooSlow(ConstraintError):
 
 
 class Sandbox:
-    """The process for one vocabulary. One thread starts and closes it; `begin` does not wait."""
+    """The process of one vocabulary. One thread starts and closes it; `begin` does not block."""
 
     def __init__(self, tokenizer: Tokenizer, memory: int = MEMORY_BYTES) -> None:
         self._memory = memory
@@ -69,8 +65,8 @@ class Sandbox:
         self._control: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process, or another one if it has ended. Raises ConstraintsUnavailable if it
-        does not answer."""
+        """Start the process unless it runs. Raises ConstraintsUnavailable if it does not
+        answer."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -81,10 +77,10 @@ class Sandbox:
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # native code prints before it crashes
+                stderr=subprocess.DEVNULL,  # native code prints when it crashes
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is not for it
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a fork loses threads
+                start_new_session=True,  # not ended by Ctrl-C
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a fork has no threads
             )
         assert self._process.stdin is not None
         ready = b""
@@ -98,7 +94,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:
-        """The socket of a new trial, which takes a request (`request_of`) and gives an answer
+        """The socket of a new trial, which reads a request (`request_of`) and writes an answer
         (`check`). The trial ends with the context. Raises OSError if the process has ended."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -125,13 +121,13 @@ class Sandbox:
 
 
 def request_of(source: Source, seconds: float) -> bytes:
-    """The request for the trial of a source, with its processor time."""
+    """The request for the trial of a source, with its limit of processor time."""
     return json.dumps([source.kind, source.text, seconds]).encode() + b"\n"
 
 
 def check(answer: bytes) -> None:
-    """Raise ConstraintError for a source that is refused, or that ended the trial without an
-    answer, and TooSlow if its time was over."""
+    """Raise ConstraintError for a source that was refused, or ended the trial without an answer;
+    TooSlow for one that ran out of time."""
     if not answer:
         raise ConstraintError("it is too large or too deeply nested to be compiled")
     if answer.startswith(SLOW):
@@ -142,14 +138,14 @@ def check(answer: bytes) -> None:
 
 
 def main(control: socket.socket, memory: int) -> None:
-    """The process: forks for each socket that it gets, until its own is closed."""
+    """The process: forks for each socket it receives, until its own is closed."""
     vocabulary = json.load(sys.stdin.buffer)
     ranks = {base64.b64decode(token): rank for token, rank in vocabulary["ranks"].items()}
     compiler = Compiler(Tokenizer.described(vocabulary["description"], ranks))
-    with contextlib.suppress(ConstraintError):  # it may not be in the vocabulary
-        _try(compiler, Source("regex", "[a-z]+"))  # the first one pays for what all share
+    with contextlib.suppress(ConstraintError):  # the vocabulary may lack it
+        _try(compiler, Source("regex", "[a-z]+"))  # warm up what all trials share
     _limit(memory)
-    gc.freeze()  # what a collection touches would be copied into each fork
+    gc.freeze()  # a collection would copy pages into each fork
     control.sendall(b"\0")
     began: dict[int, float] = {}
     while True:
@@ -159,7 +155,7 @@ def main(control: socket.socket, memory: int) -> None:
         _make_way(began)
         if not (trial := os.fork()):
             control.close()
-            with contextlib.suppress(OSError):  # nobody waits any more
+            with contextlib.suppress(OSError):  # the client has gone
                 _answer(compiler, socket.socket(fileno=descriptors[0]), descriptors[1])
             os._exit(0)
         for descriptor in descriptors:
@@ -168,7 +164,7 @@ def main(control: socket.socket, memory: int) -> None:
 
 
 def _make_way(began: dict[int, float]) -> None:
-    """Forget the trials that have ended, and lower the priority of those that have run for long."""
+    """Forget ended trials, and lower the priority of those that have run for LONG_SECONDS."""
     for trial, since in list(began.items()):
         if os.waitpid(trial, os.WNOHANG)[0]:
             del began[trial]
@@ -177,13 +173,13 @@ def _make_way(began: dict[int, float]) -> None:
 
 
 def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
-    """Try the source that is asked for, as long as the other end of the pipe `held` is open."""
-    # SIGIO, which ends a process, comes when that closes. Nothing is ever written to it.
+    """Try the requested source while the other end of the pipe `held` is open."""
+    # SIGIO ends this process when the pipe closes. Nothing is ever written to it.
     fcntl.fcntl(held, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(held, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(held, 1)
-        return  # it was closed before
+        return  # it is closed already
     with connection, connection.makefile("rb") as requests:
         kind, text, seconds = json.loads(requests.readline())
         connection.setblocking(False)
@@ -202,7 +198,6 @@ def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
 
 
 def _try(compiler: Compiler, source: Source) -> None:
-    """Compile, and begin a few texts."""
     constraint = compiler.compile(source)
     for seed in range(TRIES):
         rng, matcher = random.Random(seed), constraint.matcher()
@@ -214,8 +209,7 @@ def _try(compiler: Compiler, source: Source) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Take from this process and its forks what a trial must not need. Some systems know fewer
-    limits."""
+    """Limit this process and its forks. Some systems have fewer limits."""
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_CORE: 0}
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -1,11 +1,9 @@
-"""Attributions: which attribution computes its next piece.
+"""Attributions: chooses the attribution that computes its next piece.
 
-They need no slot of the cache, so they wait in a queue of their own, by the rules of all:
-by priority, callers in turn, each caller's in the order of arrival. AT_ONCE of them are begun, and
-these take turns, a piece each, so that a long one does not keep a short one waiting; what they keep
-between pieces is what bounds their number. A step computes one piece at most, after everything
-else, and then others decode alone for a while (`scheduler.py`). Knows
-sequences, not tensors.
+Attributions need no slot of the cache. They wait in a queue of their own, under the same rules.
+AT_ONCE of them are begun and take turns, a piece each, so that a long one does not delay a short
+one; their memory bounds their number. A step computes one piece at most, after everything else, and
+then others decode alone for a while (`scheduler.py`). Knows sequences, not tensors.
 """
 
 from collections import deque
@@ -14,7 +12,7 @@ from logitd.model.inference.engine.queue import WaitingQueue
 from logitd.model.inference.engine.sequence import Sequence, State
 
 AT_ONCE = 2
-"""Attributions that are begun and not ended. Each keeps a residual stream before each block."""
+"""Attributions that are begun at once. Each keeps a residual stream before each block."""
 
 
 class AttributionTurns:
@@ -24,17 +22,14 @@ class AttributionTurns:
         self.waiting = WaitingQueue()
         self.running: deque[Sequence] = deque()  # the next one first
 
-    def enqueue(self, sequence: Sequence, *, held: bool) -> None:
-        self.waiting.push(sequence, held=held)
-
     def has_work(self) -> bool:
-        """Whether `next` would give one."""
+        """True if `next` would return a sequence."""
         return bool(self.running) or any(self.waiting.firsts())
 
     def next(self, now: float) -> Sequence | None:
-        """Begin what there is room for; whose piece is next."""
+        """Begin attributions up to AT_ONCE; returns the one that computes a piece."""
         while len(self.running) < AT_ONCE:
-            first = next(iter(self.waiting.firsts()), None)
+            first = next(self.waiting.firsts(), None)
             if first is None:
                 break
             self.waiting.take(first)
@@ -47,14 +42,7 @@ class AttributionTurns:
         return self.running[-1]
 
     def remove(self, sequence: Sequence) -> None:
-        """One has ended, or waits no longer."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-
-    def check_integrity(self) -> None:
-        """For tests."""
-        assert len(self.running) <= AT_ONCE
-        assert all(s.state is State.ATTRIBUTION and s.slot is None for s in self.running)
-        assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)

@@ -1,20 +1,17 @@
-"""Cost: what a request costs in memory, in one step, and in all.
+"""Cost of a request: in memory, in one step, and in total.
 
-Memory is counted in elements of outputs. An output is what a client asks for at one position:
-logits of the whole vocabulary, hidden states of some layers, attention weights of some heads,
-values of named stages. A digest of logits counts as those logits. Admission limits the elements of
-all requests.
+Memory is counted in elements of outputs: logits of the whole vocabulary, hidden states of some
+layers, attention weights of some heads, values of named stages, at each requested position. A
+digest of logits counts as those logits. Admission limits the elements of all requests.
 
-A step is counted in elements too (`StepCost`): those of outputs and those that interventions
-change. The scheduler limits them, whatever a request asks for.
+A step is counted in elements as well (`StepCost`): those of outputs and those that interventions
+change. The scheduler limits them.
 
-A whole request is counted in tokens (`prices`): as many as a prompt that takes as long. A plain
-prompt counts as its tokens, an attribution as its tokens times the passes over them. Interventions
-and processing are added at the rates below. Admission limits the tokens of one request and of all
-that wait.
+A whole request is counted in tokens (`prices`): those of a plain prompt that takes as long. An
+attribution counts as its tokens times the passes over them. Interventions and processing are added
+at the rates below. Admission limits the tokens of one request and of all waiting ones.
 
-Pure functions of a request and the model's shape. Not here: a plain generation's other cost,
-counted in sequences.
+Pure functions of a request and the model's shape. Admission counts generations in sequences too.
 """
 
 import math
@@ -42,28 +39,28 @@ from logitd.model.transformer.config import BLOCK, GPTConfig
 from logitd.model.transformer.size import count_elements
 from logitd.model.transformer.stages import match_stages, stages_of
 
-# Rates, measured on a CPU with the bundled checkpoint. An element takes about 1 ns.
+# Rates, measured on a CPU with the bundled checkpoint, each in elements (about 1 ns) or tokens.
 CHANGE_ELEMENTS = 2**14
-"""Elements that take as long as calling the operations of one change of one stage."""
+"""Elements for calling the operations of one change of one stage."""
 PROCESSED_ELEMENTS = 2**6
-"""Elements that take as long as filtering one logit as the sampler does."""
+"""Elements for filtering one logit in the sampler."""
 LISTED_ELEMENTS = 2**7
-"""Elements that take as long as making one listed logprob of a prompt."""
+"""Elements for one listed logprob of a prompt."""
 PRODUCTS_PER_ELEMENT = 2**5
-"""Multiplications of a matrix product that take as long as one element."""
+"""Multiplications of a matrix product per element."""
 TAPPED_PASSES = 2
-"""Plain passes that take as long as one whose stages are recorded or changed, without changes."""
+"""Plain passes for one tapped pass, without its changes."""
 TAPPED_TOKEN = 12
-"""Tokens of a plain prompt that take as long as one that is generated with interventions."""
+"""Tokens of a plain prompt for one token generated with interventions."""
 SHORTEST_PASS = 128
-"""Tokens of a plain prompt that take as long as a pass of an attribution over a single one."""
+"""Tokens of a plain prompt for a pass of an attribution over a single token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Elements that a step computes for a sequence beside the model's own pass.
+    """Elements of a sequence in a step, in addition to the model's own pass.
 
-    output    at each position of a prompt whose outputs are asked for
+    output    at each position with requested outputs
     position  at each position of a prompt, for interventions and listed logprobs
     row       at each generated position, for interventions
     """
@@ -71,9 +68,6 @@ class StepCost:
     output: int = 0
     position: int = 0
     row: int = 0
-
-
-NO_COST = StepCost()
 
 
 def step_cost(request: Request, config: GPTConfig) -> StepCost:
@@ -97,7 +91,7 @@ def step_cost(request: Request, config: GPTConfig) -> StepCost:
 
 
 def prices(request: Request, config: GPTConfig) -> list[int]:
-    """Tokens of each sequence of a request: a plain prompt that takes as long has as many."""
+    """The price of each sequence: the tokens of a plain prompt that takes as long."""
     if isinstance(request, AttributionRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)
@@ -116,7 +110,7 @@ def prices(request: Request, config: GPTConfig) -> list[int]:
 
 
 def _listed(request: Request) -> int:
-    """Likeliest tokens that are listed in the place of each token of a prompt."""
+    """Number of likeliest tokens listed in the place of each token of a prompt."""
     match request:
         case ScoreRequest(top=top) | GenerationRequest(prompt_logprobs=int(top)):
             return top
@@ -130,28 +124,27 @@ def _is_processed(request: Request) -> bool:
 
 
 def _generated(request: Request) -> int:
-    """Tokens that each sequence may generate."""
     return request.params.max_tokens if isinstance(request, GenerationRequest) else 0
 
 
 def _width(change: Intervention, config: GPTConfig, length: int) -> int:
-    """Elements of one position that a change looks at."""
+    """Elements of one position that a change reads."""
     (stage,) = match_stages([change.stage], config)
     shape = stage.shape(config, length)
     return math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))
 
 
 def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
-    """Elements computed at one position. Chosen columns of logits are cut out of all of them."""
+    """Elements computed at one position, for logits of all columns."""
     match request.output:
-        case Logits(columns=columns):  # which may be named several times
+        case Logits(columns=columns):  # an id may occur several times
             return max(config.vocab_size, len(columns or ()))
         case HiddenStates(layers=layers):
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
         case Lens(layers=layers, top_k=top_k, named=named):
-            # Each has logits of its own, and so has the last; what is said of them is added.
+            # The logits of each layer and of the last, plus their figures.
             distributions = {*layers, config.n_layer}
             figures = len(layers) * lens_width(top_k, named)
             return len(distributions) * config.vocab_size + figures
@@ -161,7 +154,7 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
 
 
 def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> list[tuple[int, ...]]:
-    """Of what is handed out of each stage at one position of a prompt of `length` tokens."""
+    """Shapes of each stage's values at one position of a prompt of `length` tokens."""
     by_name = {stage.name: stage for stage in stages_of(config)}
     stages = [by_name[name] for name in asked.stages]
     shapes = [stage.shape(config, length) for stage in stages]
@@ -176,7 +169,7 @@ def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> lis
 def split_activations(
     rows: Any, asked: Activations, config: GPTConfig, length: int
 ) -> dict[str, Any]:
-    """The rows (P, elements) of a request as an array (P, ...) of each stage; views of them."""
+    """The rows (P, elements) of a request as views (P, ...) by stage."""
     values, start = {}, 0
     for name, shape in zip(asked.stages, activation_shapes(asked, config, length), strict=True):
         end = start + math.prod(shape)
@@ -186,8 +179,8 @@ def split_activations(
 
 
 def output_elements(request: Request, config: GPTConfig) -> int:
-    """Elements of everything that a request hands out, scores tokens by, keeps for gradients or
-    brings along as values of its interventions; 0 for generation as such."""
+    """Elements that a request hands out, scores tokens with, keeps for gradients or brings along as
+    values of interventions; 0 for plain generation."""
     brought = [change.values.size for change in request.interventions if change.values is not None]
     return sum(brought) + _computed_elements(request, config)
 
@@ -202,6 +195,6 @@ def _computed_elements(request: Request, config: GPTConfig) -> int:
             return kept_elements(task, config)
         case ScoreRequest(continuations=continuations) if continuations:
             scored = sum(map(len, continuations))
-        case _:  # the prompt itself, whose first token nothing predicts
+        case _:  # the prompt without its first token
             scored = len(request.token_ids) - 1
     return scored * config.vocab_size

@@ -1,13 +1,13 @@
 """Engine: a synchronous object that one thread drives by calling `step`.
 
-Accepts requests, turns plans into events and ends sequences: by a stop token, a constraint that is
-complete, max_tokens, abort, deadline, a reader that is too far behind, or error. Each accepted
-sequence gets exactly one `FinishEvent`, and nothing after it. What runs next is the scheduler's
-decision, what is computed the runner's.
+Accepts requests, turns plans into events and ends sequences. A sequence ends by a stop token, a
+complete constraint, max_tokens, an abort, a deadline, a reader that is too far behind, or an error;
+an accepted sequence gets exactly one `FinishEvent`, its last event. The scheduler chooses the work
+of a step, the runner computes it.
 
-A drafted token is accepted when the token sampled one position before it is that token; then the
-sample after it is the one that the sequence's next step would have given. So drafts change how many
-tokens a step gives, and not which.
+A drafted token is accepted if the token sampled one position earlier is the same; then the sample
+after it is that of the sequence's next step. So drafts change the number of tokens of a step, never
+the tokens.
 """
 
 import math
@@ -21,17 +21,24 @@ from logitd.model.inference.engine.events import (
     AttributionEvent,
     EngineStats,
     Event,
+    FinishEvent,
     FinishReason,
     OutputsChunk,
     PromptEvent,
-    PromptToken,
     ScoresChunk,
+    SequenceTimes,
     StepResult,
     TokenEvent,
 )
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.requests import Request
-from logitd.model.inference.engine.runner import DecoderMaker, Passes, Runner, Scores, StepOutput
+from logitd.model.inference.engine.runner import (
+    DecoderMaker,
+    ForwardModel,
+    Runner,
+    Scores,
+    StepOutput,
+)
 from logitd.model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from logitd.model.inference.engine.sequence import Group, Sequence, State
 from logitd.model.inference.engine.validation import check_request
@@ -43,6 +50,7 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
+    ScoredToken,
 )
 from logitd.model.transformer.gpt import GPT
 
@@ -69,16 +77,17 @@ class Engine:
         )
         if config.target_gap is not None and not self._runner.computes_at_once:
             raise InvalidRequest(
-                f"target_gap is {config.target_gap}, and on {self._runner.device} how long prompts "
-                "take is not known: leave it out, and choose prefill_chunk",
+                f"target_gap is {config.target_gap}, and the time of prompts on "
+                f"{self._runner.device} is not known: remove it, and set prefill_chunk",
                 "target_gap",
             )
-        self._scheduler = Scheduler(config, share_decoded=self._runner.prefill_matches_decode)
+        share_decoded = self._runner.model.decoder.prefill_matches_decode
+        self._scheduler = Scheduler(config, share_decoded=share_decoded)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
-        self._first_deadline = math.inf  # no deadline is earlier
+        self._first_deadline = math.inf  # lower bound of all deadlines
         self.weights = 0
-        """The version of the weights: how often they were swapped."""
-        self._next: Passes | None = None  # with the weights of the next version
+        """Version of the weights: the number of swaps."""
+        self._next: ForwardModel | None = None  # with the weights of the next version
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -93,26 +102,25 @@ class Engine:
         return self._scheduler.config.target_gap
 
     def add(self, request: Request) -> None:
-        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow."""
+        """Accept a request for the next steps, or raise InvalidRequest."""
         check_request(request, self.model_config)
         self.accept(request)
 
     def accept(
         self, request: Request, arrived: float | None = None, *, weights: int | None = None
     ) -> None:
-        """Accept a request that was checked (`check_request`), as by a thread that had to answer
-        its caller at once.
+        """Accept a request that passed `check_request`.
 
-        `arrived` is when the caller got it, on the engine's clock; now, if not given. `weights` is
-        the version of the weights that answers it, this one or the next, for which it then waits;
-        if not given the newest that is known. Raises InvalidRequest for another version, and for an
-        id in use.
+        `arrived` is its time of arrival on the engine's clock (default: now). `weights` is the
+        version of the weights that computes it, the present one or the next, for which it then
+        waits (default: the newest). Raises InvalidRequest for another version, and for an id in
+        use.
         """
         if weights is None:
             weights = self.weights + self.swapping()
         if weights not in (self.weights, self.weights + 1):
             raise InvalidRequest(
-                f"version {weights} of the weights was asked for, {self.weights} is here"
+                f"version {weights} of the weights is not here; the present one is {self.weights}"
             )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -134,40 +142,39 @@ class Engine:
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[Event]:
-        """End a request, or one of its sequences. Its slot is free at the next step. An id that
-        is unknown, or finished meanwhile, is not an error: the two may cross. `reason` is STOP when
-        the caller found in the text what ends it."""
+        """End a request, or one of its sequences; its slot is free at the next step. An unknown or
+        finished id is not an error, because the two may cross. `reason` is STOP if the caller found
+        the end in the text."""
         ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
         return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
-        """The reader of an OutputsRequest took a chunk: one more may be computed."""
+        """Allow one more chunk of an OutputsRequest: its reader took one."""
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
 
-    def prepare_weights(self, gpt: GPT) -> Passes:
-        """Other weights of the same shape, ready to take over; both are in memory from here on.
-        Raises ValueError for a model of another shape, device or dtype: its cache would not fit."""
+    def prepare_weights(self, gpt: GPT) -> ForwardModel:
+        """Prepare other weights for `swap_weights`; both are in memory from here on. Raises
+        ValueError for a model of another shape, device or dtype, which does not fit the cache."""
         return self._runner.prepare(gpt)
 
-    def swap_weights(self, passes: Passes) -> None:
-        """Let every request that comes from now on be answered by prepared weights.
+    def swap_weights(self, model: ForwardModel) -> None:
+        """Compute all later requests with prepared weights.
 
-        Takes effect between two steps: requests of this version end on the old weights, those that
-        wait included; the others wait for that. What slots held is then forgotten. Raises
-        ValueError while an earlier swap has not ended.
+        Takes effect between two steps: earlier requests, waiting ones included, end on the old
+        weights; later ones wait for that. Then the contents of all slots are forgotten. Raises
+        ValueError until an earlier swap has taken effect.
         """
         if self._next is not None:
-            raise ValueError("other weights are waiting to take over already")
-        self._next = passes
+            raise ValueError("an earlier swap of weights has not taken effect yet")
+        self._next = model
         self._swap_when_idle()
 
     def swapping(self) -> bool:
-        """Whether other weights wait for the last request that these answer."""
+        """True while other weights wait for the last request of the present ones."""
         return self._next is not None
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         return self._scheduler.has_work()
 
     def next_deadline(self) -> float | None:
@@ -177,25 +184,25 @@ class Engine:
         return None if first == math.inf else first
 
     def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
-        """Admit, prefill a chunk, decode all running sequences, sample; then a piece of an
-        attribution. `on_compute` is called when the step is planned: what follows is mostly native
-        code, which leaves the interpreter to other threads."""
-        # 1) End what is past its deadline, so that its slot is free for this step.
+        """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
+        called when the step is planned: the rest is mostly native code, during which other threads
+        can use the interpreter."""
+        # 1) End sequences past their deadline, so that their slots are free for this step.
         events = self._expire()
-        # 2) Choose the work: which sequences to admit, which prompts to go on with.
+        # 2) Choose the work.
         plan = self._scheduler.plan(self.clock())
-        prefill_seconds, together = None, False
         events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
         if on_compute is not None:
             on_compute()
+        prefill_seconds, together = None, False
         if plan:
             try:
                 # 3) Compute it.
                 output = self._runner.run(plan)
-            except Exception as error:  # the model failed: the sequences of the plan are told
+            except Exception as error:  # it ends the sequences of the plan, no others
                 events += self._fail(plan, error)
             else:
-                # 4) Account for the results: states, events, and the end of sequences.
+                # 4) Turn the results into states and events.
                 self._account(plan, output, events)
                 prefill_seconds, together = output.prefill_seconds, output.together
         if plan.attribution is not None:
@@ -226,20 +233,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the threads that compute; the engine must not be used afterwards."""
+        """End the threads that compute. The engine must not be used afterwards."""
         if self._next is not None:
             self._next.close()
         self._runner.close()
-
-    def check_integrity(self) -> None:
-        """Assert that no slot or sequence is lost or shared (for tests)."""
-        self._scheduler.check_integrity()
-        known = {s for sequences in self._sequences.values() for s in sequences}
-        scheduler, attributions = self._scheduler, self._scheduler.attributions
-        assert known == {
-            *(*scheduler.waiting, *scheduler.running, *scheduler.paused),
-            *(*attributions.waiting, *attributions.running),
-        }
 
     def _swap_when_idle(self) -> None:
         if self._next is None:
@@ -261,14 +258,13 @@ class Engine:
         return events
 
     def _deadlines(self) -> Iterator[tuple[Sequence, float]]:
-        """The unfinished sequences that have a deadline."""
         for sequences in self._sequences.values():
             for sequence in sequences:
                 if (deadline := sequence.request.deadline) is not None:
                     yield sequence, deadline
 
     def _account(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
-        """Account for the results of a step; their events are added to `events`."""
+        """Turn the results of a step into states, and append their events to `events`."""
         now = self.clock()
         for sequence in plan.decode:
             sequence.computed += 1
@@ -294,35 +290,24 @@ class Engine:
             self._verify(sequence, draft, output.verified[sequence], events)
 
     def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
-        """The row of a position scores the token after it; nothing scores a prompt's first."""
-        sequence, start = chunk.sequence, scores.start
-        if sequence.scored_in_arrays:
+        """The row of a position scores the token after it; no row scores a prompt's first token."""
+        sequence, start, tokens = chunk.sequence, scores.start, scores.tokens
+        assert sequence.scoring is not None
+        if sequence.scoring.arrays:
             events: list[Event] = []
             for rows in scores.rows:
-                events.append(
-                    ScoresChunk(
-                        sequence.request_id,
-                        sequence.index,
-                        start,
-                        rows.logprobs,
-                        rows.counts,
-                        rows.top_ids,
-                        rows.top_logprobs,
-                    )
-                )
+                events.append(ScoresChunk(sequence.request_id, sequence.index, start, rows))
                 start += len(rows.logprobs)
             return events
-        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scores.tokens]
-        if start == 1 and sequence.scores_first:
-            start = 0
-            tokens.insert(0, PromptToken(sequence.tokens[0]))
+        if start == 1 and sequence.scoring.whole:
+            start, tokens = 0, [ScoredToken(sequence.tokens[0]), *tokens]
         return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:
-        """Compute a piece of a sequence's attributions; their event and its end after the last."""
+        """Compute a piece of a sequence's attributions; after the last, their event and its end."""
         try:
             attribution = self._runner.attribute(sequence)
-        except Exception as error:  # memory, for one: it is the attribution that ends, and no other
+        except Exception as error:  # memory, for one; it ends this attribution, no other
             message = f"the attribution failed: {type(error).__name__}: {error}"
             return [self._finish_with_error(sequence, message)]
         if attribution is None:
@@ -334,42 +319,38 @@ class Engine:
         return [event, self._finish(sequence, FinishReason.STOP)]
 
     def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:
-        """Account for what was sampled for a sequence: a token, which may end it, or the reason why
-        there is none, which does."""
-        if isinstance(result, int):  # almost always: nothing else is made for it
-            token_id = result
-            event = TokenEvent(sequence.request_id, sequence.index, token_id)
-        elif isinstance(result, SampleError):
-            if result.param is None:
-                events.append(self._not_finite(sequence, result.message))
-            else:
-                events.append(self._finish_with_error(sequence, result.message, result.param))
-            return
-        elif isinstance(result, ConstraintComplete):
-            events.append(self._finish(sequence, FinishReason.STOP))
-            return
-        else:
-            token_id = result.token_id
-            event = TokenEvent(
-                sequence.request_id, sequence.index, token_id, result.chosen, result.top
-            )
+        """Account for a sample: a token, which may end the sequence, or the reason why there is
+        none, which does."""
+        match result:
+            case int(token_id):
+                event = TokenEvent(sequence.request_id, sequence.index, token_id)
+            case ScoredToken(token_id, chosen, top):
+                event = TokenEvent(sequence.request_id, sequence.index, token_id, chosen, top)
+            case SampleError(message, None):
+                events.append(self._not_finite(sequence, message))
+                return
+            case SampleError(message, param):
+                events.append(self._finish_with_error(sequence, message, param))
+                return
+            case ConstraintComplete():
+                events.append(self._finish(sequence, FinishReason.STOP))
+                return
         sequence.tokens.append(token_id)
         events.append(event)
         if token_id in sequence.stop_token_ids:
-            end = self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
-            events.append(end)
+            events.append(self._finish(sequence, FinishReason.STOP, stop_token_id=token_id))
         elif sequence.matcher is not None and (
             ended := self._end_of_constraint(sequence, sequence.matcher, token_id)
         ):
             events.append(ended)
-        elif len(sequence.tokens) == sequence.longest:
+        elif not sequence.tokens_left:
             events.append(self._finish(sequence, FinishReason.LENGTH))
 
     def _verify(
         self, sequence: Sequence, draft: Draft, results: list[SampleResult], events: list[Event]
     ) -> None:
-        """Account for the samples after a draft's tokens, up to the first token that was not the
-        one sampled or that ended the sequence. The rest is discarded, errors included."""
+        """Account for the samples after a draft's tokens, up to the first wrong token or the end of
+        the sequence. The rest is discarded, errors included."""
         for token_id, result in zip(draft.token_ids, results, strict=True):
             if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
                 break
@@ -382,31 +363,30 @@ class Engine:
     def _end_of_constraint(
         self, sequence: Sequence, matcher: TokenMatcher, token_id: int
     ) -> Event | None:
-        """Take a token into the sequence's constraint; the last event of a sequence that it ends,
-        by being complete or by failing."""
+        """Advance a sequence's constraint; returns its last event if the constraint is complete or
+        fails."""
         constraint = sequence.constraint
         assert constraint is not None
         try:
             matcher.advance(token_id)
-            if sequence.tokens_left == 0:  # no step will ask what may follow
+            if not sequence.tokens_left:  # no step will ask for a mask
                 matcher.allowed()
         except ConstraintError as error:
             return self._finish_with_error(sequence, str(error), constraint.kind)
-        except Exception as error:  # a bug of the matcher's, for which no other sequence may fail
+        except Exception as error:  # a bug of the matcher ends its own sequence, no other
             message = f"the constraint failed: {type(error).__name__}: {error}"
             return self._finish_with_error(sequence, message)
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        # What the step wrote into the cache is unknown: nothing of it may be shared.
+        # The step may have written anything into the cache: nothing of it may be shared.
         self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
         return [self._finish_with_error(sequence, message) for sequence in computed]
 
     def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite: that is what its interventions have done, if
-        it has any, and else the model."""
+        """End a sequence whose logits are not finite, by its interventions or else by the model."""
         param = PARAM if sequence.request.interventions else None
         return self._finish_with_error(sequence, message, param)
 
@@ -433,6 +413,19 @@ class Engine:
         if not siblings:
             del self._sequences[sequence.request_id]
         self._swap_when_idle()
-        return sequence.finish_event(
-            reason, self.clock(), stop_token_id=stop_token_id, error=error, param=param
+        times = SequenceTimes(
+            sequence.arrived, sequence.admitted, sequence.prefilled, finished=self.clock()
+        )
+        return FinishEvent(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            reason=reason,
+            times=times,
+            prompt_tokens=len(sequence.request.token_ids),
+            cached_tokens=sequence.cached,
+            completion_tokens=len(sequence.tokens) - sequence.prompt_length,
+            stop_token_id=stop_token_id,
+            error=error,
+            param=param,
+            price=sequence.price,
         )

@@ -1,4 +1,4 @@
-"""What the engine tells: events of sequences, the result of a step, and its state between steps.
+"""Events of the engine: those of sequences, the result of a step, and the state between steps.
 
 Frozen plain data of the standard library, so that it can cross a thread or a process. Token ids
 only: text is the caller's business.
@@ -10,36 +10,27 @@ from typing import Any, NamedTuple
 
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.sampling.params import TokenLogprob
+from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The first two are answers, the others are not."""
+    """The reason why a sequence ended. Only the first two are answers."""
 
-    STOP = "stop"  # it produced one of its stop tokens, or all numbers asked for were computed
+    STOP = "stop"  # a stop token, a complete constraint, or all requested numbers computed
     LENGTH = "length"  # max_tokens
-    ABORT = "abort"  # the caller asked
+    ABORT = "abort"  # by the caller
     TIMEOUT = "timeout"  # its deadline passed, in the queue or later
-    UNREAD = "unread"  # its reader was behind for the longest, and others needed the memory
-    REPLACED = "replaced"  # the weights that answered it had to go before its end
-    ERROR = "error"  # the engine failed on it; the event says how
+    UNREAD = "unread"  # its reader was the furthest behind, and others needed the memory
+    REPLACED = "replaced"  # its weights were removed before its end
+    ERROR = "error"  # described by the event
 
 
 class TokenEvent(NamedTuple):
-    """One generated token; a step may give several of one sequence, in their order. `chosen` and
-    `top` are there when logprobs were asked for. A tuple, because it is made for every token."""
+    """One generated token. A step may have several of one sequence, in order. `chosen` and `top`
+    are set if logprobs were requested. A tuple, because one is made for every token."""
 
     request_id: str
-    index: int  # type: ignore[assignment]  # which of the n sequences; hides what tuples can do
-    token_id: int
-    chosen: TokenLogprob | None = None
-    top: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PromptToken:
-    """A given token with its raw logprob, and the likeliest in its place. The first token of a
-    prompt has none: nothing predicts it."""
-
+    index: int  # type: ignore[assignment]  # of the n sequences; hides a method of tuple
     token_id: int
     chosen: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
@@ -47,38 +38,29 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """Logprobs of given tokens from position `start` on, when they were asked for. A generation is
-    told once those of its prompt (index 0), before its first token; a ScoreRequest those of each
-    of its sequences."""
+    """Logprobs of given tokens from position `start` on, if requested: of a generation's prompt,
+    once (index 0) and before its first token; of each sequence of a ScoreRequest."""
 
     request_id: str
     index: int
     start: int
-    tokens: tuple[PromptToken, ...]
+    tokens: tuple[ScoredToken, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoresChunk:
-    """What a PromptEvent says, in NumPy arrays, to a ScoreRequest that asks for them: of T tokens
-    from position `start` on, which is never the first of a prompt.
-
-    logprobs (T,), float64
-    counts   (T,), how many of the likeliest of each follow in `top_ids` and `top_logprobs` (N,)
-    """
+    """Logprobs of given tokens from position `start` on as arrays, for a ScoreRequest that asks for
+    arrays. The first token of a prompt is never among them."""
 
     request_id: str
     index: int
     start: int
-    logprobs: Any
-    counts: Any
-    top_ids: Any
-    top_logprobs: Any
+    scores: ScoredRows
 
 
 @dataclass(frozen=True, slots=True)
 class OutputsChunk:
-    """Some rows of a OutputsRequest: `rows` is a NumPy array, float32, its first axis the positions
-    and the others those of what was wanted."""
+    """Some rows of an OutputsRequest: a NumPy array, float32, (positions, ...)."""
 
     request_id: str
     positions: tuple[int, ...]
@@ -87,8 +69,6 @@ class OutputsChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttributionEvent:
-    """The whole answer to an AttributionRequest."""
-
     request_id: str
     index: int
     attribution: Attribution
@@ -96,7 +76,7 @@ class AttributionEvent:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """Moments of one sequence on the engine's clock (seconds); None where it never got there."""
+    """Times of a sequence in seconds of the engine's clock; None for stages it did not reach."""
 
     arrived: float
     admitted: float | None
@@ -106,23 +86,23 @@ class SequenceTimes:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The last event of a sequence: each accepted sequence gets exactly one."""
+    """The last event of a sequence; every accepted sequence gets exactly one."""
 
     request_id: str
     index: int
     reason: FinishReason
     times: SequenceTimes
-    prompt_tokens: int  # of the request's prompt: all of its sequences say the same
-    cached_tokens: int  # of the sequence, copied from another slot
+    prompt_tokens: int  # of the request's prompt, the same for all of its sequences
+    cached_tokens: int  # copied from another slot
     completion_tokens: int
     stop_token_id: int | None = None
     error: str | None = None
-    param: str | None = None  # the field of the request that the error comes from, if it is one
+    param: str | None = None  # field of the request that caused the error
     price: int | None = None  # tokens that it counted as in the queue; None: those of its prompt
 
     @property
     def counts_prompt(self) -> bool:
-        """Whether the prompt's tokens count: of several sequences of a prompt, once."""
+        """True for one sequence of a prompt, whose tokens count once."""
         return self.index == 0
 
 
@@ -131,25 +111,22 @@ Event = TokenEvent | PromptEvent | ScoresChunk | OutputsChunk | AttributionEvent
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. A drafted token is accepted when it was sampled and its row gave the token
-    after it: a decode step less."""
+    """The result of one step. Each accepted drafted token saves a decode step."""
 
     events: tuple[Event, ...]
     prefilled_tokens: int
     decoded_sequences: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    evicted_sequences: int = 0  # that lost their slots, because their readers were behind
+    evicted_sequences: int = 0  # lost their slots, because their readers were behind
     attribution_pieces: int = 0  # one at most
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine between two steps."""
-
     waiting: int
     running: int
     paused: int  # evicted, until their readers have caught up
-    begun_tokens: int  # what the running and the paused sequences count as (`cost.py`)
+    begun_tokens: int  # price of the running and paused sequences (`cost.py`)
     slots: int
     slots_used: int

@@ -1,50 +1,47 @@
 """Drafts: tokens that may come next in a text, guessed from the text itself.
 
-Where a text repeats itself, what followed the last time is a good guess at what follows now (prompt
-lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each token
-of it is one row more, and each that is right is one step less. A wrong guess costs its rows and
-nothing else, because every token is still sampled as without drafts: nothing here can change an
-answer.
+If a text repeats itself, the tokens after the last occurrence are a good guess (prompt lookup
+decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each guessed token
+costs a row, and each right one saves a step. Every token is still sampled as without drafts, so a
+wrong guess costs its rows and changes no answer.
 
-So a row has to be worth its cost. Each sequence keeps a record of how often its guesses were right,
-by the length of the repetition that they came from, and drafts as many tokens as are likely enough
-to be right together; where none is, it tries a single one from time to time. How many rows a step
-has for all drafts is decided by the scheduler.
-
-Token ids only. Not here: whether a guess was right (`model/inference/engine/engine.py`).
+Each sequence records how often its guesses were right, by the length of the repetition, and drafts
+as many tokens as are worth their rows; if none is, it tries a single one from time to time. The
+scheduler limits the rows of all drafts; the engine verifies them
+(`model/inference/engine/engine.py`). Token ids only.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHORTEST, LONGEST = 2, 4
-"""Tokens that have to be repeated before what followed them is guessed again."""
+"""Lengths of a repetition, in tokens, from which a guess is made."""
 CANDIDATES = 16
-"""Earlier occurrences that are compared with the end of a text, the latest first."""
+"""Number of earlier occurrences compared with the end of a text, the latest first."""
 TOKEN_BITS = 32
-"""A pair of token ids is one integer, which is looked up faster than a tuple."""
+"""Bits of a token id. A pair of ids is one integer, which is looked up faster than a tuple."""
 MOST_TOKENS = 7
-"""Of one draft. With the row of the last token that makes 8, which the native products read their
-weights once for (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
+"""Length of a draft. With the row of the last token that makes 8 rows, for which the native
+products read their weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
 FIXED_ROWS = 2
-"""What a step costs however many rows it has, in rows. With one sequence a guess pays when it is
-right once in 1 + FIXED_ROWS times; with more sequences more often, down to where rows are all that
-a step costs. Less than measured of any model: a doubtful guess is not made."""
+"""Fixed cost of a step, in rows. With one sequence a guess pays if it is right once in
+1 + FIXED_ROWS times; with more sequences it must be right more often. Lower than measured for any
+model, so that doubtful guesses are not made."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
-"""How often guesses are taken to be right at first, by the tokens that were repeated."""
+"""Initial rates of right guesses, by the length of the repetition."""
 RATE_STEP = 0.3
-"""How far one verified token moves its rate."""
+"""Weight of one verified token in its rate."""
 RETRY_TOKENS = 64
-"""Tokens between two attempts where guesses are wrong: at most 1.6 % of the rows."""
+"""Tokens between two attempts while guesses are wrong: at most 1.6 % of the rows."""
 SEARCH_INTERVAL = 4
-"""Tokens between two searches of a text that repeated nothing, while a guess would be doubtful: the
-cost of a search is mostly cache misses, since a forward pass leaves the CPU caches cold."""
+"""Tokens between two searches without a repetition, while a guess would be doubtful. A search costs
+mostly cache misses, because a forward pass leaves the CPU caches cold."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens guessed to follow a sequence, the length of the repetition that they come from, and,
-    when verified, how many were accepted."""
+    """Guessed tokens, the length of their repetition, and after verification the number of accepted
+    tokens."""
 
     token_ids: list[int]
     repeated: int
@@ -52,13 +49,12 @@ class Draft:
 
 
 class Repeats:
-    """Earlier occurrences of what a growing text ends with now.
+    """Earlier occurrences of the end of a growing text.
 
-    The ends of each pair of tokens are chained, the latest first, and a longer run is sought among
-    the latest ends of the pair that closes it. So a token that repeats nothing costs one look into
-    one table, however long the text is, and one that does at most CANDIDATES more. Each token is
-    entered once, when it is first needed. `tokens` may grow at its end between two calls, and not
-    change otherwise.
+    The ends of each pair of tokens are chained, the latest first; a longer run is searched among
+    the latest ends of its last pair. So a token that repeats nothing costs one look-up for any
+    length of the text, another one at most CANDIDATES more. Each token is entered once. `tokens`
+    may only grow at its end between two calls.
     """
 
     __slots__ = ("_before", "_last", "_tokens")
@@ -69,9 +65,9 @@ class Repeats:
         self._before: list[int] = [0] * SHORTEST  # by end of a pair: its end before that one, or 0
 
     def find(self) -> tuple[int, int]:
-        """The length of the longest run, of SHORTEST to LONGEST tokens, that the text ends with and
-        had before, and the position after its most recent occurrence; (0, 0) when there is none.
-        Of the pair that the text ends with, its CANDIDATES last occurrences are looked at."""
+        """The length of the longest run, of SHORTEST to LONGEST tokens, that ends the text and
+        occurred before, and the position after its latest occurrence; (0, 0) if there is none.
+        Only the last CANDIDATES occurrences of the final pair are compared."""
         self._enter()
         end, length, best = self._before[-1], 0, 0
         if not end:
@@ -86,15 +82,14 @@ class Repeats:
         return length, best
 
     def continuation(self, start: int, count: int) -> list[int]:
-        """`count` tokens that follow if the text goes on as it did from `start` on."""
+        """The next `count` tokens if the text continues as it did from `start` on."""
         guess = self._tokens[start : start + count]
         period = len(self._tokens) - start
-        while len(guess) < count:  # the repetition reaches the end, and goes on from itself
+        while len(guess) < count:  # the repetition reaches the end and continues itself
             guess.append(guess[-period])
         return guess
 
     def _enter(self) -> None:
-        """Chain the pairs that came since the last time to those before them."""
         tokens, last, before = self._tokens, self._last, self._before
         for end in range(len(before), len(tokens) + 1):
             pair = tokens[end - 2] << TOKEN_BITS | tokens[end - 1]
@@ -102,7 +97,8 @@ class Repeats:
             last[pair] = end
 
     def _repeated(self, end: int) -> int:
-        """How many tokens before `end` are the text's last ones, LONGEST at most; the pair is."""
+        """Number of tokens before `end` that equal the text's last ones, up to LONGEST. The pair
+        does."""
         tokens, length = self._tokens, SHORTEST
         while length < min(LONGEST, end) and tokens[end - length - 1] == tokens[-length - 1]:
             length += 1
@@ -110,7 +106,7 @@ class Repeats:
 
 
 class Drafter:
-    """The guesses of one sequence, and its record. `tokens` is its text, which grows at its end."""
+    """The guesses of one sequence, and its record. `tokens` is its growing text."""
 
     __slots__ = ("_attempt_at", "_best", "_rates", "_repeats", "_tokens")
 
@@ -119,11 +115,11 @@ class Drafter:
         self._repeats = Repeats(tokens)
         self._rates = dict(FIRST_RATES)
         self._best = max(FIRST_RATES.values())
-        self._attempt_at = 0  # length of the text from which on a doubtful guess is tried
+        self._attempt_at = 0  # length of the text from which a doubtful guess is tried
 
     def guess(self, most: int, sequences: int) -> Draft | None:
-        """Up to `most` tokens that may follow, in a step of so many sequences; None when the text
-        repeats nothing, or when guesses are not worth their rows."""
+        """A draft of up to `most` tokens, in a step of this number of sequences; None if the text
+        repeats nothing, or a guess is not worth its rows."""
         may_attempt = len(self._tokens) >= self._attempt_at
         doubtful = self._best < needed_rate(sequences)
         if most < 1 or (doubtful and not may_attempt):
@@ -139,7 +135,7 @@ class Drafter:
         return Draft(self._repeats.continuation(start, min(count, most)), repeated=length)
 
     def learn(self, draft: Draft) -> None:
-        """Enter a verified draft into the record; the text holds what came of it."""
+        """Enter a verified draft into the record. The text holds the accepted tokens."""
         rate = self._rates[draft.repeated]
         for _ in range(draft.accepted):
             rate += (1 - rate) * RATE_STEP
@@ -152,13 +148,13 @@ class Drafter:
 
 
 def needed_rate(sequences: int) -> float:
-    """How likely a token has to be so that its row, in a step of so many sequences, is worth it."""
+    """Probability from which a token is worth its row, in a step of this number of sequences."""
     return sequences / (sequences + FIXED_ROWS)
 
 
 def worthwhile(rate: float, sequences: int) -> int:
-    """How many tokens of a guess are worth their rows, when each is right at this rate after those
-    before it were."""
+    """Number of tokens of a guess that are worth their rows, if each is right at this rate after
+    right ones."""
     needed = needed_rate(sequences)
     likely, count = rate, 0
     while count < MOST_TOKENS and likely >= needed:
@@ -167,8 +163,8 @@ def worthwhile(rate: float, sequences: int) -> int:
 
 
 def split_evenly(counts: Sequence[int], total: int) -> list[int]:
-    """The counts, lowered as evenly as possible until they are `total` at most together; the first
-    ones get what is left over."""
+    """The counts, lowered as evenly as possible until their sum is `total` at most; the first ones
+    get the remainder."""
     if sum(counts) <= total:
         return list(counts)
     granted = [0] * len(counts)

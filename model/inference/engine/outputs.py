@@ -1,13 +1,11 @@
-"""Outputs: what is computed of a chunk beside the cache, for requests that ask for it.
+"""Outputs: rows of logits, hidden states, attention weights and named stages of a chunk.
 
-Rows of logits, hidden states, attention weights and named stages, each at the positions of the
-chunk that the request chose. Beside `runner.py`, which knows the passes, the one file of the engine
-that knows tensors. Sequences that are tapped (`TappedPasses`) are computed apart from the others.
+Computed at the positions that the request chose. With `runner.py` the only file of the engine that
+knows tensors. Tapped sequences are computed apart from the others (`TappedPasses`).
 
 Shapes: P chosen positions, T positions of a chunk, V = vocab_size.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +27,7 @@ from logitd.model.inference.engine.requests import (
     OutputsRequest,
 )
 from logitd.model.inference.engine.scheduler import PrefillChunk
-from logitd.model.inference.kernels.base import AttentionSelection, Decoder, Prefilled, PrefillInput
+from logitd.model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
 from logitd.model.inference.kernels.eager.tapped import TappedDecoder
 from logitd.model.inference.kernels.eager.taps import Changes, Key, PieceTap
 from logitd.model.inference.kv_cache import KVCache
@@ -45,8 +43,8 @@ NOT_FINITE = "a layer's logits are not finite"
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What an OutputsRequest asks for at some positions: a NumPy array (len(positions), ...),
-    float32. `error` says why it cannot be told."""
+    """Outputs of an OutputsRequest at some positions: a NumPy array (len(positions), ...), float32.
+    `error` is the reason why they are invalid."""
 
     positions: tuple[int, ...]
     values: Any
@@ -56,17 +54,16 @@ class Outputs:
 def prefill_input(
     chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
 ) -> PrefillInput:
-    """A chunk as a decoder takes it. The prefix that it continues has to be in its slot."""
-    slot, token_ids = chunk.sequence.slot, chunk.sequence.tokens[chunk.start : chunk.end]
-    assert slot is not None
-    return PrefillInput(token_ids, slot, chunk.start, states, weights)
+    """A chunk as input of a decoder. Its slot must hold the prefix before it."""
+    token_ids = chunk.sequence.tokens[chunk.start : chunk.end]
+    return PrefillInput(token_ids, chunk.sequence.held_slot, chunk.start, states, weights)
 
 
 class TappedPasses:
     """The passes of sequences whose stages are recorded or changed."""
 
     def __init__(self, gpt: GPT, cache: KVCache, prepare: Callable[[], None]) -> None:
-        """`prepare` has all of the weights in memory."""
+        """`prepare` restores all weights in memory."""
         self._prepare = prepare
         self._gpt = gpt
         self._decoder = TappedDecoder(gpt, cache)
@@ -75,11 +72,10 @@ class TappedPasses:
     def prefill(
         self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
     ) -> tuple[Tensor, PieceTap]:
-        """Compute a chunk into its slot: final hidden states (T, d_model), and what was recorded of
-        some stages at some rows of the chunk."""
+        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap that
+        recorded some stages at some rows of the chunk."""
         self._prepare()
         sequence = chunk.sequence
-        assert sequence.slot is not None
         tap = PieceTap(
             chunk.start,
             self._changes_of(sequence),
@@ -88,18 +84,14 @@ class TappedPasses:
             length=sequence.prompt_length,
         )
         token_ids = sequence.tokens[chunk.start : chunk.end]
-        return self._decoder.prefill(token_ids, sequence.slot, chunk.start, tap), tap
+        return self._decoder.prefill(token_ids, sequence.held_slot, chunk.start, tap), tap
 
     def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
         """Logits (B, V) that follow the last token of each sequence."""
         self._prepare()
-        slots = []
-        for sequence in sequences:
-            assert sequence.slot is not None
-            slots.append(sequence.slot)
         return self._decoder.decode(
             [sequence.tokens[sequence.computed] for sequence in sequences],
-            slots,
+            [sequence.held_slot for sequence in sequences],
             [sequence.computed for sequence in sequences],
             [self._changes_of(sequence) for sequence in sequences],
         )
@@ -116,7 +108,7 @@ class TappedPasses:
 
 
 class OutputsComputer:
-    """Computes chunks of prompts, and what is asked for in them."""
+    """Computes chunks of prompts with their outputs."""
 
     def __init__(self, gpt: GPT, decoder: Decoder, tapped: TappedPasses) -> None:
         self._config = gpt.config
@@ -125,88 +117,74 @@ class OutputsComputer:
         self._tapped = tapped
 
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk, and the outputs that are asked for in it and were not handed out before
-        the sequence gave its slot back."""
-        first = max(chunk.sequence.handed_out, bisect_left(request.positions, chunk.start))
-        positions = request.positions[first : bisect_left(request.positions, chunk.end)]
+        """Compute a chunk, and its outputs that were not handed out before an eviction."""
+        output, error = request.output, None
+        positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
-        if chunk.sequence.tapped:
-            values = self._of_tapped(chunk, request.output, positions, offsets)
-        else:
-            values = self._of_plain(chunk, request.output, positions, offsets)
-        told = not isinstance(request.output, Lens) or bool(values.isfinite().all())
-        return Outputs(positions, values.float().cpu().numpy(), None if told else NOT_FINITE)
+        compute_pass = self._tapped_pass if chunk.sequence.tapped else self._plain_pass
+        hidden, values = compute_pass(chunk, output, offsets)
+        if isinstance(output, Logits):
+            values = self._logits(chunk.sequence, output, positions, hidden)
+        elif isinstance(output, HiddenStates):
+            values = values.transpose(0, 1)  # (P, layers, d_model)
+        elif isinstance(output, Lens):
+            tokens = chunk.sequence.tokens
+            following = [tokens[p + 1] for p in positions] if output.following else []
+            values = self._lens(output, values, hidden, following)
+            error = None if values.isfinite().all() else NOT_FINITE
+        return Outputs(positions, values.float().cpu().numpy(), error)
 
-    def _of_plain(
-        self, chunk: PrefillChunk, output: Output, positions: tuple[int, ...], offsets: list[int]
-    ) -> Tensor:
-        match output:
-            case Logits():
-                hidden = self._prefill(chunk).hidden[offsets]  # (P, d_model)
-                return self._logits(chunk.sequence, output, positions, hidden)
-            case HiddenStates(layers=layers):
-                states = self._prefill(chunk, states=True).states
-                assert states is not None
-                return states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
-            case Lens(layers=layers):
-                prefilled = self._prefill(chunk, states=True)
-                assert prefilled.states is not None
-                states = prefilled.states[list(layers)][:, offsets]  # (layers, P, d_model)
-                following = _following(output, chunk, positions)
-                return self._lens(output, states, prefilled.hidden[offsets], following)
-            case AttentionWeights(layers=layers, heads=heads):
-                length = len(chunk.sequence.request.token_ids)
-                selection = AttentionSelection(layers, heads, length)
-                weights = self._prefill(chunk, weights=selection).weights
-                assert weights is not None
-                return weights[offsets]  # (P, layers, heads, T)
-            case Activations():
-                raise AssertionError("sequences whose stages are recorded are tapped")
-
-    def _prefill(
-        self,
-        chunk: PrefillChunk,
-        *,
-        states: bool = False,
-        weights: AttentionSelection | None = None,
-    ) -> Prefilled:
+    def _plain_pass(
+        self, chunk: PrefillChunk, output: Output, offsets: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Final hidden states (P, d_model) of a chunk, and the stages that its output is made of:
+        streams (layers, P, d_model), or attention weights (P, layers, heads, T)."""
+        states, weights = isinstance(output, HiddenStates | Lens), None
+        if isinstance(output, AttentionWeights):
+            length = len(chunk.sequence.request.token_ids)
+            weights = AttentionSelection(output.layers, output.heads, length)
         [prefilled] = self._decoder.prefill([prefill_input(chunk, states, weights)])
-        return prefilled
+        hidden = values = prefilled.hidden[offsets]
+        if prefilled.weights is not None:
+            values = prefilled.weights[offsets]
+        elif isinstance(output, HiddenStates | Lens):
+            assert prefilled.states is not None
+            values = prefilled.states[list(output.layers)][:, offsets]
+        return hidden, values
 
-    def _of_tapped(
-        self, chunk: PrefillChunk, output: Output, positions: tuple[int, ...], offsets: list[int]
-    ) -> Tensor:
+    def _tapped_pass(
+        self, chunk: PrefillChunk, output: Output, offsets: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The same of a tapped sequence; of activations the stages (P, elements), flattened."""
         record = list(_recorded(output, self._config))
         hidden, tap = self._tapped.prefill(chunk, record, offsets)
-        hidden = hidden[offsets]  # (P, d_model)
+        hidden = values = hidden[offsets]
         match output:
-            case Logits():
-                return self._logits(chunk.sequence, output, positions, hidden)
-            case Lens():
-                states = torch.stack([tap.recorded(*key) for key in record])
-                return self._lens(output, states, hidden, _following(output, chunk, positions))
-            case HiddenStates():
-                return torch.stack([tap.recorded(*key) for key in record], dim=1)
+            case Lens() | HiddenStates():
+                values = torch.stack([tap.recorded(*key) for key in record])
             case AttentionWeights(heads=heads):
                 weights = [tap.recorded(*key)[:, list(heads)] for key in record]
-                return torch.stack(weights, dim=1)  # (P, layers, heads, T)
-            case Activations(stages=stages, heads=heads):
-                values = []
-                for stage in match_stages(stages, self._config):
-                    if stage.name == "logits":
-                        values.append(self._decoder.head(hidden))
-                        continue
-                    value = tap.recorded(stage.layer, stage.kind.name)  # (P, ...)
-                    chosen = heads is not None and stage.heads_axis is not None
-                    values.append(value[:, list(heads or ())] if chosen else value)
-                return torch.cat([value.flatten(1).float() for value in values], dim=1)
+                values = torch.stack(weights, dim=1)
+            case Activations():
+                stages = self._activations(output, hidden, tap)
+                values = torch.cat([value.flatten(1).float() for value in stages], dim=1)
+        return hidden, values
+
+    def _activations(self, asked: Activations, hidden: Tensor, tap: PieceTap) -> Iterator[Tensor]:
+        for stage in match_stages(asked.stages, self._config):
+            if stage.name == "logits":
+                yield self._decoder.head(hidden)
+                continue
+            value = tap.recorded(stage.layer, stage.kind.name)
+            chosen = asked.heads is not None and stage.heads_axis is not None
+            yield value[:, list(asked.heads or ())] if chosen else value
 
     def _lens(
         self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
     ) -> Tensor:
-        """Numbers (P, layers, numbers) of streams (layers, P, d_model), of which the last becomes
-        the final hidden state (P, d_model): a block of positions and a layer at a time, so that the
-        logits of two layers are all that there is in memory."""
+        """Figures (P, layers, numbers) of streams (layers, P, d_model), next to the final hidden
+        states (P, d_model). A block of positions and a layer at a time: only the logits of two
+        layers are in memory."""
         blocks = [
             self._lens_block(
                 asked,
@@ -225,26 +203,26 @@ class OutputsComputer:
         own = self._lens_logits(hidden)
         next_ids = None
         if asked.following:
-            padding = [0] * (len(own) - len(following))  # as the rows of logits are
+            padding = [0] * (len(own) - len(following))  # like the rows of logits
             next_ids = torch.tensor([*following, *padding], device=own.device)
         digest = LensDigest(own, asked.top_k, asked.token_ids, next_ids)
         rows = []
         for layer, stream in zip(asked.layers, states, strict=True):
-            at_the_end = layer == self._config.n_layer
-            logits = own if at_the_end else self._lens_logits(self._normed(stream))
+            is_last = layer == self._config.n_layer
+            logits = own if is_last else self._lens_logits(self._normed(stream))
             rows.append(digest.numbers(logits))
         return torch.stack(rows, dim=1)[: len(hidden)]
 
     def _lens_logits(self, hidden: Tensor) -> Tensor:
-        """Logits in float32 of up to a block of final hidden states; on a GPU of a whole block,
-        because there the bits of a sum may depend on how many there are."""
+        """Logits in float32 of up to a block of final hidden states. Padded to a whole block on a
+        GPU, because the bits of a sum may depend on the number of rows there."""
         if hidden.is_cuda:
             hidden = F.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
         return self._decoder.head(hidden).float()
 
     def _normed(self, stream: Tensor) -> Tensor:
-        """The final norm of a stream (P, d_model) in its own dtype: that of the native decoder is
-        float32, whatever the weights are in."""
+        """The final norm of a stream (P, d_model) in the stream's dtype, which is float32 on the
+        native decoder for weights of any dtype."""
         norm = self._final_norm
         parameters = {name: value.to(stream.dtype) for name, value in norm.named_parameters()}
         normed: Tensor = functional_call(norm, parameters, (stream,))
@@ -261,36 +239,27 @@ class OutputsComputer:
         logits = self._decoder.head(hidden)
         if asked.processing is not None:
             listed = listed_ids(sequence.group, asked.processing, logits)
-            contexts = [
-                RowContext(
-                    asked.processing,
-                    listed,
-                    sequence.index,
-                    sequence.tokens[: position + 1],
-                    _prompt_part(position + 1, asked.completion_start),
-                )
-                for position in positions
-            ]
+            contexts = []
+            for length in (position + 1 for position in positions):
+                start = asked.completion_start
+                prompt_length = length if start is None else min(length, start)
+                tokens = sequence.tokens[:length]
+                context = (asked.processing, listed, sequence.index, tokens, prompt_length)
+                contexts.append(RowContext(*context))
             logits = process(logits, contexts)
         return logits if asked.columns is None else logits[:, list(asked.columns)]
 
 
 def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Tensor) -> ListedIds:
-    """The lists of ids of a request, made for the first row of `logits` (R, V) that needs them."""
+    """The lists of ids of a request, made when a row of `logits` (R, V) first needs them."""
     if group.listed is None:
         group.listed = ListedIds(params, logits.shape[-1], logits.device)
     listed: ListedIds = group.listed
     return listed
 
 
-def _following(asked: Lens, chunk: PrefillChunk, positions: Sequence[int]) -> list[int]:
-    """The token after each position, where it is asked about; else nothing."""
-    tokens = chunk.sequence.tokens
-    return [tokens[position + 1] for position in positions] if asked.following else []
-
-
 def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
-    """The stages that an output is made of, but for logits."""
+    """The stages that an output is made of, except logits."""
     match output:
         case Logits():
             return
@@ -304,8 +273,3 @@ def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
             for stage in match_stages(stages, config):
                 if stage.name != "logits":
                     yield stage.layer, stage.kind.name
-
-
-def _prompt_part(length: int, completion_start: int | None) -> int:
-    """How many of a text's leading tokens are prompt, the rest counting as generated."""
-    return length if completion_start is None else min(length, completion_start)

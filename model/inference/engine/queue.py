@@ -1,15 +1,15 @@
-"""WaitingQueue: the sequences that wait for a slot, in the order in which they are admitted.
+"""WaitingQueue: the sequences that wait for a slot, in the order of admission.
 
-By priority. Within a priority callers take turns, a sequence each turn, so that nobody waits behind
-the thousand requests of somebody else; a caller that comes waits for one turn of each other caller
-at most. Within a caller, first come, first served: with one caller that is the whole order.
+By priority. Within a priority callers take turns, a sequence each turn, so nobody waits behind the
+thousand requests of another caller; a new caller waits for one turn of each other caller at most.
+Within a caller, first come, first served.
 
-A sequence that gave its slot back (`scheduler.py`) comes back into a lane of its own of its
-caller's line, and the two lanes alternate: neither large replies nor new requests can keep the
-other from going on. In a third lane are those who wait for other weights, until these are there.
+An evicted sequence (`scheduler.py`) returns to a lane of its own of its caller's line. The lanes of
+new and of evicted sequences alternate, so neither can keep the other from going on. A third lane
+holds the sequences that wait for other weights.
 
-Every operation but iteration takes the same time however many wait. Decides nothing else: whether
-there is a slot is the scheduler's business.
+Every operation except iteration takes the same time for any length. Does not know whether there is
+a slot.
 """
 
 import bisect
@@ -20,8 +20,6 @@ from logitd.model.inference.engine.sequence import Sequence
 
 
 class _Line:
-    """The waiting sequences of one caller and one priority."""
-
     def __init__(self) -> None:
         self._new: OrderedDict[Sequence, None] = OrderedDict()
         self._resumed: OrderedDict[Sequence, None] = OrderedDict()
@@ -45,7 +43,6 @@ class _Line:
         self._held.clear()
 
     def first(self) -> Sequence | None:
-        """Who is next."""
         lanes = (self._resumed, self._new) if self._resumed_next else (self._new, self._resumed)
         return next((sequence for lane in lanes for sequence in lane), None)
 
@@ -62,8 +59,8 @@ class WaitingQueue:
     """Waiting sequences by priority and caller."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, OrderedDict[str, _Line]] = {}  # the callers in order of their turns
-        self._priorities: list[int] = []  # ascending, of those who wait
+        self._lines: dict[int, OrderedDict[str, _Line]] = {}  # callers in the order of their turns
+        self._priorities: list[int] = []  # of waiting sequences, ascending
         self._length = 0
 
     def __len__(self) -> int:
@@ -85,18 +82,16 @@ class WaitingQueue:
         self._length += 1
 
     def release(self) -> None:
-        """Let those who were held be next, in their order."""
         for lines in self._lines.values():
             for line in lines.values():
                 line.release()
 
     def firsts(self) -> Iterator[Sequence]:
-        """Of each caller the sequence that is next, in the order of turns; those of the first
-        priority that has any."""
+        """The next sequence of each caller, in the order of turns, of the first priority that has
+        any."""
         for priority in self._priorities:
-            lines = self._lines[priority].values()
             found = False
-            for line in lines:
+            for line in self._lines[priority].values():
                 if (sequence := line.first()) is not None:
                     found = True
                     yield sequence
@@ -104,20 +99,18 @@ class WaitingQueue:
                 return
 
     def take(self, sequence: Sequence) -> None:
-        """A sequence of `firsts` is admitted: its caller's turn is over."""
-        lines = self._lines[sequence.request.priority]
-        caller = sequence.request.caller
+        """Admit a sequence of `firsts`; its caller's turn is over."""
+        lines, caller = self._lines[sequence.request.priority], sequence.request.caller
         lines[caller].take(sequence)
         lines.move_to_end(caller)
         self._forget_empty(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended while it waited."""
         self._lines[sequence.request.priority][sequence.request.caller].remove(sequence)
         self._forget_empty(sequence)
 
     def _forget_empty(self, sequence: Sequence) -> None:
-        """Account for a sequence that has left; a line without any other goes."""
+        """Account for a sequence that has left, and drop empty lines."""
         self._length -= 1
         priority, caller = sequence.request.priority, sequence.request.caller
         lines = self._lines[priority]

@@ -1,5 +1,4 @@
-"""What the engine is asked for: a generation, rows of what the model computes, a score, or what a
-logit hangs on.
+"""Requests of the engine: generations, rows of computed values, scores and attributions.
 
 Frozen plain data of the standard library, so that it can cross a thread or a process. Token ids
 only: texts, stop strings and the end-of-text token are the caller's business.
@@ -18,13 +17,13 @@ class GenerationRequest:
     """Generate `n` sequences after one prompt.
 
     prompt_logprobs  None: none; k: raw logprobs of the prompt's own tokens and of the k likeliest
-                     in the place of each. The whole prompt is computed for them.
+                     in the place of each. Needs the whole prompt to be computed
     priority         lower is admitted earlier
-    caller           whose request it is: of one priority, callers are admitted in turn, and the
-                     requests of each in the order of arrival
-    interventions    what is changed inside the forward, in this order; such a request neither
-                     copies a prefix nor leaves one
-    prefix_reuse     whether the prompt may copy a prefix that another slot holds
+    caller           callers of one priority are admitted in turn, each one's requests in order of
+                     arrival
+    interventions    changes inside the forward, in this order; such a request neither copies a
+                     prefix nor leaves one
+    prefix_reuse     let the prompt copy a prefix from another slot
     deadline         a time of the engine's clock
     """
 
@@ -42,12 +41,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """Rows of logits: the columns of all ids, or of `columns` in their order: (P, columns).
+    """Rows of logits (P, columns): of all ids, or of `columns` in their order.
 
-    processing        None: raw; else these steps of the sampler are applied to each row as if a
-                      token were sampled from it, with -inf for what they drop
-    completion_start  the position from which the prompt's tokens count as generated, which is what
-                      presence and frequency penalties look at (None: none of them)
+    processing        None: raw; else each row after these steps of the sampler, as if a token were
+                      sampled from it, with -inf for dropped ids
+    completion_start  position from which the prompt's tokens count as generated, for presence and
+                      frequency penalties (None: none of them)
     """
 
     columns: tuple[int, ...] | None = None
@@ -57,7 +56,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStates:
-    """Rows of the residual stream: (P, layers, d_model). Layer 0 is after the embeddings, i after
+    """Rows of the residual stream (P, layers, d_model). Layer 0 is after the embeddings, i after
     block i, before the final norm."""
 
     layers: tuple[int, ...]
@@ -65,8 +64,8 @@ class HiddenStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """Rows of attention weights: (P, layers, heads, T), T the prompt's length; what a position
-    does not see is 0. Layers count from 0, the first block."""
+    """Rows of attention weights (P, layers, heads, T), T the prompt's length; later positions have
+    0. Layers count from 0, the first block."""
 
     layers: tuple[int, ...]
     heads: tuple[int, ...]
@@ -74,9 +73,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Rows of named stages (P, elements): the values of each at the position, flattened and one
-    after the other in the order of `stages` (names of `model/transformer/stages.py`); of those that
-    have heads, the chosen ones. None: all."""
+    """Rows of named stages (P, elements): the values of each stage, flattened, in the order of
+    `stages` (names of `model/transformer/stages.py`). `heads` selects heads of the stages that have
+    any; None: all."""
 
     stages: tuple[str, ...]
     heads: tuple[int, ...] | None = None
@@ -84,10 +83,10 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lens:
-    """Rows (P, layers, numbers): what the head says of the stream after each of the chosen layers
-    (as in HiddenStates), in the figures of `model/inference/sampling/lens.py`: of its `top_k`
-    likeliest ids and of the named `token_ids`; with `following`, of the token too that follows the
-    position in the prompt, as the last of the named ones."""
+    """Rows (P, layers, numbers): figures of the head's logits on the stream after each of `layers`
+    (as in HiddenStates), defined in `model/inference/sampling/lens.py`. They cover the `top_k`
+    likeliest ids, the named `token_ids`, and with `following` the next token of the prompt, as the
+    last of the named ones."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -96,12 +95,12 @@ class Lens:
 
     @property
     def named(self) -> int:
-        """How many ids are named at each position."""
+        """Number of named ids at each position."""
         return len(self.token_ids) + self.following
 
 
 LARGEST_LENS_VOCABULARY = 2**24
-"""Ids travel as float32, which has every integer up to it."""
+"""Ids are sent as float32, which has every integer up to it."""
 
 
 Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
@@ -109,11 +108,11 @@ Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputsRequest:
-    """What the model computes at the `positions` (ascending) of a prompt. Nothing is generated.
+    """Compute `output` at the `positions` (ascending) of a prompt. Generates nothing.
 
-    Rows are computed a piece at a time. A piece is handed out as a `OutputsChunk`, and the next one
-    but one is computed only after `Engine.grant`: a slow reader pauses its own request, which gives
-    its slot to whoever waits for one (`scheduler.py`).
+    Rows are computed in pieces, each handed out as an `OutputsChunk`. Two pieces can be on their
+    way; the next is computed after `Engine.grant`. So a slow reader pauses its own request, which
+    may lose its slot to waiting ones (`scheduler.py`).
     """
 
     request_id: str
@@ -130,12 +129,10 @@ class OutputsRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """Raw logprobs of given texts: of each of `continuations` after the prompt, a sequence each, or
-    of the prompt itself where there are none.
+    of the prompt itself without any. The prompt is computed once, up to its last whole block.
 
-    The prompt is computed once, up to the last whole block that all share.
-
-    top     also tell the k likeliest in the place of each token
-    arrays  tell it in arrays (`ScoresChunk`), without ranks, instead of an object for each token
+    top     also list the k likeliest in the place of each token
+    arrays  in arrays (`ScoresChunk`) without ranks, instead of an object for each token
     """
 
     request_id: str
@@ -152,11 +149,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributionRequest:
-    """What a logit of a prompt hangs on (`model/inference/attribution/`), told at once as an
-    `AttributionEvent`.
-
-    Needs no slot, reads and leaves no prefix, and is computed a piece a step (`attributions.py`).
-    """
+    """Attributions of a logit of a prompt (`model/inference/attribution/`), as one
+    `AttributionEvent`. Needs no slot, shares no prefix, and is computed a piece a step
+    (`attributions.py`)."""
 
     interventions: ClassVar[tuple[Intervention, ...]] = ()
     prefix_reuse: ClassVar[bool] = False
@@ -173,7 +168,7 @@ Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest
 
 
 def sequence_lengths(request: Request) -> list[int]:
-    """Prompt tokens of each sequence that a request will run as."""
+    """Prompt tokens of each sequence of a request."""
     length = len(request.token_ids)
     match request:
         case GenerationRequest(n=n):

@@ -1,19 +1,17 @@
-"""Runner: computes what a step plan asks for. With `outputs.py`, all of the engine that knows
-tensors.
+"""Runner: computes the work of a step plan. Together with `outputs.py` it is the only file of the
+engine that knows tensors.
 
-The passes themselves are a decoder's (`model/kernels/`): each sees to it that the arithmetic of a
-row depends on its phase and position only, never on who is computed beside it.
-
-Knows sequences and plans, not queues or events. Decides nothing.
+A decoder makes the passes (`model/inference/kernels/`); the arithmetic of a row depends on its
+phase and position, never on the other rows. The runner knows sequences and plans, not queues or
+events, and decides nothing.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from logitd.model.inference.engine.outputs import (
 )
 from logitd.model.inference.engine.overlap import OverlapScheduler
 from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
-from logitd.model.inference.engine.sequence import Sequence
+from logitd.model.inference.engine.sequence import Scoring, Sequence
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.kernels.base import Decoder, DecodeRows, MixedPass
 from logitd.model.inference.kernels.eager.contention import ContentionMonitor
@@ -44,39 +42,35 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
-    TokenWithLogprobs,
-)
-from logitd.model.inference.sampling.sampler import (
-    RowContext,
     ScoredRows,
-    sample,
-    score,
-    score_rows,
+    ScoredToken,
 )
+from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
 from logitd.model.inference.sampling.state import SamplingState
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
-NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored tokens of a prompt from position `start` on: one by one, or in arrays for each block
-    where the request asks for these."""
+    """Scored tokens of a prompt from position `start` on: one by one in `tokens`, or as arrays of
+    each block in `rows`, as the request asks."""
 
     start: int
-    tokens: list[TokenWithLogprobs]
+    tokens: list[ScoredToken]
     rows: list[ScoredRows]
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of one plan, by sequence. `verified` has the sample after each token of a draft,
-    each as if the draft had been right up to there. `prefill_seconds` is how long its prompts took;
-    None where the device computes them behind the host's back, and where they were one pass
-    `together` with what was decoded."""
+    """The results of one plan, by sequence.
+
+    verified         samples after each token of a draft, as if the draft were right up to there
+    prefill_seconds  time of the prompts; None if the device computes asynchronously, or in a pass
+                     `together` with the decode
+    """
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
@@ -86,37 +80,29 @@ class StepOutput:
     together: bool = False
 
 
-@dataclass(slots=True)
-class _LogitsToSample:
-    """Rows of logits to sample tokens from. Of each sequence its own row, and after it those of its
-    draft's tokens; `slots` and `positions` are where the sampled tokens will stand."""
+@dataclass(frozen=True, slots=True)
+class _RowsToSample:
+    """Rows of logits (R, V), in pieces. Each sequence has one row, followed by the rows of its
+    draft's tokens; `slots` and `positions` are those of the sampled tokens, one for each row."""
 
-    sequences: list[Sequence] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)  # each (rows, V)
-
-    def decoded(self, sequences: tuple[Sequence, ...], rows: DecodeRows) -> None:
-        """Take the places of rows that were decoded of sequences."""
-        _, slots, positions = rows
-        self.sequences += sequences
-        self.slots += slots
-        self.positions += [position + 1 for position in positions]
+    sequences: tuple[Sequence, ...]
+    slots: list[int]
+    positions: list[int]
+    logits: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """A model's weights and what computes with them over one cache."""
+class ForwardModel:
+    """A model's weights and the passes that compute with them over one cache."""
 
     gpt: GPT
     decoder: Decoder
     overlap: OverlapScheduler
     tapped: TappedPasses
     outputs: OutputsComputer
-    contention: ContentionMonitor
+    contention: ContentionMonitor  # watches the blocks of attributions
 
     def close(self) -> None:
-        """End the threads that compute for it."""
         self.decoder.close()
 
 
@@ -132,9 +118,7 @@ class Runner:
         clock: Callable[[], float] = time.monotonic,
         kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
-        _check_mode(gpt)
         weight = gpt.token_embedding.weight
-        self.gpt = gpt
         self._clock = clock
         self.device = weight.device
         self.cache = KVCache(
@@ -147,134 +131,138 @@ class Runner:
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
         self._attributing: dict[Sequence, Attributing] = {}
-        self._use(self._passes(gpt))
-
-    @property
-    def prefill_matches_decode(self) -> bool:
-        """Whether decoded positions are the bits that prefill would give them."""
-        return self._decoder.prefill_matches_decode
+        self.model = self._forward_model(gpt)
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether what was called has been computed when the call returns."""
+        """True if an operation is computed when its call returns."""
         return self.device.type == "cpu"
 
-    def prepare(self, gpt: GPT) -> "Passes":
-        """All that `replace` needs to compute with other weights, made while these still compute:
-        nothing is written to the cache. Raises ValueError unless `gpt` can use the cache as it
-        is, and what making a decoder raises."""
-        _check_mode(gpt)
-        weight, old = gpt.token_embedding.weight, self.gpt.token_embedding.weight
-        if gpt.config != self.gpt.config:
-            raise ValueError("the new weights are of another shape than the model being served")
+    def prepare(self, gpt: GPT) -> ForwardModel:
+        """Prepare other weights for `replace` while the present ones compute; the cache is not
+        written. Raises ValueError unless `gpt` fits the cache, and the errors of making a
+        decoder."""
+        weight, old = gpt.token_embedding.weight, self.model.gpt.token_embedding.weight
+        if gpt.config != self.model.gpt.config:
+            raise ValueError("the new weights have another shape than the served model")
         if (weight.device, weight.dtype) != (old.device, old.dtype):
             raise ValueError(
-                f"the new weights are {weight.dtype} on {weight.device}, those being served "
+                f"the new weights are {weight.dtype} on {weight.device}, the served ones "
                 f"{old.dtype} on {old.device}"
             )
-        return self._passes(gpt)
+        return self._forward_model(gpt)
 
-    def replace(self, passes: "Passes") -> None:
-        """Compute with other weights from now on; the cache's contents mean nothing to them."""
-        self._decoder.close()
-        self._use(passes)
+    def replace(self, model: ForwardModel) -> None:
+        """Compute with other weights from now on. The contents of the cache become invalid."""
+        self.model.close()
+        self.model = model
 
-    def _passes(self, gpt: GPT) -> "Passes":
+    def _forward_model(self, gpt: GPT) -> ForwardModel:
+        if gpt.training:
+            raise ValueError("the model is in training mode and would drop out: call eval() on it")
         decoder = self._make_decoder(gpt, self.cache)
         tapped = TappedPasses(gpt, self.cache, decoder.restore_weights)
-        return Passes(
+        return ForwardModel(
             gpt=gpt,
             decoder=decoder,
             overlap=OverlapScheduler(decoder.launcher, self._sampling),
             tapped=tapped,
             outputs=OutputsComputer(gpt, decoder, tapped),
-            contention=_contention(gpt),
+            contention=ContentionMonitor(gpt, keep_bits=gradients.threads_keep_bits),
         )
 
-    def _use(self, passes: "Passes") -> None:
-        self.gpt, self._decoder, self._overlap = passes.gpt, passes.decoder, passes.overlap
-        self._tapped, self._outputs = passes.tapped, passes.outputs
-        self._contention = passes.contention
-
     def close(self) -> None:
-        """End the threads that compute for it."""
-        self._decoder.close()
+        self.model.close()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan: the decode may be in flight already, or be launched by this call."""
-        in_flight, rest = self._overlap.begin(plan), plan
-        if in_flight is not None:  # without tapped rows, which are never launched ahead
+        """Compute a plan. Its decode may be in flight already, or this call launches it."""
+        in_flight, rest = self.model.overlap.begin(plan), plan
+        if in_flight is not None:  # never has tapped rows
             rest = replace(plan, decode=tuple(s for s in plan.decode if s.tapped))
         output = StepOutput()
-        to_sample = self._compute(rest, output)
-        if to_sample.sequences:
-            self._sample(to_sample, plan.drafts, output)
+        rows = self._compute(rest, output)
+        if rows.sequences:
+            self._sample(rows, plan.drafts, output)
         if in_flight is not None:
             output.sampled |= in_flight.collect(s for s in plan.decode if not s.tapped)
         return output
 
     def attribute(self, sequence: Sequence) -> Attribution | None:
-        """Compute the next piece of a sequence's attributions; they themselves after the last."""
+        """Compute the next piece of a sequence's attributions; return them after the last piece."""
         request = sequence.attribution
         assert request is not None
-        self._decoder.restore_weights()
+        self.model.decoder.restore_weights()
         if sequence not in self._attributing:
-            watched = self._contention.watched
-            attributing = Attributing(self.gpt, request.token_ids, request.task, watched)
-            self._attributing[sequence] = attributing
+            self._attributing[sequence] = Attributing(
+                self.model.gpt, request.token_ids, request.task, self.model.contention.watched
+            )
         return self._attributing[sequence].advance()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for the attributions of a sequence that has ended."""
         self._attributing.pop(sequence, None)
 
-    def _compute(self, plan: StepPlan, output: StepOutput) -> _LogitsToSample:
-        """All forward passes; the logits that tokens are sampled from."""
-        to_sample = _LogitsToSample()
+    def _compute(self, plan: StepPlan, output: StepOutput) -> _RowsToSample:
+        """All forward passes of a plan. The rows to sample are in this order: prompts that end,
+        plain sequences that decode, and tapped ones."""
         began = self._clock()
+        decoder = self.model.decoder
+        logits: list[Tensor] = []
         self._copy_prefixes(plan.prefill)
-        for chunk in plan.prefill:
-            if (asked := chunk.sequence.outputs) is not None:
-                outputs = self._outputs.compute(chunk, asked)
-                if outputs.positions:
-                    output.outputs[chunk.sequence] = outputs
+        self._compute_outputs(plan.prefill, output)
         prompts = [chunk for chunk in plan.prefill if chunk.sequence.outputs is None]
         ends = [i for i, chunk in enumerate(prompts) if _is_sampled_from(chunk)]
+        plain = tuple(sequence for sequence in plan.decode if not sequence.tapped)
         tapped = tuple(sequence for sequence in plan.decode if sequence.tapped)
-        plain = tuple(s for s in plan.decode if not s.tapped) if tapped else plan.decode
         rows = _rows_to_decode(plain, plan.drafts)
         mixed = self._mixed_pass(plan, rows)
         if mixed is not None:
             output.together = True
-            pieces = [prefill_input(chunk) for chunk in prompts]
-            hidden, logits = mixed.mixed(pieces, ends, rows)
-            to_sample.logits.append(logits)
+            inputs = [prefill_input(chunk) for chunk in prompts]
+            hidden, logits_of_both = mixed.mixed(inputs, ends, rows)
+            logits.append(logits_of_both)
+            self._score(prompts, hidden, output)
         else:
-            hidden = self._hidden(prompts)  # (T, d_model) each
-        for chunk, states in zip(prompts, hidden, strict=True):
-            first = chunk.sequence.scores_from
-            if first is not None and chunk.end > first:
-                output.scores[chunk.sequence] = self._scores(chunk, states, first)
-        self._begin_sampling([prompts[end] for end in ends], to_sample)
-        if mixed is None:
+            hidden = self._hidden(prompts)
+            self._score(prompts, hidden, output)
             if self.computes_at_once:
                 output.prefill_seconds = self._clock() - began
             if ends:
                 last = torch.cat([hidden[end][-1:] for end in ends])  # (E, d_model)
-                to_sample.logits.append(self._decoder.head(last))
+                logits.append(decoder.head(last))
             if plain:
-                to_sample.logits.append(self._decoder.decode(*rows))
-        to_sample.decoded(plain, rows)
+                logits.append(decoder.decode(*rows))
         if tapped:
-            to_sample.logits.append(self._tapped.decode(tapped))
-            to_sample.decoded(tapped, _rows_to_decode(tapped, NO_DRAFTS))
-        return to_sample
+            logits.append(self.model.tapped.decode(tapped))
+            rows = _rows_to_decode(plain + tapped, plan.drafts)
+        ended = [prompts[end] for end in ends]
+        self._begin_sampling(ended)
+        _, slots, positions = rows
+        return _RowsToSample(
+            sequences=(*(chunk.sequence for chunk in ended), *plain, *tapped),
+            slots=[*(chunk.sequence.held_slot for chunk in ended), *slots],
+            positions=[*(chunk.end for chunk in ended), *(p + 1 for p in positions)],
+            logits=logits,
+        )
+
+    def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
+        """Copy all shared prefixes first, in plan order: a later chunk may overwrite its source
+        slot behind the common prefix."""
+        for chunk in chunks:
+            if chunk.copy_from is not None:
+                self.cache.copy_prefix(chunk.copy_from, chunk.sequence.held_slot, chunk.start)
+
+    def _compute_outputs(self, chunks: Iterable[PrefillChunk], output: StepOutput) -> None:
+        for chunk in chunks:
+            if (request := chunk.sequence.outputs) is not None:
+                outputs = self.model.outputs.compute(chunk, request)
+                if outputs.positions:
+                    output.outputs[chunk.sequence] = outputs
 
     def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
-        """What computes the prompts of a plan together with these rows of its decode step; None
-        where they are computed one after the other."""
-        mixed, count = self._decoder.mixed_pass, len(rows[0])
+        """The pass that computes the prompts of a plan together with these rows of its decode; None
+        if they are computed one after the other."""
+        mixed, count = self.model.decoder.mixed_pass, len(rows[0])
         if mixed is None or not plan.prefill or not count:
             return None
         if any(chunk.sequence.tapped or chunk.sequence.outputs for chunk in plan.prefill):
@@ -282,25 +270,54 @@ class Runner:
         count += sum(chunk.end - chunk.start for chunk in plan.prefill)
         return mixed if count <= mixed.most_rows else None
 
-    def _begin_sampling(self, ending: Iterable[PrefillChunk], to_sample: _LogitsToSample) -> None:
-        """Prompts that end are sampled from behind their last token."""
-        for chunk in ending:
+    def _hidden(self, chunks: Many[PrefillChunk]) -> list[Tensor]:
+        """Final hidden states (T, d_model) of each chunk. Plain chunks go through the model
+        together."""
+        plain = [prefill_input(chunk) for chunk in chunks if not chunk.sequence.tapped]
+        together = iter(self.model.decoder.prefill(plain) if plain else [])
+        return [
+            self.model.tapped.prefill(chunk)[0] if chunk.sequence.tapped else next(together).hidden
+            for chunk in chunks
+        ]
+
+    def _score(
+        self, chunks: Iterable[PrefillChunk], hidden: Iterable[Tensor], output: StepOutput
+    ) -> None:
+        for chunk, states in zip(chunks, hidden, strict=True):
+            scoring = chunk.sequence.scoring
+            if scoring is not None and chunk.end > scoring.start:
+                output.scores[chunk.sequence] = self._scores(chunk, states, scoring)
+
+    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scoring: Scoring) -> Scores:
+        sequence, first = chunk.sequence, max(chunk.start, scoring.start)
+        hidden = hidden[first - chunk.start :]
+        # The last position of a prompt has no token after it.
+        following = sequence.tokens[first + 1 : min(chunk.end + 1, sequence.prompt_length)]
+        scored = Scores(first + 1, [], [])
+        for start in range(0, len(following), BLOCK):
+            targets = following[start : start + BLOCK]
+            logits = self.model.decoder.head(hidden[start : start + len(targets)])
+            with self._apart_from_decoder():
+                if scoring.arrays:
+                    scored.rows.append(score_rows(logits, targets, scoring.top))
+                else:
+                    scored.tokens.extend(score(logits, targets, scoring.top))
+        return scored
+
+    def _begin_sampling(self, ended: Iterable[PrefillChunk]) -> None:
+        for chunk in ended:
             sequence = chunk.sequence
-            assert sequence.slot is not None
             assert sequence.generation is not None
-            self._sampling.begin(sequence.slot, sequence.generation.params, sequence.index)
-            to_sample.sequences.append(sequence)
-            to_sample.slots.append(sequence.slot)
-            to_sample.positions.append(chunk.end)
+            self._sampling.begin(sequence.held_slot, sequence.generation.params, sequence.index)
 
     def _sample(
-        self, to_sample: _LogitsToSample, drafts: Mapping[Sequence, Draft], output: StepOutput
+        self, rows: _RowsToSample, drafts: Mapping[Sequence, Draft], output: StepOutput
     ) -> None:
-        """A token for each sequence, and the one after each token of its draft."""
-        sequences, logits = to_sample.sequences, to_sample.logits
-        # 1) How each row is sampled, and which rows need logits processing.
-        sampling, processed = self._sampling.rows(to_sample.slots, to_sample.positions)
-        # 2) The texts and masks of these rows. Some sequences may have ended by their constraint.
+        """Sample a token for each sequence, and one after each token of its draft."""
+        sequences, logits = rows.sequences, rows.logits
+        # 1) The records of all rows, and which rows need logits processing.
+        sampling, processed = self._sampling.rows(rows.slots, rows.positions)
+        # 2) The texts and masks of these rows. A constraint may end its sequence here.
         contexts: dict[int, RowContext] = {}
         without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
         if processed:
@@ -313,95 +330,40 @@ class Runner:
                 )
             ]
             contexts = {row: every[row] for row in processed}
-        # 3) Sample all rows together. Torch keeps to one thread beside a decoder that has its own.
+        # 3) Sample all rows together.
         torch_computes = processed or len(logits) > 1
-        one = self._decoder.has_threads and torch_computes
-        with one_thread() if one else nullcontext():
+        with self._apart_from_decoder() if torch_computes else nullcontext():
             together = logits[0] if len(logits) == 1 else torch.cat(logits)
-            results = sample(together, sampling, contexts, self._decoder.sample)
-        # 4) To each sequence its result.
-        if drafts or without_token:
-            _distribute(results, sequences, drafts, without_token, output)
-        else:
-            output.sampled = dict(zip(sequences, results, strict=True))
+            results = iter(sample(together, sampling, contexts, self.model.decoder.sample))
+        # 4) Each sequence's own result, or why it has none, then those after its draft's tokens.
+        for sequence in sequences:
+            result = next(results)
+            output.sampled[sequence] = without_token.get(sequence, result)
+            if (draft := drafts.get(sequence)) is not None:
+                output.verified[sequence] = list(islice(results, len(draft.token_ids)))
 
-    def prefill(self, chunks: Iterable[PrefillChunk]) -> list[Tensor]:
-        """Compute chunks into their slots: final hidden states (T, d_model) of each (for tests)."""
-        chunks = tuple(chunks)
-        self._copy_prefixes(chunks)
-        return self._hidden(chunks)
-
-    def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
-        """In the order of the plan, and before anything is computed: what one copies, another may
-        write over behind the prefix that the two have in common."""
-        for chunk in chunks:
-            if chunk.copy_from is not None:
-                assert chunk.sequence.slot is not None
-                self.cache.copy_prefix(chunk.copy_from, chunk.sequence.slot, chunk.start)
-
-    def _hidden(self, chunks: Many[PrefillChunk]) -> list[Tensor]:
-        """Those of sequences that are not tapped go through the model together."""
-        plain = [chunk for chunk in chunks if not chunk.sequence.tapped]
-        computed = self._decoder.prefill([prefill_input(chunk) for chunk in plain]) if plain else []
-        together = iter(computed)
-        return [
-            self._tapped.prefill(chunk)[0] if chunk.sequence.tapped else next(together).hidden
-            for chunk in chunks
-        ]
-
-    def decode(
-        self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS
-    ) -> Tensor:
-        """Compute the last token of each sequence, with its draft behind it; the logits that follow
-        each token, a row each: (B + drafted, V)."""
-        return self._decoder.decode(*_rows_to_decode(sequences, drafts))
-
-    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
-        """Logprobs of the tokens after the chunk's positions, block by block."""
-        tokens, first = chunk.sequence.tokens, max(chunk.start, scores_from)
-        hidden = hidden[first - chunk.start :]
-        # One less where the prompt ends.
-        following = tokens[first + 1 : min(chunk.end + 1, chunk.sequence.prompt_length)]
-        scored = Scores(first + 1, [], [])
-        for start in range(0, len(following), BLOCK):
-            targets = following[start : start + BLOCK]
-            logits = self._decoder.head(hidden[start : start + len(targets)])
-            with one_thread() if self._decoder.has_threads else nullcontext():
-                if chunk.sequence.scored_in_arrays:
-                    scored.rows.append(score_rows(logits, targets, chunk.sequence.scored_top))
-                else:
-                    scored.tokens.extend(score(logits, targets, chunk.sequence.scored_top))
-        return scored
+    def _apart_from_decoder(self) -> AbstractContextManager[None]:
+        """Keep torch to one thread next to a decoder with threads of its own."""
+        return one_thread() if self.model.decoder.has_threads else nullcontext()
 
 
 def _is_sampled_from(chunk: PrefillChunk) -> bool:
-    """Whether a chunk ends a prompt that is generated from."""
+    """True if a chunk ends a prompt that is generated from."""
     return chunk.completes_prompt and chunk.sequence.tokens_left > 0
-
-
-def _contention(gpt: GPT) -> ContentionMonitor:
-    """Watches blocks that are computed for attributions."""
-    return ContentionMonitor(gpt, keep_bits=gradients.threads_keep_bits)
-
-
-def _check_mode(gpt: GPT) -> None:
-    if gpt.training:
-        raise ValueError("the model is in training mode and would drop out; call eval() on it")
 
 
 def _rows_to_decode(
     sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft]
 ) -> DecodeRows:
-    """Token ids, slots and positions of a decode step's rows: each sequence's last token, with its
-    draft behind it."""
+    """Token ids, slots and positions of a decode step's rows: each sequence's last token, followed
+    by its draft."""
     token_ids: list[int] = []
     slots: list[int] = []
     positions: list[int] = []
     for sequence in sequences:
-        slot, position = sequence.slot, sequence.computed
-        assert slot is not None
-        # What wrong drafts leave behind `computed` is overwritten before it is looked at, and
-        # never shared.
+        slot, position = sequence.held_slot, sequence.computed
+        # Entries of wrong drafts behind `computed` are overwritten before they are read, and never
+        # shared.
         token_ids.append(sequence.tokens[position])
         slots.append(slot)
         positions.append(position)
@@ -413,27 +375,11 @@ def _rows_to_decode(
     return token_ids, slots, positions
 
 
-def _distribute(
-    results: list[SampleResult],
-    sequences: list[Sequence],
-    drafts: Mapping[Sequence, Draft],
-    without_token: Mapping[Sequence, SampleError | ConstraintComplete],
-    output: StepOutput,
-) -> None:
-    """Each sequence's own result, or why it has none, then those after the tokens of its draft."""
-    rest = iter(results)
-    for sequence in sequences:
-        result = next(rest)
-        output.sampled[sequence] = without_token.get(sequence, result)
-        if (draft := drafts.get(sequence)) is not None:
-            output.verified[sequence] = list(islice(rest, len(draft.token_ids)))
-
-
 def _masks(
-    sequences: list[Sequence],
+    sequences: Iterable[Sequence],
 ) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
-    """What the constraints allow now: NumPy booleans (V,) by sequence; and why others, whose
-    constraint is complete or failed, get no token."""
+    """Masks of the constraints, NumPy booleans (V,), by sequence; and the sequences that get no
+    token, because their constraint is complete or failed."""
     masks: dict[Sequence, Any] = {}
     without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
     for sequence in sequences:
@@ -444,7 +390,7 @@ def _masks(
             allowed = matcher.allowed()
         except ConstraintError as error:
             without_token[sequence] = SampleError(str(error), constraint.kind)
-        except Exception as error:  # a bug of the matcher's, for which no other sequence may fail
+        except Exception as error:  # a bug of the matcher ends its own sequence, no other
             message = f"the constraint failed: {type(error).__name__}: {error}"
             without_token[sequence] = SampleError(message)
         else:
@@ -457,16 +403,12 @@ def _masks(
 
 def _contexts(
     sequence: Sequence, mask: Any, draft: Draft | None, logits: Tensor
-) -> list[RowContext]:
-    """A sequence's own row, and those after the tokens of its draft as if these were its text."""
+) -> Iterator[RowContext]:
+    """The context of a sequence's own row, and of the rows after each token of its draft."""
     request = sequence.generation
     assert request is not None
-    texts = [sequence.tokens]
-    if draft is not None:
-        drafted = draft.token_ids
-        texts += [sequence.tokens + drafted[: count + 1] for count in range(len(drafted))]
+    drafted = [] if draft is None else draft.token_ids
     listed = listed_ids(sequence.group, request.params, logits)
-    return [
-        RowContext(request.params, listed, sequence.index, text, sequence.prompt_length, mask)
-        for text in texts
-    ]
+    for count in range(len(drafted) + 1):
+        text = sequence.tokens + drafted[:count] if count else sequence.tokens
+        yield RowContext(request.params, listed, sequence.index, text, sequence.prompt_length, mask)

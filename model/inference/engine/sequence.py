@@ -1,16 +1,16 @@
-"""Sequence: one running generation, or one prompt whose outputs or attributions are being computed.
+"""Sequence: one running generation, or one prompt whose outputs or attributions are computed.
 
-Its tokens, how many of them are in the cache, and what moments it has passed. Mutable, owned by
-the engine alone. Decides nothing: see `scheduler.py`.
+Holds its tokens, how many of them are in the cache, and the times of its life. Mutable, owned by
+the engine. Decides nothing: see `scheduler.py`.
 """
 
+import bisect
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
-from logitd.model.inference.engine.cost import NO_COST, StepCost
-from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.ngram import Drafter
 from logitd.model.inference.engine.requests import (
     AttributionRequest,
@@ -22,32 +22,46 @@ from logitd.model.inference.engine.requests import (
 )
 
 CHUNKS_IN_FLIGHT = 2
-"""Chunks of outputs that may be on their way to a reader at once."""
+"""Chunks of outputs on their way to a reader, at most."""
 
 
 class State(Enum):
     WAITING = "waiting"  # in the queue, without a slot
-    PREFILL = "prefill"  # has a slot; part of the prompt is still to be computed
-    PAUSED = "paused"  # gave its slot back, until the reader of its outputs has caught up
+    PREFILL = "prefill"  # has a slot; part of the prompt is not computed yet
+    PAUSED = "paused"  # evicted until the reader of its outputs has caught up
     ATTRIBUTION = "attribution"  # begun; needs no slot, one piece a step
-    DECODE = "decode"  # prompt computed, one token a step, and drafted tokens that were right
+    DECODE = "decode"  # prompt computed; one token a step, plus accepted drafts
     FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The scored tokens of a prompt.
+
+    start   first position whose row scores the token after it
+    whole   the prompt's first token is listed as well, without a logprob
+    top     number of likeliest ids listed in the place of each token
+    arrays  as arrays (`ScoresChunk`) instead of an object for each token
+    """
+
+    start: int
+    whole: bool
+    top: int
+    arrays: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """What the sequences of one request share. `weights` is the version that answers it."""
+    """Shared by the sequences of one request. `weights` is the version of the weights."""
 
     request: Request
     weights: int = 0
-    cost: StepCost = NO_COST
-    listed: Any = None  # the sampler's `ListedIds`, once a row of a sequence was processed
+    cost: StepCost = field(default_factory=StepCost)
+    listed: Any = None  # the sampler's `ListedIds`, made for the first processed row
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One of the sequences of a request."""
-
     group: Group
     index: int
     arrived: float
@@ -55,24 +69,25 @@ class Sequence:
     request: Request = field(init=False)
     request_id: str = field(init=False)
     generation: GenerationRequest | None = field(init=False)  # the request, if it generates
-    tokens: list[int] = field(init=False)  # the prompt, then what was generated
+    scoring: Scoring | None = field(init=False)
+    tokens: list[int] = field(init=False)  # the prompt, then the generated ones
     prompt_length: int = field(init=False)
-    longest: int = field(init=False)  # of `tokens`: max_tokens after the prompt
+    longest: int = field(init=False)  # limit of len(tokens)
     stop_token_ids: frozenset[int] = field(init=False)
-    matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
+    matcher: TokenMatcher | None = field(init=False)  # of its constraint
     tapped: bool = field(init=False)
-    """Whether its stages are recorded or changed: then it is computed apart from the others, and
-    its slot holds nothing that another could copy."""
-    decoded_step: int = 0  # in which it was decoded last
+    """Its stages are recorded or changed: it is computed apart from the others, and nothing of its
+    slot can be copied."""
+    decoded_step: int = 0  # last step that decoded it
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # of these, copied from another slot at the start
     credit: int = CHUNKS_IN_FLIGHT
-    handed_out: int = 0  # of the positions whose outputs are asked for
-    paused_at: float | None = None  # when its reader fell behind; None: it has not
-    admitted_step: int = 0  # in which it got its slot
-    drafter: Drafter | None = None  # while it decodes, if its drafts are verified
+    handed_out: int = 0  # number of positions whose outputs were handed out
+    paused_at: float | None = None  # time at which its reader fell behind
+    admitted_step: int = 0  # step in which it got its slot
+    drafter: Drafter | None = None  # while it decodes with drafts
     admitted: float | None = None
     prefilled: float | None = None
 
@@ -80,6 +95,7 @@ class Sequence:
         request = self.request = self.group.request
         self.request_id = request.request_id
         self.generation = request if isinstance(request, GenerationRequest) else None
+        self.scoring = _scoring(request, self.index)
         self.tokens = list(request.token_ids)
         if isinstance(request, ScoreRequest) and request.continuations:
             self.tokens += request.continuations[self.index]
@@ -92,17 +108,18 @@ class Sequence:
         self.tapped = is_tapped(request)
 
     @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
+    def held_slot(self) -> int:
+        """The slot of a sequence that has one."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def tokens_left(self) -> int:
-        """How many more tokens it may generate."""
+        """Number of tokens that it may still generate."""
         return self.longest - len(self.tokens)
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """The constraint of its request, if it has one."""
         return None if self.generation is None else self.generation.params.constraint
 
     @property
@@ -116,46 +133,11 @@ class Sequence:
         return self.request if isinstance(self.request, AttributionRequest) else None
 
     @property
-    def scores_from(self) -> int | None:
-        """The first position whose row scores the token after it, if tokens are scored. Of a
-        generation the first sequence does it, on behalf of its siblings."""
-        match self.request:
-            case ScoreRequest(token_ids=prompt, continuations=continuations):
-                return len(prompt) - 1 if continuations else 0
-            case GenerationRequest(prompt_logprobs=int()) if self.index == 0:
-                return 0
-            case _:
-                return None
-
-    @property
-    def scores_first(self) -> bool:
-        """Whether its first token is among the scored ones, although nothing predicts it."""
-        request = self.request
-        return not (isinstance(request, ScoreRequest) and request.continuations)
-
-    @property
-    def scored_in_arrays(self) -> bool:
-        """Whether scored tokens are told in arrays."""
-        return isinstance(self.request, ScoreRequest) and self.request.arrays
-
-    @property
-    def scored_top(self) -> int:
-        """How many of the likeliest are given in the place of each scored token."""
-        match self.request:
-            case ScoreRequest(top=top):
-                return top
-            case GenerationRequest(prompt_logprobs=int(top)):
-                return top
-            case _:
-                return 0
-
-    @property
     def first_needed(self) -> int:
-        """The first prompt position whose hidden state is still asked for; those before it may be
-        copied from another slot."""
+        """The first position whose hidden state is still needed; earlier ones may be copied."""
         if self.outputs is not None and not self.all_handed_out:
             return self.outputs.positions[self.handed_out]
-        return self.prompt_length - 1 if self.scores_from is None else self.scores_from
+        return self.prompt_length - 1 if self.scoring is None else self.scoring.start
 
     @property
     def may_compute(self) -> bool:
@@ -164,28 +146,24 @@ class Sequence:
 
     @property
     def all_handed_out(self) -> bool:
-        """Whether no more outputs of it will be computed."""
         return self.outputs is not None and self.handed_out == len(self.outputs.positions)
 
-    def finish_event(
-        self,
-        reason: FinishReason,
-        now: float,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        param: str | None = None,
-    ) -> FinishEvent:
-        return FinishEvent(
-            request_id=self.request_id,
-            index=self.index,
-            reason=reason,
-            times=SequenceTimes(self.arrived, self.admitted, self.prefilled, now),
-            prompt_tokens=len(self.request.token_ids),
-            cached_tokens=self.cached,
-            completion_tokens=self.generated,
-            stop_token_id=stop_token_id,
-            error=error,
-            param=param,
-            price=self.price,
-        )
+    def positions_in(self, start: int, end: int) -> tuple[int, ...]:
+        """Positions in [start, end) whose outputs were not handed out yet."""
+        if self.outputs is None:
+            return ()
+        positions = self.outputs.positions
+        first = max(self.handed_out, bisect.bisect_left(positions, start))
+        return positions[first : bisect.bisect_left(positions, end)]
+
+
+def _scoring(request: Request, index: int) -> Scoring | None:
+    """The first sequence of a generation scores the prompt on behalf of its siblings."""
+    match request:
+        case ScoreRequest(token_ids=prompt, continuations=continuations):
+            start = len(prompt) - 1 if continuations else 0
+            return Scoring(start, not continuations, request.top, request.arrays)
+        case GenerationRequest(prompt_logprobs=int(top)) if index == 0:
+            return Scoring(0, True, top)
+        case _:
+            return None

@@ -1,9 +1,9 @@
-"""SlotPool: which sequence owns which slot of the KV cache, and which tokens each slot holds.
+"""SlotPool: the owner of each slot of the KV cache, and the tokens that each slot holds.
 
-A slot has the keys and values of one sequence. A released slot keeps its contents: `longest_prefix`
-finds, among all slots, the one that shares the most whole blocks with a new prompt. A block may be
-shared only if prefill would compute the same bits for the same prefix: the scheduler says which.
-Accounting alone: the tensors are in `model/inference/kv_cache.py`, copying is the runner's.
+A slot holds the keys and values of one sequence. A released slot keeps its contents:
+`longest_prefix` finds, among all slots, the one that shares the most whole blocks with a prompt.
+The scheduler says which blocks may be shared: those that prefill would compute with the same bits.
+Accounting only: the tensors are in `model/inference/kv_cache.py`, the runner copies.
 """
 
 from collections.abc import Sequence as TokenIds
@@ -17,12 +17,12 @@ Block = tuple[int, ...]
 @dataclass(slots=True)
 class Slot:
     owned: bool = False
-    last_used: int = 0  # step at which it was acquired or released
+    last_used: int = 0  # step of its last acquisition or release
     blocks: list[Block] = field(default_factory=list)  # token ids of the blocks in it
 
 
 class SlotPool:
-    """A fixed number of slots; least recently used ones are taken first."""
+    """A fixed number of slots; the least recently used one is taken first."""
 
     def __init__(self, slots: int) -> None:
         self._slots = [Slot() for _ in range(slots)]
@@ -33,14 +33,12 @@ class SlotPool:
 
     @property
     def used(self) -> int:
-        return sum(slot.owned for slot in self._slots)
+        return len(self.owned())
 
     def longest_prefix(self, token_ids: TokenIds[int]) -> tuple[int, int]:
-        """The slot with the most of a prompt's leading blocks, and how many tokens these are.
-
-        At most len(token_ids) - 1 tokens: the last one has to be computed to get its logits.
-        (0, 0) when nothing is shared.
-        """
+        """The slot with the most leading blocks of a prompt, and their number of tokens: at most
+        len(token_ids) - 1, because the last token's logits are needed. (0, 0) if nothing is
+        shared."""
         prompt = _blocks(token_ids[: len(token_ids) - 1])
         best, best_length = 0, 0
         for index, slot in enumerate(self._slots):
@@ -53,35 +51,29 @@ class SlotPool:
                 best, best_length = index, shared
         return best, best_length * BLOCK
 
-    def acquire(self, step: int, preferred: int | None = None) -> int | None:
-        """Take a free slot: `preferred` if it is free, else the least recently used. None when
-        all are owned. The slot's contents stay until
-        `set_contents`."""
+    def acquire(self, step: int, preferred: int | None = None) -> int:
+        """Take a free slot, of which there must be one: `preferred` if it is free, else the least
+        recently used. Its contents stay until `set_contents`."""
         free = [index for index, slot in enumerate(self._slots) if not slot.owned]
-        if not free:
-            return None
-        if preferred in free:
-            index = preferred
-        else:
-            index = min(free, key=lambda candidate: self._slots[candidate].last_used)
-        assert index is not None
-        self._slots[index].owned = True
-        self._slots[index].last_used = step
-        return index
+        if preferred is None or preferred not in free:
+            preferred = min(free, key=lambda candidate: self._slots[candidate].last_used)
+        self._slots[preferred].owned = True
+        self._slots[preferred].last_used = step
+        return preferred
 
     def set_contents(self, index: int, token_ids: TokenIds[int]) -> None:
-        """Declare that a slot now holds exactly these tokens (whole blocks)."""
+        """Declare that a slot holds exactly these tokens, in whole blocks."""
         assert len(token_ids) % BLOCK == 0
         self._slots[index].blocks = _blocks(token_ids)
 
     def release(self, index: int, step: int) -> None:
-        """Give a slot back; its blocks stay to be shared."""
+        """Free a slot. Its blocks can still be shared."""
         assert self._slots[index].owned, f"slot {index} was released twice"
         self._slots[index].owned = False
         self._slots[index].last_used = step
 
     def forget(self) -> None:
-        """Drop all that could be shared: the weights that computed it are gone."""
+        """Drop all shared blocks, after new weights or a failed step."""
         for slot in self._slots:
             slot.blocks = []
 
@@ -90,7 +82,6 @@ class SlotPool:
 
 
 def _blocks(token_ids: TokenIds[int]) -> list[Block]:
-    """Whole blocks of a token list; a shorter rest is left out."""
     return [
         tuple(token_ids[start : start + BLOCK])
         for start in range(0, len(token_ids) - BLOCK + 1, BLOCK)

@@ -1,16 +1,15 @@
-"""Lens: what the head says of a layer's residual stream, in numbers.
+"""Lens: figures of the head's logits on a layer's residual stream.
 
-The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens"): the final norm and the
-head are put on the stream after each layer, as if the model stopped there. Here are the figures of
-a row of such logits: its likeliest ids, the rank and logprob of named ones and of the one that
-follows in the text, its entropy, and the divergence of the model's own answer from it. Their
-definitions are those of `distribution.py`; this is the same for many rows, in torch. Not here: the
+The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens") applies the final norm and
+the head to the stream after each layer. The figures of a row of such logits are its likeliest ids,
+the rank and logprob of named ids and of the following token, its entropy, and the divergence of the
+model's own answer. Definitions as in `distribution.py`, here for many rows in torch. Not here: the
 streams and the logits (`model/inference/engine/outputs.py`).
 
-Logprobs and not probabilities are handed out: float32 rounds probabilities near 1 to 1 and small
-ones to 0. Sums are in float64, for a float32 sum over a large vocabulary loses the small
-divergences of late layers. A row's bits do not depend on how many rows there are: torch splits a
-sum between threads where it is the only one, so three are always computed together.
+Returns logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are in
+float64: float32 sums over a large vocabulary lose the small divergences of late layers. A row's
+bits do not depend on the number of rows: torch splits a single sum between threads, so three are
+always computed together.
 
 Shapes: P rows, G of them at a time, V ids, K likeliest, N named.
 """
@@ -24,21 +23,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from logitd.model.inference.sampling.distribution import largest_ids
+
 GROUP_ELEMENTS = 2**20
-"""Logits that are summed up at once, in 32 MiB of float64."""
+"""Logits that are summed at once, in 32 MiB of float64."""
 COUNTED_IDS = 16
-"""Up to so many named ids are ranked by counting what is above each, more by sorting the row."""
+"""Named ids that are ranked by counting larger logits, at most; more by sorting the row."""
 
 
 def lens_width(top_k: int, named: int) -> int:
-    """Figures of a row: id and logprob of each of the likeliest, logprob and rank of each named id
-    (the one that follows counts as the last of them), the entropy and the divergence."""
+    """Number of figures of a row: id and logprob of the likeliest, logprob and rank of each named
+    id (including the following token), the entropy and the divergence."""
     return 2 * top_k + 2 * named + 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of rows of logits, with s = logit - largest: (G, 1) each, in float64. A logprob is
+    """Sums of rows of logits, with s = logit - largest: (G, 1) each, in float64. A logprob is
     s - log_total."""
 
     largest: Tensor
@@ -47,16 +48,16 @@ class _Sums:
     weighted: Tensor  # the sum of s, weighted by other probabilities
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Of some logits (G, ...) of the rows."""
+        """Logprobs of some logits (G, ...) of the rows."""
         return (logits.double() - self.largest) - self.log_total
 
 
 class LensDigest:
-    """The figures of rows of logits (P, V), beside the model's `own` for these rows, all float32.
-    `following` (P,) are the ids that follow in the text, if they are named too.
+    """Figures of rows of logits (P, V), next to the model's `own` logits, all float32. `following`
+    (P,) are the next ids of the text, if they are named too.
 
     The divergence is the Kullback-Leibler divergence of the own answer from a layer's, in nats:
-    sum p_own (log p_own - log p). In memory are P x V own probabilities in float64, and four times
+    sum p_own (log p_own - log p). Keeps P x V own probabilities in float64, and four times
     GROUP_ELEMENTS; with `following` twice more.
     """
 
@@ -84,9 +85,8 @@ class LensDigest:
             self._entropy[group] = sums.entropy
 
     def numbers(self, logits: Tensor) -> Tensor:
-        """The numbers (P, width) float32 of a layer with these logits (P, V), which may be the own
-        ones. Of a row that is not finite, ids and ranks mean nothing and the rest is not a
-        number."""
+        """Figures (P, width) in float32 of a layer's logits (P, V), which may be the own ones. Ids
+        and ranks of a row that is not finite are undefined, the rest is NaN."""
         return torch.cat([self._of_group(logits, group) for group in self._groups])
 
     def _of_group(self, logits: Tensor, group: slice) -> Tensor:
@@ -94,15 +94,17 @@ class LensDigest:
         sums = self._sums(logits, self._probs[group])
         divergence = sums.log_total - sums.weighted - self._entropy[group]
         if is_own:
-            divergence = 0 * sums.entropy  # exactly, unless it is not a number
-        ids = _largest(logits, self._top_k)
+            divergence = 0 * sums.entropy  # exactly 0, or NaN
+        ids = largest_ids(logits, self._top_k)
         logprobs = [sums.logprobs(logits[:, self._named])]
         ranks = [_ranks(logits, self._named)]
         if self._following is not None:
             following = self._following[group]
             chosen = logits.gather(1, following)
-            own = _log_softmax(logits).gather(1, following) if is_own else sums.logprobs(chosen)
-            logprobs.append(own)
+            if is_own:  # with the operations, and so the bits, of `sampler.score`
+                logprobs.append(logits.double().log_softmax(dim=-1).gather(1, following))
+            else:
+                logprobs.append(sums.logprobs(chosen))
             ranks.append((logits > chosen).sum(dim=1, keepdim=True) + 1)
         parts = (
             ids,
@@ -110,12 +112,11 @@ class LensDigest:
             *logprobs,
             *ranks,
             sums.entropy,
-            divergence.clamp(min=0),  # it is never negative; its rounding may be
+            divergence.clamp(min=0),  # rounding may make it negative
         )
         return torch.cat(parts, dim=1).float()
 
     def _sums(self, logits: Tensor, probs: Tensor) -> _Sums:
-        """Of logits (G, V), weighted by other `probs` (G, V)."""
         shifted, exps, products, weighted = self._work[:, : len(logits)]
         largest = logits.amax(dim=1, keepdim=True).double()
         shifted.copy_(logits).sub_(largest)
@@ -127,29 +128,8 @@ class LensDigest:
         return _Sums(largest, log_total, log_total - sums[1] / sums[0], sums[2])
 
 
-def _largest(logits: Tensor, count: int) -> Tensor:
-    """Ids (G, count) of the largest logits of each row, descending; equals in the order of their
-    ids, which torch.topk does not promise."""
-    # 1) As torch gives them, and the next one; in the order of their ids, then stably sorted.
-    values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=1)
-    ids = ids[:, :count].sort(dim=1).values
-    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
-    ids = ids.gather(1, order)
-    # 2) Where the next one equals the last, torch chose any of them: such a row is sorted whole.
-    if count < logits.shape[1]:
-        for row in (values[:, count] == values[:, count - 1]).nonzero()[:, 0].tolist():
-            ids[row] = logits[row].sort(descending=True, stable=True).indices[:count]
-    return ids
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    """Logprobs (G, V) by the operations of `sampler.score`, whose bits a text's own tokens have
-    there: sums in another order would differ in the last one now and then."""
-    return logits.double().log_softmax(dim=-1)
-
-
 def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
-    """Ranks (G, N) of ids (N,) in each row; equals share the better one."""
+    """Ranks (G, N) of ids (N,) in each row; equals share the better rank."""
     chosen = logits[:, ids]  # (G, N)
     if len(ids) > COUNTED_IDS:
         ascending = logits.sort(dim=1).values
@@ -162,19 +142,19 @@ def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LensRow:
-    """The figures of a row, by their names; logprobs and entropy in nats, rank 1 is the likeliest,
-    equals share the better rank."""
+    """The figures of a row. Logprobs and entropy are in nats; rank 1 is the likeliest, and equals
+    share the better rank."""
 
     top_ids: npt.NDArray[np.int64]  # (K,)
     top_logprobs: npt.NDArray[np.float32]  # (K,)
-    logprobs: npt.NDArray[np.float32]  # (N,) of the named ids, the one that follows being the last
+    logprobs: npt.NDArray[np.float32]  # (N,) of the named ids, the following token last
     ranks: npt.NDArray[np.int64]  # (N,)
     entropy: float
     divergence: float
 
 
 def read_lens(numbers: npt.NDArray[Any], top_k: int, named: int) -> LensRow:
-    """The row (width,) that `LensDigest.numbers` gives."""
+    """A row (width,) of `LensDigest.numbers`."""
     top, rest = numbers[: 2 * top_k], numbers[2 * top_k :]
     return LensRow(
         top_ids=top[:top_k].astype(np.int64),

@@ -1,7 +1,7 @@
-"""Parameters of sampling: as the engine takes them, and as fields of a request body.
+"""Parameters of sampling, for the engine and as fields of a request body.
 
-Bounds that hold for every model are checked here; what depends on the model is checked by
-`model/inference/engine/validation.py`.
+Checks the bounds that hold for every model. `model/inference/engine/validation.py` checks those
+that depend on the model.
 """
 
 import math
@@ -16,26 +16,38 @@ from logitd.model.inference.errors import InvalidRequest
 
 Stage = Literal["raw", "processed"]
 """Logprobs before (raw) or after (processed) bias, penalties, temperature and filters."""
+RANGES: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (0, math.inf),
+    "seed": (-1, 2**64 - 1),
+    "temperature": (0, 10**6),
+    "top_k": (0, math.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "repetition_penalty": (0.01, 100),
+}
+"""Bounds of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request samples its tokens. `model/inference/sampling/sampler.py` defines each step.
+    """Sampling parameters of a request. `model/inference/sampling/sampler.py` defines each step.
 
-    max_tokens         tokens to generate at most; 0 computes the prompt alone
-    seed               key of the random numbers; same seed, same tokens (0 to 2^64 - 1). -1: the
-                       LLM draws one for each prompt; the engine takes none
+    max_tokens         limit of generated tokens; 0 computes the prompt only
+    seed               key of the random numbers (0 to 2^64 - 1); the same seed, the same tokens.
+                       -1: the LLM draws one for each prompt; the engine refuses it
     temperature        0 is greedy
     top_k              keep the k likeliest (0: all)
-    top_p, min_p       keep the likeliest that make up the mass p; those at least min_p as likely
-                       as the likeliest
-    repetition_penalty, presence_penalty, frequency_penalty   1, 0 and 0 do nothing
+    top_p, min_p       keep the likeliest with total mass p; those at least min_p as likely as the
+                       likeliest
+    repetition_penalty, presence_penalty, frequency_penalty   off at 1, 0 and 0
     logit_bias         added to the logits of ids
-    allowed_token_ids  no other id can be sampled (None: all)
-    constraint         what the whole text has to be (None: anything); ends the sequence when
-                       nothing may follow, and may be cut short by max_tokens
-    stop_token_ids     end the sequence; part of its ids
-    min_tokens         nothing ends the sequence before so many tokens: no stop token is sampled
+    allowed_token_ids  only these can be sampled (None: all)
+    constraint         rule for the whole text; ends the sequence when nothing may follow, and may
+                       be cut short by max_tokens
+    stop_token_ids     end the sequence, as its last token
+    min_tokens         number of tokens before which no stop token is sampled
     logprobs           None: none; k: of each token, and of the k likeliest
     logprobs_stage     raw or processed
     """
@@ -58,40 +70,36 @@ class SamplingParams:
     logprobs_stage: Stage = "raw"
 
     def __post_init__(self) -> None:
-        _check_range("max_tokens", self.max_tokens, 0)
-        _check_range("seed", self.seed, -1, 2**64 - 1)
-        _check_range("temperature", self.temperature, 0, 10**6)
-        _check_range("top_k", self.top_k, 0)
-        _check_range("top_p", self.top_p, 0, 1)
-        _check_range("min_p", self.min_p, 0, 1)
-        _check_range("presence_penalty", self.presence_penalty, -100, 100)
-        _check_range("frequency_penalty", self.frequency_penalty, -100, 100)
+        for name, (low, high) in RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        if self.top_p == 0:
-            raise InvalidRequest("top_p is 0; it must be above 0 (1 keeps all)", "top_p")
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -(10**9), 10**9)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids is empty; nothing could be sampled",
-                                 "allowed_token_ids")  # fmt: skip
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0)
-        if (
-            self.min_tokens
-            and self.allowed_token_ids is not None
-            and self.stop_token_ids.issuperset(self.allowed_token_ids)
-        ):
+        if self.top_p == 0:
+            raise InvalidRequest("top_p is 0; it must be above 0 (1 keeps all)", "top_p")
+        allowed = self.allowed_token_ids
+        if allowed is not None and not allowed:
+            raise InvalidRequest(
+                "allowed_token_ids is empty; nothing could be sampled", "allowed_token_ids"
+            )
+        if self.min_tokens and allowed is not None and self.stop_token_ids.issuperset(allowed):
             raise InvalidRequest(
                 "allowed_token_ids holds only stop tokens, which min_tokens forbids", "min_tokens"
             )
-        if self.constraint is not None:
-            _check_alone(self.constraint, self)
+        if self.constraint is not None and (allowed is not None or self.min_tokens):
+            name = "min_tokens" if allowed is None else "allowed_token_ids"
+            raise InvalidRequest(
+                f"{name} and {self.constraint.kind} could forbid every token together; leave one "
+                "out",
+                name,
+            )
 
 
 class SamplingFields(BaseModel):
-    """Fields that bodies share with `SamplingParams`, under the same names. A field that is added
-    here reaches every body, OpenAI's endpoints and the client."""
+    """Fields that bodies share with `SamplingParams`, under the same names. A new field here is in
+    every body, OpenAI's endpoints and the client."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(1.0, description="0 is greedy.")
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
@@ -115,7 +123,7 @@ class SamplingFields(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields of this class, as keywords of `SamplingParams`."""
+        """The fields as keywords of `SamplingParams`."""
         return {name: getattr(self, name) for name in SamplingFields.model_fields}
 
 
@@ -132,16 +140,3 @@ def _check_range(name: str, value: float, low: float, high: float = math.inf) ->
     if not low <= value <= high or math.isinf(value):  # NaN fails every comparison
         bounds = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
         raise InvalidRequest(f"{name} is {value}; it must be a finite number, {bounds}", name)
-
-
-def _check_alone(constraint: TokenConstraint, params: SamplingParams) -> None:
-    """Reject what could leave a constrained sequence without any token to sample."""
-    for name, given in (
-        ("allowed_token_ids", params.allowed_token_ids is not None),
-        ("min_tokens", params.min_tokens > 0),
-    ):
-        if given:
-            raise InvalidRequest(
-                f"{name} and {constraint.kind} could forbid every token together; leave one out",
-                name,
-            )

@@ -1,16 +1,14 @@
 """Philox4x32-10: random numbers as a pure function of a key and a counter.
 
-The uniform number of a token depends on its seed, its position and its index among the n of its
-prompt, and on nothing that happened before; so it is the same in any batch and after any restart.
+The uniform number of a token depends only on its seed, its position and its index among the n of
+its prompt, so it is the same in any batch and after any restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
-tests hold it to the known answers of the authors' Random123 library.
-
-Implemented twice: on Python's integers for one number or a few, and on arrays for the many of a
-step. Both give the same bits.
+tests compare with the known answers of the authors' Random123 library. Implemented on Python's
+integers for a few numbers, and on arrays for many, with the same bits.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +18,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Up to this many numbers are computed one by one: the arithmetic of arrays is some 150 small
-operations, which take about as long as so many numbers, whatever the size of the arrays."""
+"""Numbers that are computed one by one, at most. Arrays of any size take about 150 small
+operations, as long as this many numbers."""
 
 Integers = npt.NDArray[np.uint64]
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)
@@ -51,16 +49,11 @@ def uniform(seed: int, position: int, index: int) -> float:
     return ((first >> 5) * 2**26 + (second >> 6)) / 2**53
 
 
-class Words(NamedTuple):
-    """The first two of four 32-bit words, in uint64 arrays of any shape."""
-
-    first: Integers
-    second: Integers
-
-
-def philox_words(counter: tuple[Integers, Integers], key: tuple[Integers, Integers]) -> Words:
-    """`philox` of counters (c0, c1, 0, 0), all arrays uint64 of one shape with words in
-    [0, 2^32)."""
+def philox_words(
+    counter: tuple[Integers, Integers], key: tuple[Integers, Integers]
+) -> tuple[Integers, Integers]:
+    """The first two words of `philox` of counters (c0, c1, 0, 0). All arrays are uint64 of one
+    shape with words in [0, 2^32)."""
     c0, c1 = counter
     c2, c3 = np.zeros_like(c0), np.zeros_like(c1)
     k0, k1 = key
@@ -75,13 +68,13 @@ def philox_words(counter: tuple[Integers, Integers], key: tuple[Integers, Intege
         )
         k0 = k0 + np.uint64(_KEY_STEPS[0]) & _LOW
         k1 = k1 + np.uint64(_KEY_STEPS[1]) & _LOW
-    return Words(c0, c1)
+    return c0, c1
 
 
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[Any], indices: npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
-    """`uniform` of each of several, (R,) each: unsigned integers."""
+    """`uniform` of several keys; arguments (R,), unsigned integers."""
     if len(seeds) <= FEW:
         keys = zip(seeds.tolist(), positions.tolist(), indices.tolist(), strict=True)
         return np.array([uniform(*key) for key in keys])

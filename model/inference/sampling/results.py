@@ -1,26 +1,42 @@
-"""What sampling a row gives: a token, an error, or the news that the text was complete.
+"""Results of sampling a row: a token, an error, or a complete text.
 
-Plain data of the standard library. Most results are a token with nothing else to tell, and these
-are plain ints: no object is made for them.
+Plain data of the standard library. A token without logprobs is a plain int, because most are.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from logitd.model.inference.sampling.params import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
-class TokenWithLogprobs:
-    """A token that was sampled or given, its logprob, and those of the likeliest in its place."""
+class ScoredToken:
+    """A sampled or given token, its logprob, and the likeliest ids in its place. `chosen` is None
+    for the first token of a prompt, which nothing predicts."""
 
     token_id: int
-    chosen: TokenLogprob
+    chosen: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRows:
+    """Logprobs of given tokens in NumPy arrays, for callers that store columns: an object for each
+    token would be most of the cost.
+
+    logprobs (R,), float64
+    counts   (R,), number of likeliest ids of each row in `top_ids` and `top_logprobs` (N,)
+    """
+
+    logprobs: Any
+    counts: Any
+    top_ids: Any
+    top_logprobs: Any
 
 
 @dataclass(frozen=True, slots=True)
 class SampleError:
-    """No token could be sampled. `param` is the field of the request that caused it, if one did."""
+    """The reason why no token could be sampled. `param` is the request's field that caused it."""
 
     message: str
     param: str | None = None
@@ -28,7 +44,7 @@ class SampleError:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintComplete:
-    """No token was sampled: the sequence's constraint lets nothing follow, its text is complete."""
+    """No token: the text is complete, the sequence's constraint lets nothing follow."""
 
 
-SampleResult = int | TokenWithLogprobs | SampleError | ConstraintComplete
+SampleResult = int | ScoredToken | SampleError | ConstraintComplete

@@ -1,12 +1,12 @@
 """Sample: from a row of logits to a token, by temperature, filters and one uniform number.
 
-Steps 7 to 11 of what `model/inference/sampling/sampler.py` defines, in plain torch for all rows at
-once; for temperature 0 an argmax. The native decoder has the same for its own logits
-(`model/inference/kernels/cpu/native/sample.h`). Knows neither requests nor texts: whatever changes
-logits because of the text was applied before.
+Steps 7 to 11 of `model/inference/sampling/sampler.py` in plain torch, for all rows at once; an
+argmax at temperature 0. The native decoder has its own copy
+(`model/inference/kernels/cpu/native/sample.h`). Knows neither requests nor texts: the steps that
+depend on the text were applied before.
 
-How the rows of a step are sampled is one structured array, a record per row. From one token of a
-sequence to the next only the position changes, so records are copied and not built again.
+The parameters of a step's rows are one structured array, a record per row. Only the position
+changes from one token of a sequence to the next, so records are copied and not built again.
 """
 
 import math
@@ -21,16 +21,16 @@ from torch import Tensor
 from logitd.model.inference.sampling.philox import uniform
 
 LARGEST_LOGIT = 1e30
-"""Up to here no step can leave float32, whatever the parameters."""
+"""Logits up to this size stay within float32 with any parameters."""
 
 COLDEST = 1e-5
-"""A lower temperature than this is greedy in all but name, and would overflow."""
+"""Lower bound of a temperature above 0, which prevents overflow and is practically greedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep
-    every token. The uniform number is that of (seed, position, index)."""
+    """Parameters of one row. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep
+    every token. (seed, position, index) determine the uniform number."""
 
     temperature: float
     top_k: int
@@ -46,7 +46,7 @@ SAMPLING_ROW = np.dtype(
         ("top_p", np.float64),
         ("seed", np.uint64),
         ("divisor", np.float32),  # the temperature; 0 is greedy
-        ("floor", np.float32),  # log(min_p): how far below the largest logit others may be
+        ("floor", np.float32),  # log(min_p), relative to the largest logit
         ("top_k", np.int32),  # 0: all
         ("position", np.uint32),
         ("index", np.uint32),
@@ -55,14 +55,13 @@ SAMPLING_ROW = np.dtype(
 """A `SamplingRow` as a record. The middle of cpu/native/sample.h's `SampleRow`, field by field."""
 
 SamplingRows = npt.NDArray[np.void]
-"""How each of several rows is sampled: SAMPLING_ROW (R,)."""
+"""Records of several rows: SAMPLING_ROW (R,)."""
 
 SampleFn = Callable[[Tensor, Tensor, SamplingRows], list[int | None]]
 """The type of `sample_tokens`, and of a decoder's `sample`."""
 
 
 def sampling_rows(rows: Iterable[SamplingRow]) -> SamplingRows:
-    """The rows as records."""
     return np.array(
         [
             (
@@ -81,8 +80,8 @@ def sampling_rows(rows: Iterable[SamplingRow]) -> SamplingRows:
 
 
 def sample_tokens(logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-    """A token of each row of `logits` (R, V), float32. None where the row of `computed` (R, V),
-    the model's own logits before processing, is not finite or beyond LARGEST_LOGIT."""
+    """A token of each row of `logits` (R, V), float32. None if the row of `computed` (R, V), the
+    model's logits before processing, is not finite or exceeds LARGEST_LOGIT."""
     usable = (computed.abs().amax(dim=-1) <= LARGEST_LOGIT).tolist()  # NaN fails it too
     token_ids = [0] * len(sampling)
     greedy = np.flatnonzero(sampling["divisor"] == 0).tolist()
@@ -100,13 +99,12 @@ def sample_tokens(logits: Tensor, computed: Tensor, sampling: SamplingRows) -> l
 
 
 def filtered(logits: Tensor, sampling: SamplingRows) -> Tensor:
-    """Steps 7 to 10: logits (R, V) with -inf for the ids that the filters drop. Temperatures above
-    0."""
+    """Logits (R, V) after steps 7 to 10, with -inf for dropped ids. Temperatures are above 0."""
     device, width = logits.device, logits.shape[-1]
     if (sampling["divisor"] != 1).any():
         logits = logits / _column(sampling, "divisor", device)
     if (sampling["top_k"] > 0).any() or (sampling["top_p"] < 1).any():
-        # One stable sort serves both: equals stay in the order of their ids.
+        # One stable sort for both: equals stay in the order of their ids.
         values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
         top_k = _column(sampling, "top_k", device).long()
         count = torch.where(top_k == 0, width, top_k).clamp(max=width)
@@ -114,7 +112,7 @@ def filtered(logits: Tensor, sampling: SamplingRows) -> Tensor:
         values = values.masked_fill(values < kth, -math.inf)
         probs = values.double().softmax(dim=-1)
         top_p = _column(sampling, "top_p", device)
-        mass_before = probs.cumsum(dim=-1) - probs  # of the ids that are likelier
+        mass_before = probs.cumsum(dim=-1) - probs  # of likelier ids
         outside = (mass_before >= top_p) & (top_p < 1)
         dropped = (values == -math.inf) | outside
         logits = logits.masked_fill(

@@ -1,17 +1,12 @@
-"""SamplingState: how the sequence in each slot is sampled, from its first token to its last.
+"""SamplingState: the sampling record of the sequence in each slot.
 
-Everything about a row but its position is known when its sequence begins to decode, so it is
-written down once, and a step fills in positions and nothing else. Most often the same sequences
-decode from one step to the next: then the array of the step before is handed out again. After a
-forward pass the CPU caches are cold, and to rebuild the array costs more than to reuse it.
-
-Not here: what rows need besides that (`model/inference/sampling/sampler.py`).
+Everything in a record except the position is known when a sequence begins to decode, so it is
+written once, and a step fills in positions only. Mostly the same sequences decode from step to
+step, and the array of the last step is reused: the CPU caches are cold after a forward pass, and
+rebuilding it would cost more.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.sample import (
@@ -22,48 +17,32 @@ from logitd.model.inference.sampling.sample import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """The rows of some slots, in this order."""
-
-    slots: list[int]
-    sampling: SamplingRows
-    positions: npt.NDArray[np.uint32]  # a view of `sampling`: the same memory
-    processed: tuple[int, ...]  # indices of the rows that need logits processing
-
-
 class SamplingState:
-    """One record per slot, and the selection of the last step."""
+    """One record per slot, and the rows of the last step."""
 
     def __init__(self, slots: int) -> None:
-        self._sampling = np.zeros(slots, SAMPLING_ROW)
+        self._records = np.zeros(slots, SAMPLING_ROW)
         self._processed = [False] * slots
-        self._last: _Selection | None = None
+        self._last_slots: list[int] | None = None
+        self._last_rows: tuple[SamplingRows, tuple[int, ...]] = self._records[:0], ()
 
     def begin(self, slot: int, params: SamplingParams, index: int) -> None:
-        """The slot's tokens are sampled like this from now on, for sequence `index` of its
-        prompt."""
-        self._sampling[slot] = sampling_rows([row_of(params, index, position=0)])[0]
+        """Set how the slot's tokens are sampled, for sequence `index` of its prompt."""
+        self._records[slot] = sampling_rows([row_of(params, index, position=0)])[0]
         self._processed[slot] = needs_logits_processing(params)
-        self._last = None
+        self._last_slots = None
 
     def rows(self, slots: list[int], positions: list[int]) -> tuple[SamplingRows, tuple[int, ...]]:
-        """How the tokens at these positions of these slots are sampled, a row each, and the indices
-        of the rows that need logits processing. The array is valid until the next call."""
-        last = self._last
-        if last is None or last.slots != slots:
-            last = self._last = self._select(slots)
-        last.positions[:] = positions
-        return last.sampling, last.processed
-
-    def _select(self, slots: list[int]) -> _Selection:
-        sampling = self._sampling[slots]
-        processed = tuple(row for row, slot in enumerate(slots) if self._processed[slot])
-        return _Selection(slots, sampling, sampling["position"], processed)
+        """Records of the tokens at these positions of these slots, a row each, and the indices of
+        the rows that need logits processing. The array is valid until the next call."""
+        if self._last_slots != slots:
+            processed = tuple(row for row, slot in enumerate(slots) if self._processed[slot])
+            self._last_slots, self._last_rows = slots, (self._records[slots], processed)
+        self._last_rows[0]["position"] = positions
+        return self._last_rows
 
 
 def row_of(params: SamplingParams, index: int, position: int) -> SamplingRow:
-    """How the token at a position of sequence `index` of a prompt is sampled."""
     return SamplingRow(
         params.temperature,
         params.top_k,
@@ -76,8 +55,8 @@ def row_of(params: SamplingParams, index: int, position: int) -> SamplingRow:
 
 
 def needs_logits_processing(params: SamplingParams) -> bool:
-    """Whether rows with these parameters may need steps 1 to 6 of the sampler, or logprobs: then
-    `sample` has to know the text behind each of them (`RowContext`)."""
+    """True if rows with these parameters may need steps 1 to 6 of the sampler, or logprobs; then
+    `sample` needs their texts (`RowContext`)."""
     return bool(
         params.logprobs is not None
         or params.constraint is not None

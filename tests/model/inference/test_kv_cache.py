@@ -1,9 +1,7 @@
-"""KV cache: whatever way positions get into it, the logits are those of the plain forward."""
+"""KV cache: the logits of all ways to fill it are those of the plain forward."""
 
 import math
-import resource
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from logitd.model.inference.constraints.heap import resident
 from logitd.model.inference.kv_cache import KVCache, quantized_rows
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
@@ -35,13 +34,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return tiny_gpt(tiny_config(**SHAPES[request.param]))
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is resident")
+@pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
 def test_cache_takes_memory_where_it_is_used() -> None:
     """`torch.zeros` writes the zeros: 64 slots of GPT-2 held 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
@@ -101,7 +94,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     assert_close(actual, expected, atol=2e-3, rtol=1e-3)
 
 
-def test_every_position_in_chunks(gpt: GPT) -> None:
+def test_chunks_match_the_forward(gpt: GPT) -> None:
     length = gpt.config.context_length
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     cache = new_cache(gpt)
@@ -115,7 +108,7 @@ def test_every_position_in_chunks(gpt: GPT) -> None:
 @pytest.mark.parametrize(
     "prompt", [1, 33, *(pytest.param(prompt, marks=pytest.mark.slow) for prompt in (9, 32))]
 )
-def test_every_position_decoded_after_a_prompt(gpt: GPT, prompt: int) -> None:
+def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int) -> None:
     length = gpt.config.context_length
     prompt = min(prompt, length - 1)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
@@ -146,7 +139,7 @@ def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
         close(logits, expected[torch.arange(count), positions])
 
 
-def test_copied_prefix_is_the_same_prefix(gpt: GPT) -> None:
+def test_copied_prefix_matches_the_forward(gpt: GPT) -> None:
     length = gpt.config.context_length
     shared = min(2, length // BLOCK) * BLOCK
     first, second = random_ids(2, length, vocab_size=gpt.config.vocab_size)
@@ -160,7 +153,7 @@ def test_copied_prefix_is_the_same_prefix(gpt: GPT) -> None:
         close(prefill(gpt, cache, 1, second, shared, length), expected)
 
 
-def test_copy_takes_what_it_says_and_no_more() -> None:
+def test_copy_changes_only_the_prefix() -> None:
     gpt = tiny_gpt()
     cache = new_cache(gpt)
     for tensor in (cache.keys, cache.values):
@@ -176,7 +169,7 @@ def test_copy_takes_what_it_says_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("context_length", "slot_length"), [(16, 32), (32, 32), (50, 64), (128, 128)]
 )
-def test_slot_ends_on_a_blocks_end(context_length: int, slot_length: int) -> None:
+def test_slot_has_whole_blocks(context_length: int, slot_length: int) -> None:
     config = tiny_config(**FAMILIES["modern"], context_length=context_length)
     cache = KVCache(config, 5, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert cache.slots == 5
@@ -188,7 +181,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 @given(st.lists(st.lists(floats, min_size=4, max_size=4), min_size=1, max_size=5))
-def test_row_in_eight_bits_is_within_half_a_step(rows: list[list[float]]) -> None:
+def test_int8_row_is_within_half_a_step(rows: list[list[float]]) -> None:
     given = torch.tensor(rows)
     numbers, scales = quantized_rows(given)
     assert numbers.dtype is torch.int8
@@ -202,13 +195,13 @@ def test_row_in_eight_bits_is_within_half_a_step(rows: list[list[float]]) -> Non
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
-def test_quantized_row_keeps_that_it_is_not_finite(lost: float) -> None:
+def test_int8_row_that_is_not_finite_has_such_a_scale(lost: float) -> None:
     numbers, scales = quantized_rows(torch.tensor([[1.0, lost, 2.0], [1.0, 0.0, 2.0]]))
     assert scales.isfinite().tolist() == [False, True]
     assert numbers[1].tolist() == [64, 0, 127]
 
 
-def test_keys_and_values_in_int8_are_those_of_the_dtype_rounded(gpt: GPT) -> None:
+def test_int8_cells_are_rounded_ones(gpt: GPT) -> None:
     """The first block reads no rounded cells. Prompts and steps keep the same, a copied prefix has
     its scales, and cleared cells have none."""
     length = min(70, gpt.config.context_length)
@@ -243,7 +236,7 @@ def test_keys_and_values_in_int8_are_those_of_the_dtype_rounded(gpt: GPT) -> Non
     assert not kept.key_scales[:, 3, :, 2:].any()
 
 
-def test_pieces_at_once_are_the_plain_forward(gpt: GPT) -> None:
+def test_pieces_at_once_match_the_forward(gpt: GPT) -> None:
     """The first of a prompt, those behind it, and one that begins behind a copied prefix. What the
     slot held before, far behind, is not finite and is not looked at."""
     length = min(100, gpt.config.context_length)

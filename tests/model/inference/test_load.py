@@ -1,4 +1,4 @@
-"""Opening: what was asked for reaches every choice, and the shape is read before the weights."""
+"""Loading: options reach every choice, and the shape is checked before the weights are read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError
 from logitd.model.inference.kernels.select import KernelError, choose_dtype
-from logitd.model.inference.load import LoadedModel, Slots, load_model
+from logitd.model.inference.load import LoadedModel, load_model
 from logitd.model.inference.options import ComputeOptions
 from logitd.model.memory import Available
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -30,13 +30,13 @@ def covered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "covered", gpt=gpt).path
 
 
-def opened(path: Path, *, slots: Slots | None = None, **options: Any) -> LoadedModel:
+def opened(path: Path, **options: Any) -> LoadedModel:
     usual: dict[str, Any] = {"device": "cpu", "threads": 1}
     compute = ComputeOptions(**(usual | options))
-    return load_model(path, compute, slots=slots, log=lambda line: None)
+    return load_model(path, compute, log=lambda line: None)
 
 
-def test_numbers_fit_the_decoder(covered: Path) -> None:
+def test_dtype_and_threads_follow_decoder_and_options(covered: Path) -> None:
     threads = torch.get_num_threads()
     model = opened(covered, threads=threads + 1)
     native = model.decode_path.name.startswith("native")
@@ -46,10 +46,10 @@ def test_numbers_fit_the_decoder(covered: Path) -> None:
     assert model.placement.dtype_name == model.dtype.name
     assert model.gpt.token_embedding.weight.dtype == model.placement.dtype
     assert model.placement.threads == threads + 1
-    assert torch.get_num_threads() == threads, "they belong to the thread that computes"
+    assert torch.get_num_threads() == threads, "the thread that computes sets them"
 
 
-def test_plain_torch_computes_in_float32_unless_told_otherwise(covered: Path) -> None:
+def test_plain_torch_computes_in_float32_by_default(covered: Path) -> None:
     model = opened(covered, kernels="torch")
     assert (model.dtype.name, model.decode_path.name) == ("float32", "torch")
     model = opened(covered, kernels="torch", dtype="float16")
@@ -73,7 +73,7 @@ def test_load_refuses_impossible_options(
         opened(covered, **options)
 
 
-def test_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         opened(tmp_path / "nowhere")
 

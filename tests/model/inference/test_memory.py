@@ -1,4 +1,4 @@
-"""Memory of slots: the arithmetic against the real things, and refusals with their numbers."""
+"""Slots of one model and of several: the arithmetic against real caches, and refusals."""
 
 import re
 from typing import Any, get_args
@@ -12,7 +12,9 @@ from logitd.model.device import DeviceError
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.memory import (
     MAX_SLOTS,
+    Shape,
     SlotBudget,
+    divide_slots,
     slot_bytes,
     slots_for,
     working_bytes,
@@ -21,6 +23,7 @@ from logitd.model.inference.options import (
     SERVED_SLOTS,
     KVCacheDType,
     MemoryShare,
+    MemorySize,
     SlotDefault,
     parse_memory,
 )
@@ -53,7 +56,10 @@ def test_slot_of_gpt_2_in_16_bits() -> None:
 
 
 def slots(available: Available = CARD, /, *, gpu: bool = True, **budget: Any) -> int:
-    return slots_for(SlotBudget(**budget), SMALL, 2, available, default=SlotDefault(16), gpu=gpu)
+    """The slots of GPT-2 124M in 16 bits; 16 by default."""
+    wanted = SlotBudget(**{"default": SlotDefault(16), **budget})
+    (count,) = slots_for([Shape("gpt2", SMALL, 2)], wanted, available, gpu=gpu)
+    return count
 
 
 def test_number_of_slots_is_that_number() -> None:
@@ -89,7 +95,7 @@ def test_bytes_are_kept_to(wanted: int) -> None:
 
 
 def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    with pytest.raises(DeviceError, match=r"200 slots.*8\.1 GiB.*41\.3 MiB.*6\.0 GiB.*148"):
+    with pytest.raises(DeviceError, match=r"8\.1 GiB.*200 slots.*41\.3 MiB.*6\.0 GiB.*148"):
         slots(slots=200)
     assert slots(slots=148) == 148
     with pytest.raises(DeviceError, match="149 slots"):
@@ -101,7 +107,7 @@ def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:
 def test_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
     memory = Available("this machine", 8 * GIB, 6 * GIB)
     assert slots(memory, gpu=False, slots=170) == 170  # 5.98 GiB
-    with pytest.raises(DeviceError, match=r"171 slots.*6\.0 GiB.*36\.0 MiB"):
+    with pytest.raises(DeviceError, match=r"171 slots.*36\.0 MiB.*6\.0 GiB"):
         slots(memory, gpu=False, slots=171)
     assert slots(memory, gpu=False, memory=MemoryShare(1)) == 170
     assert slots(memory, gpu=False, memory=MemoryShare(0.5)) == 85
@@ -109,10 +115,10 @@ def test_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
         slots(memory, gpu=False, memory=MemoryShare(0.005))
 
 
-def served(free: int) -> int:
-    """The slots of GPT-2 in 16 bits on a CPU where nobody says how many."""
+def served(free: int, **budget: Any) -> int:
+    """The slots on a CPU with the default of a server."""
     memory = Available("this machine", 2**50, free)
-    return slots_for(SlotBudget(), SMALL, 2, memory, default=SERVED_SLOTS, gpu=False)
+    return slots(memory, gpu=False, default=SERVED_SLOTS, **budget)
 
 
 @pytest.mark.parametrize(
@@ -128,21 +134,96 @@ def served(free: int) -> int:
         (ONE, 1),
     ],
 )
-def test_unasked_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> None:
+def test_default_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> None:
     """With 16 slots on any machine, half of 32 clients waited for the other half, and nothing was
     served if 16 did not fit."""
     assert served(free) == count
 
 
-def test_model_without_room_for_a_slot_is_refused() -> None:
-    with pytest.raises(DeviceError, match=r"1 slots.*36\.0 MiB.* 0 fit"):
+def test_model_without_room_for_a_slot_is_refused_and_context_length_named() -> None:
+    with pytest.raises(DeviceError, match=r"1 slots.*36\.0 MiB.* 0 slots.*context_length"):
         served(ONE - 1)
 
 
 def test_asked_slots_ignore_the_share_of_memory() -> None:
-    memory = Available("this machine", 2**50, GIB)
-    count = slots_for(SlotBudget(slots=20), SMALL, 2, memory, default=SERVED_SLOTS, gpu=False)
-    assert count == 20
+    assert served(GIB, slots=20) == 20
+
+
+SHAPES = st.lists(
+    st.builds(
+        lambda width, layers, item: Shape(
+            f"of {width}", tiny_config(d_model=8 * width, n_layer=layers), item
+        ),
+        st.integers(1, 20).map(lambda n: 4 * n),
+        st.integers(1, 4),
+        st.sampled_from([2, 4]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+MEMORY = st.builds(
+    lambda free, taken: Available("here", free + taken, free),
+    st.integers(0, 2**28),
+    st.integers(0, 2**26),
+)
+AMOUNTS: st.SearchStrategy[MemorySize | None] = st.one_of(
+    st.none(), st.integers(1, 2**28), st.builds(MemoryShare, st.floats(0.001, 1))
+)
+
+
+@given(SHAPES, AMOUNTS, st.integers(1, 64), MEMORY, st.booleans())
+def test_shares_fit_together(
+    shapes: list[Shape], amount: MemorySize | None, count: int, memory: Available, gpu: bool
+) -> None:
+    """All weights and all slots together are within what is free, and within the amount; and each
+    part has no room for another slot."""
+    budget = SlotBudget(None if amount is not None else count, amount)
+    try:
+        slots = divide_slots(shapes, budget, memory, gpu=gpu)
+    except DeviceError:
+        return
+    weights = sum(shape.weights for shape in shapes)
+    caches = [n * shape.slot(gpu=gpu) for n, shape in zip(slots, shapes, strict=True)]
+    assert min(slots) >= 1
+    assert weights + sum(caches) <= memory.free
+    if amount is None:
+        assert slots == (count,) * len(shapes)
+    elif isinstance(amount, int):
+        bare = [n * shape.slot(gpu=False) for n, shape in zip(slots, shapes, strict=True)]
+        assert sum(bare) <= amount
+        for n, shape in zip(slots, shapes, strict=True):
+            assert n == MAX_SLOTS or (n + 1) * shape.slot(gpu=False) > amount // len(shapes)
+    elif gpu:
+        used = memory.total - memory.free + weights + sum(caches)
+        assert used <= amount.fraction * memory.total
+    else:
+        assert sum(caches) <= amount.fraction * (memory.free - weights)
+
+
+@given(SHAPES, MEMORY, st.booleans())
+def test_default_slots_take_a_quarter_of_what_all_weights_leave(
+    shapes: list[Shape], memory: Available, gpu: bool
+) -> None:
+    """The parts are equal. A part without room for a slot has one all the same, if all of them
+    together fit into what is free."""
+    try:
+        slots = divide_slots(shapes, SlotBudget(), memory, gpu=gpu)
+    except DeviceError:
+        sizes = [shape.slot(gpu=gpu) for shape in shapes]
+        assert sum(shape.weights for shape in shapes) + sum(sizes) > memory.free * 3 / 4
+        return
+    left = memory.free - sum(shape.weights for shape in shapes)
+    part = left / 4 / len(shapes)
+    for n, shape in zip(slots, shapes, strict=True):
+        size = shape.slot(gpu=gpu)
+        assert n == 1 or n * size <= part
+        assert n == SERVED_SLOTS.most or (n + 1) * size > part - 1
+
+
+def test_refusal_names_each_model_with_its_size() -> None:
+    shapes = [Shape("a", tiny_config(), 4), Shape("b", tiny_config(d_model=64), 4)]
+    with pytest.raises(DeviceError, match=r"a: 64 slots.*b: 64 slots.*here has .* free"):
+        divide_slots(shapes, SlotBudget(slots=64), Available("here", 2**24, 2**22), gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +251,3 @@ def test_amount_of_memory_is_read(text: str, size: int | MemoryShare) -> None:
 def test_other_text_is_no_amount_of_memory(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text) or "''"):
         parse_memory(text)
-
-
-def test_refusal_without_room_for_a_slot_names_context_length() -> None:
-    with pytest.raises(DeviceError, match=r" 0 fit.*context_length"):
-        slots(Available("this machine", GIB, 2**20), gpu=False, slots=1)

@@ -1,4 +1,4 @@
-"""Reference: the oracle is right where it can be worked out by hand."""
+"""Reference: the oracle matches results worked out by hand."""
 
 import math
 from typing import Any

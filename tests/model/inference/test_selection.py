@@ -1,4 +1,4 @@
-"""Indices, names and patterns choose what is there, and say what is where they do not."""
+"""Indices choose existing things, and errors say which exist."""
 
 import pytest
 

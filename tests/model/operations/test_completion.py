@@ -10,12 +10,12 @@ from logitd.model.inference.engine.events import (
     FinishEvent,
     FinishReason,
     PromptEvent,
-    PromptToken,
     SequenceTimes,
     TokenEvent,
 )
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.operations.completion import Completion, GrowingReply, Piece
 from logitd.model.operations.operation import Completions
 from logitd.model.operations.tokens import token_json
@@ -245,7 +245,7 @@ def test_choices_are_numbered_by_prompt_and_taken_once() -> None:
 def test_logprobs_of_a_prompt_are_for_its_echoes_and_a_list_of_their_own() -> None:
     reply = growing_reply(b"ab", n=2, echo=True, logprobs=1, prompt_logprobs=2)
     likely = tuple(TokenLogprob(i, -float(i), i) for i in (1, 2))
-    reply.push(PromptEvent("gen-0", 0, 0, (PromptToken(97), PromptToken(98, likely[1], likely))))
+    reply.push(PromptEvent("gen-0", 0, 0, (ScoredToken(97), ScoredToken(98, likely[1], likely))))
     new = reply.take_json()
     assert [[len(token["top"]) for token in choice["tokens"]] for choice in new["choices"]] == [
         [0, 1], [0, 1],

@@ -28,6 +28,7 @@ from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import EngineDriver, OnCompute, StepReport, WeightsLoader
 from logitd.service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
+from tests.model.inference.engine.harness import check_integrity
 from tests.service.serving import TEST_TIMEOUT
 from tests.service.spelling import long_prompt, spelling_gpt
 
@@ -107,7 +108,7 @@ async def running(
         yield owner, reports
     finally:
         await owner.stop(drain_timeout)
-        engine.check_integrity()
+        check_integrity(engine)
 
 
 def tiny(slots: int = 4) -> GatedEngine:

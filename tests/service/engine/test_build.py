@@ -54,7 +54,7 @@ def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
     assert (engine.slots, engine.kv_cache_bytes) == (2, 2 * one)
     with pytest.raises(DeviceError, match=r"^kv_cache_memory is"):
         building._build(ServeSettings(kv_cache_memory=str(one - 1), **flags))
-    with pytest.raises(DeviceError, match=r"^kv_cache_memory is 0.0001%: .* of the .* that the"):
+    with pytest.raises(DeviceError, match=r"^kv_cache_memory is 0.0001%.* free of "):
         building._build(ServeSettings(kv_cache_memory="0.0001%", **flags))
     assert building._build(ServeSettings(**flags)).engine.slots == SERVED_SLOTS.most
 

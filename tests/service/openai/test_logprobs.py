@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from logitd.model.inference.engine.events import (
     FinishEvent,
     FinishReason,
-    PromptToken,
     SequenceTimes,
     TokenEvent,
 )
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.operations.completion import Completion
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from logitd.service.openai.logprobs import (
@@ -115,7 +115,7 @@ def grown(
                     "text and tokens together"
                 )
 
-    one.push_prompt([PromptToken(byte, TokenLogprob(byte, -1.0, 1)) for byte in echo])
+    one.push_prompt([ScoredToken(byte, TokenLogprob(byte, -1.0, 1)) for byte in echo])
     for place, token_id in enumerate(token_ids):
         one.push(event(token_id))
         if place in looks:

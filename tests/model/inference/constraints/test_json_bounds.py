@@ -27,8 +27,8 @@ CHOICE = {"type": "object", "properties": {"a": {"type": "null"}}}
 
 
 def written(schema: Any, preferred: str, limit: int = 8_000) -> str:
-    """The text of a writer that takes the first of `preferred` that is allowed, and otherwise the
-    first byte that is. Fails where it has not ended after `limit` bytes."""
+    """The text of a writer that takes the first allowed byte of `preferred`, otherwise the first
+    allowed one."""
     matcher = COMPILER.compile(Source("json_schema", json.dumps(schema))).matcher()
     order = [*preferred.encode(), *range(256)]
     text = bytearray()

@@ -136,7 +136,7 @@ of ours, which would make it fast."""
         ("grammar", 'start: "a" b'),
     ],
 )
-def test_sandbox_says_what_the_compiler_says(sandbox: Sandbox, kind: Kind, text: str) -> None:
+def test_sandbox_has_the_errors_of_the_compiler(sandbox: Sandbox, kind: Kind, text: str) -> None:
     source, compiler = Source(kind, text), Compiler(byte_tokenizer())
     expected = None
     try:
@@ -151,7 +151,7 @@ def test_sandbox_says_what_the_compiler_says(sandbox: Sandbox, kind: Kind, text:
     assert found == expected
 
 
-def test_vocabulary_that_lacks_bytes_is_the_same_there(
+def test_sandbox_uses_a_vocabulary_without_all_bytes(
     letters: Tokenizer, sandbox_of_letters: Sandbox
 ) -> None:
     tried(sandbox_of_letters, Source("regex", "[ab]+"))
@@ -225,7 +225,7 @@ def test_trial_ends_after_its_own_processor_time(roomy: Sandbox) -> None:
     eventually(lambda: not trials(roomy))
 
 
-def test_process_that_died_meanwhile_is_started_again() -> None:
+def test_dead_process_is_restarted() -> None:
     sandbox = Sandbox(byte_tokenizer())
     try:
         sandbox.start()
@@ -237,7 +237,7 @@ def test_process_that_died_meanwhile_is_started_again() -> None:
         sandbox.close()
 
 
-def test_closing_ends_the_process_and_is_harmless_twice() -> None:
+def test_close_ends_the_process_and_can_be_repeated() -> None:
     sandbox = Sandbox(byte_tokenizer())
     sandbox.close()
     sandbox.start()
@@ -260,7 +260,7 @@ def test_sandbox_ends_with_its_parent() -> None:
     sandbox.close()
 
 
-def test_process_that_does_not_start_makes_constraints_unavailable(
+def test_failing_process_makes_constraints_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")

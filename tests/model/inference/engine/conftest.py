@@ -3,9 +3,7 @@
 import pytest
 
 from logitd.model.transformer.gpt import GPT
-from tests.model.inference.engine.harness import (
-    small_gpt,
-)
+from tests.model.inference.engine.harness import small_gpt
 
 
 @pytest.fixture(scope="module")

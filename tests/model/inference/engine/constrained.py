@@ -11,11 +11,7 @@ from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.protocol import TokenConstraint
 from logitd.model.inference.engine.events import FinishReason
 from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
-from tests.model.inference.engine.harness import (
-    Outcome,
-    generation,
-    run,
-)
+from tests.model.inference.engine.harness import Outcome, generation, run
 
 TOKENIZER = merging_tokenizer()
 COMPILER = Compiler(TOKENIZER)

@@ -1,7 +1,7 @@
-"""Driving an engine in tests: short ways to ask, and to sort what came back.
+"""Helpers that drive an engine in tests: requests, and outcomes by sequence.
 
-`Driven` keeps a record of an engine's events and holds every step to the rules that all tests
-share: one finish per sequence and nothing after it, no slot lost, no step without work.
+`Driven` records an engine's events and checks in every step the rules that all tests share: one
+finish per sequence and nothing after it, no slot lost, no step without work.
 """
 
 import dataclasses
@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, Source
-from logitd.model.inference.constraints.protocol import (
-    TokenConstraint,
-    TokenMatcher,
-)
+from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from logitd.model.inference.engine.attributions import AT_ONCE
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (
@@ -30,7 +29,6 @@ from logitd.model.inference.engine.events import (
     FinishReason,
     OutputsChunk,
     PromptEvent,
-    PromptToken,
     ScoresChunk,
     StepResult,
     TokenEvent,
@@ -38,19 +36,25 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.engine.requests import (
     GenerationRequest,
     Logits,
+    Output,
     OutputsRequest,
     Request,
     ScoreRequest,
     sequence_lengths,
 )
 from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.engine.scheduler import Scheduler
+from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, State
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.reference import generate, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.results import ScoredToken
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
 SMALL_VOCABULARY = 40
+LOGITS = Logits()
 
 
 def small_gpt(**overrides: Any) -> GPT:
@@ -60,7 +64,7 @@ def small_gpt(**overrides: Any) -> GPT:
 
 
 def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
-    """Greedy unless told otherwise."""
+    """Greedy by default."""
     return SamplingParams(**({"max_tokens": max_tokens, "seed": 0, "temperature": 0.0} | fields))
 
 
@@ -74,10 +78,11 @@ def generation(
     priority: int = 0,
     caller: str = "",
     prefix_reuse: bool = True,
+    interventions: tuple[Intervention, ...] = (),
     sampling: SamplingParams | None = None,
     **fields: Any,
 ) -> GenerationRequest:
-    """A request by the given parameters, or by those that `params` makes of the fields."""
+    """A request with the given parameters, or with those that `params` makes of the fields."""
     return GenerationRequest(
         request_id=request_id,
         token_ids=tuple(prompt),
@@ -88,6 +93,7 @@ def generation(
         priority=priority,
         caller=caller,
         prefix_reuse=prefix_reuse,
+        interventions=interventions,
     )
 
 
@@ -96,19 +102,17 @@ def outputs_request(
     prompt: Iterable[int],
     positions: Iterable[int] | None = None,
     *,
-    columns: tuple[int, ...] | None = None,
-    deadline: float | None = None,
-    caller: str = "",
+    output: Output = LOGITS,
+    **fields: Any,
 ) -> OutputsRequest:
-    """A request for rows: all positions unless told otherwise."""
+    """A request for rows, of all positions by default."""
     token_ids = tuple(prompt)
     return OutputsRequest(
         request_id=request_id,
         token_ids=token_ids,
         positions=tuple(range(len(token_ids)) if positions is None else positions),
-        output=Logits(columns=columns),
-        caller=caller,
-        deadline=deadline,
+        output=output,
+        **fields,
     )
 
 
@@ -167,7 +171,7 @@ class FakeClock:
 
 
 class JumpingClock(FakeClock):
-    """A clock that stands still, creeps or leaps between two looks at it, as `rng` says."""
+    """A clock that stops, creeps or leaps between two reads, as `rng` says."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -180,11 +184,11 @@ class JumpingClock(FakeClock):
 
 @dataclass
 class Outcome:
-    """Everything that one sequence was given."""
+    """The events of one sequence."""
 
     tokens: list[TokenEvent] = field(default_factory=list)
     rows: list[OutputsChunk] = field(default_factory=list)
-    prompt: list[PromptToken] = field(default_factory=list)
+    prompt: list[ScoredToken] = field(default_factory=list)
     scores: list[ScoresChunk] = field(default_factory=list)
     prompt_start: int = 0
     attribution: Attribution | None = None
@@ -202,6 +206,19 @@ class Outcome:
     def ended(self) -> FinishEvent:
         assert self.finish is not None
         return self.finish
+
+    @property
+    def computed(self) -> object:
+        """Everything computed for the sequence, to the bit, and its end."""
+        rows = b"".join(event.rows.tobytes() for event in self.rows)
+        end = self.ended.reason, self.ended.stop_token_id, self.ended.error
+        return self.tokens, self.prompt, self.positions, rows, self.attribution, end
+
+    @property
+    def values(self) -> Tensor:
+        """All rows of a request for outputs that ended well."""
+        assert self.ended.reason is FinishReason.STOP, self.ended.error
+        return torch.cat([torch.from_numpy(event.rows) for event in self.rows])
 
 
 class Driven:
@@ -226,13 +243,14 @@ class Driven:
         self.accepted_tokens = 0
         self.evicted_sequences = 0
 
-    def add(self, request: Request, weights: int | None = None) -> None:
-        if weights is None:
-            self.engine.add(request)
-        else:
-            self.engine.accept(request, weights=weights)
-        count = len(sequence_lengths(request))
-        self.accepted |= {(request.request_id, index) for index in range(count)}
+    def add(self, *requests: Request, weights: int | None = None) -> None:
+        for request in requests:
+            if weights is None:
+                self.engine.add(request)
+            else:
+                self.engine.accept(request, weights=weights)
+            count = len(sequence_lengths(request))
+            self.accepted |= {(request.request_id, index) for index in range(count)}
 
     def swap_weights(self, gpt: GPT) -> None:
         self.engine.swap_weights(self.engine.prepare_weights(gpt))
@@ -255,7 +273,7 @@ class Driven:
         self.drafted_tokens += result.drafted_tokens
         self.accepted_tokens += result.accepted_tokens
         self.evicted_sequences += result.evicted_sequences
-        self.engine.check_integrity()
+        check_integrity(self.engine)
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
@@ -303,17 +321,46 @@ class Driven:
         }
 
 
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Every slot has one owner or none, and no sequence runs without one."""
+    running, waiting, paused = scheduler.running, list(scheduler.waiting), scheduler.paused
+    slots = [sequence.slot for sequence in running]
+    assert len(slots) == len(set(slots)), f"a slot is shared: {slots}"
+    assert set(slots) == scheduler.slots.owned()
+    assert all(s.state in (State.PREFILL, State.DECODE) for s in running)
+    assert len(waiting) == len(set(waiting)) == len(scheduler.waiting)
+    assert all(s.state is State.WAITING and s.slot is None for s in waiting)
+    assert all(s.state is State.PAUSED and s.slot is None for s in paused)
+    assert all(s.credit < CHUNKS_IN_FLIGHT for s in paused)
+    assert len(paused) <= scheduler.slots.total
+    assert set(scheduler._behind) == {s for s in running if not s.may_compute}
+    attributions = scheduler.attributions
+    assert len(attributions.running) <= AT_ONCE
+    assert all(s.state is State.ATTRIBUTION and s.slot is None for s in attributions.running)
+    assert all(s.state is State.WAITING and s.slot is None for s in attributions.waiting)
+
+
+def check_integrity(engine: Engine) -> None:
+    """No slot and no sequence is lost or shared."""
+    scheduler = engine._scheduler
+    check_scheduler(scheduler)
+    known = {s for sequences in engine._sequences.values() for s in sequences}
+    assert known == {
+        *(*scheduler.waiting, *scheduler.running, *scheduler.paused),
+        *(*scheduler.attributions.waiting, *scheduler.attributions.running),
+    }
+
+
 def run(gpt: GPT, *requests: Request, **config: Any) -> dict[tuple[str, int], Outcome]:
     """All requests at once through an engine of their own."""
     driven = Driven(gpt, **config)
-    for request in requests:
-        driven.add(request)
+    driven.add(*requests)
     return driven.drain()
 
 
 def skip_unless_rows_depend_on_their_number() -> None:
-    """Skip where the machine's matrix product gives a row the same bits alone as among others: the
-    padding that is under test has nothing to do there."""
+    """Skip if the machine's matrix product has the same bits for a row alone and among others:
+    then the padding under test does nothing."""
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(1))
     if torch.equal(x[:1] @ weight.T, (x @ weight.T)[:1]):

@@ -1,9 +1,7 @@
-"""Commands for an engine whose decoder launches steps, and what it tells while it plays them.
-
-Covers requests of every kind, aborts, deadlines, new weights and grants of outputs, drawn by
-hypothesis, and a decoder that does everything as late as it may. What is told is compared by
-`test_overlap.py`.
-"""
+"""Commands for an engine with a launching decoder, and its events while it plays them. Covers
+requests of every kind, aborts, deadlines, new weights and grants of outputs, drawn by
+hypothesis, and a decoder that does everything as late as possible. `test_overlap.py` compares
+the events."""
 
 import random
 from collections.abc import Sequence
@@ -74,7 +72,7 @@ class Launching(LateDecoder):
 
 
 def launching(driven: Driven) -> Launching:
-    decoder = driven.engine._runner._decoder
+    decoder = driven.engine._runner.model.decoder
     assert isinstance(decoder, Launching)
     return decoder
 

@@ -118,7 +118,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
     if rng.random() < 0.25:
         positions = sorted(rng.sample(range(length), rng.randint(1, length)))
         columns = tuple(random_prompt(rng, 3, vocab_size)) if rng.random() < 0.5 else None
-        return outputs_request(name, prompt, positions, columns=columns)
+        return outputs_request(name, prompt, positions, output=Logits(columns=columns))
     if rng.random() < 0.1:
         room = context - length
         continuations = [random_prompt(rng, rng.randint(1, room), vocab_size) for _ in range(2)]
@@ -128,7 +128,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
 
 
 GRAPH_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Device of `kernels/cuda`: without a GPU it runs on a CPU, where it records nothing."""
+"""Device of `kernels/cuda`. On a CPU nothing is recorded."""
 
 
 def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:

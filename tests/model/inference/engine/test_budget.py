@@ -1,8 +1,6 @@
-"""Budget: prompts get the time that is left of a gap, whatever a machine's steps cost.
-
-The scheduler is driven on a made machine: each plan takes the time that its costs say, and the
-clock moves by that. So a step that is longer than it should be shows as such.
-"""
+"""Budget: prompts get the time that a gap leaves, for any costs of steps. The scheduler is
+driven on a simulated machine: each plan takes the time that its costs say, and the clock moves
+by that."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.inference.engine.budget import (
-    MOST_DELAY,
-    PASS_WORK,
-    WINDOW,
-    ChunkLengths,
-    PrefillBudget,
-    positions_for,
-)
+from logitd.model.inference.engine.budget import MOST_DELAY, PASS_WORK, WINDOW, PrefillBudget
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.scheduler import Scheduler, StepPlan
@@ -30,13 +21,13 @@ from tests.model.inference.engine.harness import generation, small_gpt
 
 PROMPT = 64 * BLOCK
 GROWTH = 1.5
-"""What rounding up to whole blocks and a shape of costs that is not PASS_WORK's may add."""
+"""Tolerance for rounding up to whole blocks, and for pass costs other than PASS_WORK."""
 
 
 @dataclass
 class Machine:
-    """A scheduler whose steps cost what is said here, in seconds. `slower` is for one step alone,
-    `spent` has the time of each step in which somebody decoded, and what decoding took of it."""
+    """A scheduler whose steps have these costs, in seconds. `slower` is a factor of one step,
+    `spent` has the time of each step with decoding sequences, and their share of it."""
 
     target: TargetGap | None
     chunk: int = 8 * BLOCK
@@ -83,7 +74,7 @@ class Machine:
         return plan
 
     def streams(self, count: int = 3) -> None:
-        """Add so many streams, and decode long enough to know their cost."""
+        """Add streams, and decode until their cost is known."""
         for index in range(count):
             self.add(f"{'s' * (index + 1)}", BLOCK)
         for _ in range(count + WINDOW):
@@ -120,7 +111,7 @@ def test_prefill_has_no_budget_while_nobody_decodes() -> None:
 
 
 def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -> float:
-    """Seconds from a prompt's first chunk to its first token, beside streams."""
+    """Seconds from a prompt's first chunk to its first token, next to streams."""
     machine = Machine(target, decode=decode, block=block, passing=PASS_WORK * block)
     machine.streams()
     prompt, began = machine.add("prompt", PROMPT), machine.now
@@ -130,7 +121,7 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 
 
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
-def test_no_prompt_waits_for_a_target(decode: float, block: float) -> None:
+def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: float) -> None:
     """In a gap of a nanosecond, prompts would be computed a block at a time, each with a decode
     step of its own, which takes longer. The last chunk may be short: that is one step more."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
@@ -174,25 +165,26 @@ def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
     assert positions(machine.step()) == blocks * BLOCK
 
 
-def test_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> None:
+def test_incomplete_blocks_count_until_whole_ones_are_seen() -> None:
     """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
     had ten times its time."""
-    budget = PrefillBudget(DecodeSteps(11), 8 * BLOCK)
-    assert budget.work() == 0.0
+    target = DecodeSteps(11)
+    budget = PrefillBudget(target, 8 * BLOCK)
+    assert budget.work(target) == 0.0
     budget.decoded(0.02)
-    assert budget.work() == 0.0, "nothing is known of prompts"
-    budget.prefilled(ChunkLengths([1]), 0.015)
-    assert budget.work() == pytest.approx(20.0)
-    budget.prefilled(ChunkLengths([BLOCK]), 0.150)
-    assert budget.work() == pytest.approx(2.0)
-    budget.prefilled(ChunkLengths([1]), 0.015)
-    assert budget.work() == pytest.approx(2.0)
-    budget.prefilled(ChunkLengths([BLOCK, 2 * BLOCK]), 0.100)
-    assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
+    assert budget.work(target) == 0.0, "nothing is known of prompts"
+    budget.prefilled([1], 0.015)
+    assert budget.work(target) == pytest.approx(20.0)
+    budget.prefilled([BLOCK], 0.150)
+    assert budget.work(target) == pytest.approx(2.0)
+    budget.prefilled([1], 0.015)
+    assert budget.work(target) == pytest.approx(2.0)
+    budget.prefilled([BLOCK, 2 * BLOCK], 0.100)
+    assert budget.work(target) == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
 
 
 def test_budget_accepts_steps_that_cost_nothing() -> None:
-    """A clock that stands still, say."""
+    """For example, a clock that stops."""
     machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -212,15 +204,15 @@ def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
     assert all(seconds <= 0.24 * GROWTH for seconds, _ in together.spent)
 
 
-def test_pass_that_takes_no_longer_is_not_taken_for_one_without_time() -> None:
-    """One block beside what is decoded anyway took no longer than a decode step, so blocks came to
-    cost nothing, which was read as not known: each prompt of 32 streams came in by single blocks,
-    and the streams of others waited for slots (586 instead of 747 tokens/s)."""
+def test_free_pass_allows_whole_chunks() -> None:
+    """A block computed with a decode step took no longer than a decode step, so blocks cost
+    nothing, which was read as unknown: the prompts of 32 streams were computed by single blocks
+    (586 instead of 747 tokens/s)."""
     budget = PrefillBudget(DecodeSteps(3), 8 * BLOCK)
     for _ in range(WINDOW):
         budget.decoded(0.080)
-        budget.together(ChunkLengths([BLOCK]), 0.079)
-    assert positions_for(budget.work()) == 8 * BLOCK
+        budget.together([BLOCK], 0.079)
+    assert budget.positions() == 8 * BLOCK
 
 
 seconds = st.floats(min_value=1e-5, max_value=10.0)
@@ -251,14 +243,14 @@ def test_no_step_is_longer_than_its_bounds(
     assert all(spent <= at_most * (1 + 1e-9) for spent, _ in machine.spent[WINDOW // 2 + 1 :])
 
 
-def test_device_whose_work_is_not_timed_has_no_target() -> None:
+def test_target_gap_is_refused_on_an_asynchronous_device() -> None:
     """Accepting the field would ignore it."""
     with pytest.raises(InvalidRequest, match=r"target_gap.*meta"):
         Engine(small_gpt().to("meta"), EngineConfig(target_gap=DecodeSteps(3)))
 
 
 @pytest.mark.parametrize("target", [DecodeSteps(1), DecodeSteps(0.5), 0.0, -1.0])
-def test_target_that_leaves_nothing_is_refused(target: TargetGap) -> None:
+def test_target_gap_without_time_for_prompts_is_refused(target: TargetGap) -> None:
     with pytest.raises(InvalidRequest, match="target_gap"):
         EngineConfig(target_gap=target)
 
@@ -268,7 +260,7 @@ def test_target_that_leaves_nothing_is_refused(target: TargetGap) -> None:
     [("3x", DecodeSteps(3)), (" 2.5 X ", DecodeSteps(2.5)), ("150ms", 0.15), ("0.2s", 0.2),
      ("none", None)],
 )  # fmt: skip
-def test_targets_as_people_write_them(text: str, target: TargetGap | None) -> None:
+def test_target_gap_is_parsed(text: str, target: TargetGap | None) -> None:
     assert parse_target_gap(text) == target
 
 

@@ -1,8 +1,6 @@
-"""Generation under constraints: whatever a model would say, what is finished matches and what was
-cut off begins something that does; and nobody beside it notices.
-
-Oracles are Python's `re` and `model/inference/reference.py`. JSON is in `test_constrained_json.py`.
-"""
+"""Generation under constraints: a finished text matches, a cut text begins a match, and other
+requests are not affected. Oracles are Python's `re` and `model/inference/reference.py`. JSON is
+in `test_constrained_json.py`."""
 
 import dataclasses
 import json
@@ -117,7 +115,7 @@ def test_constrained_text_is_the_references(kind: Kind, temperature: float) -> N
         assert_is_reference(GPT_OF_THE_TESTS, PROMPT, sampling, outcome_index, outcome.token_ids)
 
 
-def test_last_token_that_there_is_room_for_may_complete_it() -> None:
+def test_last_token_may_complete_a_constraint() -> None:
     gpt = small_gpt()
     steps = Steps(gpt.config.vocab_size, length=6)
     for room, reason in ((5, FinishReason.LENGTH), (6, FinishReason.STOP), (7, FinishReason.STOP)):
@@ -126,7 +124,7 @@ def test_last_token_that_there_is_room_for_may_complete_it() -> None:
         assert len(outcome.tokens) == min(room, 6)
 
 
-def test_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> None:
+def test_end_of_text_ends_a_text_that_could_continue() -> None:
     """`a+` is whole after each letter: the text ends by the token, and by nothing else."""
     (end,) = COMPILER.ends
     assert end is not None
@@ -166,7 +164,7 @@ def costly_sources() -> st.SearchStrategy[Source]:
 
 
 def fates(*requests: GenerationRequest) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """What became of each sequence: its tokens, and why it ended."""
+    """Tokens, reason and error of each sequence."""
     outcomes = run(GPT_OF_THE_TESTS, *requests, slots=16)
     return {
         key: (outcome.token_ids, outcome.ended.reason, outcome.ended.error)
@@ -181,7 +179,7 @@ def costly(name: str, constraint: Constraint, seed: int, n: int) -> GenerationRe
 
 
 def error_alone(source: Source, token_ids: list[int]) -> tuple[int, str | None]:
-    """How many tokens a matcher takes that nobody shares anything with, and its error."""
+    """Number of tokens that a matcher takes on its own, and its error."""
     matcher, taken = TIGHT.compile(source).matcher(), 0
     try:
         for token_id in token_ids:
@@ -198,8 +196,10 @@ def error_alone(source: Source, token_ids: list[int]) -> tuple[int, str | None]:
 @settings(max_examples=examples(40, fast=3))
 @given(costly_sources(), costly_sources(), st.integers(0, 2**32), st.integers(0, 2**32))
 @example(Source("regex", "(.*[a-m].{12}[n-z])+"), Source("regex", "a"), 1, 2)
-def test_company_changes_no_fate(source: Source, other: Source, seed: int, others: int) -> None:
-    """Alone, as one of eight, beside others and after them."""
+def test_other_constraints_change_no_outcome(
+    source: Source, other: Source, seed: int, others: int
+) -> None:
+    """Alone, as one of eight, next to others and after them."""
     alone = fates(costly("a", TIGHT.compile(source), seed, 8))
     for token_ids, _, error in alone.values():
         assert error_alone(source, token_ids) == (len(token_ids), error)
@@ -214,7 +214,7 @@ def test_company_changes_no_fate(source: Source, other: Source, seed: int, other
             assert all(found["a", index] == alone["a", index] for index in range(n))
 
 
-def test_texts_of_one_constraint_end_at_their_own_limits() -> None:
+def test_lexer_limits_apply_to_each_sequence() -> None:
     found = fates(costly("a", TIGHT.compile(Source("regex", "(.*[a-m].{8}[n-z])+")), 1, 16))
     reasons = {reason for _, reason, _ in found.values()}
     assert reasons == {FinishReason.ERROR, FinishReason.LENGTH}
@@ -287,8 +287,7 @@ def test_matcher_ends_its_own_sequence_alone(
     ending = Ending(gpt.config.vocab_size, error=error, late=late)
     driven = Driven(gpt)
     ends = generation("ends", [5], n=2, constraint=ending, max_tokens=max_tokens)
-    for request in (free[0], ends, *free[1:]):
-        driven.add(request)
+    driven.add(free[0], ends, *free[1:])
     outcomes = driven.drain()
     for index in range(2):
         end = outcomes["ends", index].ended

@@ -106,7 +106,7 @@ def test_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
 )
 @pytest.mark.parametrize(("missing", "blocks"), [(0, 2), (1, 1)])
 def test_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks: int) -> None:
-    """A step has room for two blocks; where the budget is one number short, for one."""
+    """A step has room for two blocks, or for one if the budget is one element short."""
     request = rows(wanted, tuple(range(2 * BLOCK)))
     driven = Driven(GPT, prefill_chunk=2 * BLOCK)
     driven.engine._scheduler.step_elements = 2 * BLOCK * position_elements(request, SHAPE) - missing

@@ -1,8 +1,8 @@
-"""The batch changes nothing: a request's tokens and logprobs are the same bits in any batch.
+"""Batch invariance: a request's tokens and logprobs are the same bits in any batch.
 
-Each of a pool of requests is computed alone on an engine of its own. Then random mixes of them run
+Each of a pool of requests is computed alone on its own engine. Then random mixes of them run
 together, in random order, arriving at random steps, on engines of other sizes, with a cold or a
-warm prefix cache; and every one of them has to come out as it was alone.
+warm prefix cache. Every outcome must be that of the request alone.
 """
 
 import random
@@ -44,7 +44,6 @@ from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
     JumpingClock,
-    Outcome,
     Steps,
     generation,
     outputs_request,
@@ -100,12 +99,8 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
             pool.append(score_request(str(i), prompt, *continuations[: rng.randint(0, 3)], top=2))
         elif i % 10 == 3:
             wanted = rng.choice(NUMBERS)
-            positions = tuple(range(rng.randrange(length), length))
-            pool.append(
-                OutputsRequest(
-                    request_id=str(i), token_ids=tuple(prompt), positions=positions, output=wanted
-                )
-            )
+            positions = range(rng.randrange(length), length)
+            pool.append(outputs_request(str(i), prompt, positions, output=wanted))
         elif i % 5 == 4:
             pool.append(outputs_request(str(i), prompt, range(rng.randrange(length), length)))
         else:
@@ -118,18 +113,6 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
     return pool
 
 
-def bits(outcome: Outcome) -> object:
-    """All that a sequence computed, to the last bit."""
-    rows = [(event.positions, event.rows) for event in outcome.rows]
-    positions = [position for piece, _ in rows for position in piece]
-    return (
-        outcome.tokens,
-        outcome.prompt,
-        positions,
-        b"".join(values.tobytes() for _, values in rows),
-    )
-
-
 def alone(
     gpt: GPT, pool: list[Request], make_decoder: DecoderMaker, **config: Any
 ) -> dict[tuple[str, int], object]:
@@ -140,7 +123,7 @@ def alone(
             gpt, make_decoder=make_decoder, slots=1, prefill_chunk=256, prefix_reuse=False, **config
         )
         driven.add(request)
-        found.update({key: bits(outcome) for key, outcome in driven.drain().items()})
+        found.update({key: outcome.computed for key, outcome in driven.drain().items()})
     return found
 
 
@@ -166,7 +149,7 @@ def together(
             for event in driven.step().events:
                 if isinstance(event, OutputsChunk):
                     driven.engine.grant(event.request_id)
-    return {key: bits(outcome) for key, outcome in driven.drain().items()}
+    return {key: outcome.computed for key, outcome in driven.drain().items()}
 
 
 def differences(
@@ -179,7 +162,7 @@ def differences(
     make_decoder: DecoderMaker = PlainDecoder,
     **config: Any,
 ) -> int:
-    """Sequences that came out otherwise in a batch than alone."""
+    """Number of sequences with another outcome in a batch than alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
     expected = alone(gpt, pool, make_decoder, **config)
@@ -190,7 +173,7 @@ def differences(
 @pytest.mark.parametrize(
     ("name", "dtype", "kept"), values(list(SHAPES), DTYPES, get_args(KVCacheDType))
 )
-def test_company_changes_no_bit(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
+def test_batch_changes_no_bit(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
     gpt = shape(name, dtype)
     found = differences(gpt, seed=name, pool_size=POOL, mixes=MIXES, kv_cache_dtype=kept)
     assert found == 0
@@ -212,7 +195,7 @@ def native(request: pytest.FixtureRequest) -> DecoderMaker:
     values(list(FAMILIES), DTYPES, ("none", "int8", "int4")),
     indirect=["native"],
 )
-def test_company_changes_no_bit_of_native_code(
+def test_batch_changes_no_bit_of_native_code(
     name: str, dtype: torch.dtype, native: DecoderMaker
 ) -> None:
     """Native decoders share generated blocks as well."""
@@ -221,16 +204,16 @@ def test_company_changes_no_bit_of_native_code(
 
 
 @pytest.mark.parametrize("name", ["modern", "scaled"])
-def test_company_changes_no_bit_of_batch_invariant_graphs(name: str) -> None:
+def test_batch_changes_no_bit_of_batch_invariant_graphs(name: str) -> None:
     gpt = shape(name).to(GRAPH_DEVICE)
     graphs = partial(GraphDecoder, batch_invariant=True)
     assert differences(gpt, seed=name, pool_size=POOL, mixes=MIXES, make_decoder=graphs) == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_conversation_goes_on_from_its_own_answers(name: str, native: DecoderMaker) -> None:
-    """An answer's blocks are copied like a prompt's, and what follows is what an engine says that
-    has never seen any of it."""
+def test_conversation_copies_its_own_answers(name: str, native: DecoderMaker) -> None:
+    """An answer's blocks are copied like a prompt's, and the next answer is that of a fresh
+    engine."""
     gpt, rng = shape(name, head_dim=16), random.Random(name)
     driven = Driven(gpt, make_decoder=native, slots=2, prefill_chunk=64, speculate="ngram")
     text: list[int] = []
@@ -239,12 +222,12 @@ def test_conversation_goes_on_from_its_own_answers(name: str, native: DecoderMak
         request = generation(str(turn), text, max_tokens=35, seed=turn, logprobs=2)
         driven.add(request)
         outcome = driven.drain()[str(turn), 0]
-        # All that was computed: the last token of an answer was drawn and not looked at.
+        # The last token of an answer was sampled and not computed.
         computed = len(text) - 5 - 1
         assert outcome.ended.cached_tokens == max(0, computed // BLOCK * BLOCK)
         fresh = Driven(gpt, make_decoder=native, slots=1)
         fresh.add(request)
-        assert bits(outcome) == bits(fresh.drain()[str(turn), 0])
+        assert outcome.computed == fresh.drain()[str(turn), 0].computed
         text += outcome.token_ids
 
 
@@ -260,7 +243,7 @@ def test_needle_in_hundreds_of_mixes(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_company_changes_no_bit_at_a_real_width(name: str, dtype: torch.dtype) -> None:
+def test_batch_changes_no_bit_at_a_real_width(name: str, dtype: torch.dtype) -> None:
     gpt = shape(name, dtype, d_model=768, n_head=12, n_layer=1, context_length=512)
     assert differences(gpt, seed=name, pool_size=12, mixes=3, max_tokens=4) == 0
 
@@ -279,7 +262,7 @@ def two_threads() -> Iterator[None]:
     [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
     ids=["float32", "bfloat16"],
 )
-def test_company_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
+def test_batch_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
     """Wide enough that torch divides products and activations between the threads."""
     gpt = shape("modern", dtype, d_model=160, d_ff=1000, n_layer=1)
     assert differences(gpt, seed=dtype, pool_size=6, mixes=1, max_tokens=3) == 0
@@ -296,8 +279,8 @@ def test_company_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
 def test_step_times_change_no_bit(
     native: DecoderMaker, seed: int, target: TargetGap | None, chunk: int
 ) -> None:
-    """The time of earlier steps decides how much of a prompt a step computes. With a jumping clock
-    it is another number in every step, and every request has the outcome that it has alone."""
+    """The times of earlier steps decide how many positions of a prompt a step computes. With a
+    jumping clock that differs in every step."""
     gpt, rng = shape("modern", head_dim=16), random.Random(seed)
     pool = pool_of_requests(rng, gpt, 8, max_tokens=24)
     for make_decoder in (PlainDecoder, native):
@@ -309,22 +292,21 @@ def test_step_times_change_no_bit(
             prefill_chunk=chunk,
             target_gap=target,
         )
-        for request in pool:
-            driven.add(request)
-        found = {key: bits(outcome) for key, outcome in driven.drain().items()}
+        driven.add(*pool)
+        found = {key: outcome.computed for key, outcome in driven.drain().items()}
         assert found == alone(gpt, pool, make_decoder)
 
 
-# The inverse: these tests can fail.
+# These tests can fail.
 
 
-def test_unpadded_rows_show_their_company(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpadded_rows_differ_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_rows_depend_on_their_number()
     monkeypatch.setattr(plain, "decode_row_groups", lambda gpt: AS_THEY_ARE)
     assert differences(shape("gpt2"), seed="gpt2", pool_size=POOL, mixes=MIXES) > 0
 
 
-def test_pools_are_made_of_every_kind() -> None:
+def test_pools_contain_every_kind_of_request() -> None:
     """Check that the mixes contain what they claim to cover."""
     pool = pool_of_requests(random.Random("gpt2"), shape("gpt2"), 60, 8)
     generations = [request for request in pool if isinstance(request, GenerationRequest)]

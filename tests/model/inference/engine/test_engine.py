@@ -38,7 +38,7 @@ def test_prompt_gives_its_first_token_when_it_is_computed(gpt: GPT) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["none", "ngram"])
-def test_everything_that_was_computed_is_counted(gpt: GPT, speculate: str) -> None:
+def test_steps_count_all_computed_tokens(gpt: GPT, speculate: str) -> None:
     driven = Driven(gpt, slots=3, speculate=speculate)
     rng = random.Random(1)
     shared = random_prompt(rng, 128)
@@ -59,7 +59,7 @@ def test_everything_that_was_computed_is_counted(gpt: GPT, speculate: str) -> No
     assert any(end.cached_tokens for end in ends)
 
 
-def test_every_moment_is_on_the_engines_clock(gpt: GPT) -> None:
+def test_times_are_on_the_engines_clock(gpt: GPT) -> None:
     clock = FakeClock()
     driven = Driven(gpt, clock, slots=1, prefill_chunk=32)
     driven.add(generation("first", [1] * 40, max_tokens=3))
@@ -110,7 +110,7 @@ def test_stats(gpt: GPT) -> None:
     assert counts(engine) == (0, 0, 2, 0)
 
 
-def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
+def test_rows_come_in_granted_pieces(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=128)
     driven.engine._scheduler.step_elements = 1  # pieces of one block
     request = outputs_request("rows", random_prompt(random.Random(0), 120))
@@ -150,7 +150,7 @@ def test_engine_refuses_a_model_in_training_mode() -> None:
         ),
     ],
 )
-def test_lists_of_ids_become_tensors_once_a_request(
+def test_lists_of_ids_become_tensors_once_per_request(
     gpt: GPT, request_: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[ListedIds] = []

@@ -7,6 +7,7 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     Driven,
     FakeClock,
+    check_integrity,
     counts,
     generation,
     outputs_request,
@@ -33,7 +34,7 @@ def test_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
     end = driven.outcomes[name, 0].ended
     assert end.reason is FinishReason.ABORT
     assert end.completion_tokens == (2 if name == "decode" else 0)
-    driven.engine.check_integrity()
+    check_integrity(driven.engine)
     driven.step()  # ... and its slot is free in the next step
     queued = driven.outcomes.get(("queued", 0))
     assert (name == "prefill") == (queued is not None and bool(queued.tokens))
@@ -83,7 +84,7 @@ def test_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     assert not driven.engine.has_work()
 
 
-def test_stop_token_that_is_also_the_last_is_a_stop(gpt: GPT) -> None:
+def test_stop_token_at_max_tokens_is_a_stop(gpt: GPT) -> None:
     text = run(gpt, generation("a", [1, 2], max_tokens=4))["a", 0].token_ids
     last = frozenset({text[-1]})
     first = text.index(text[-1])

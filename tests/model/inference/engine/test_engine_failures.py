@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason
-from logitd.model.inference.engine.requests import (
-    GenerationRequest,
-)
+from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
@@ -82,7 +80,7 @@ def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) 
         assert_is_reference(gpt, prompts[name], params(), 0, outcomes[name, 0].token_ids)
 
 
-def test_failed_step_shares_no_cell(gpt: GPT) -> None:
+def test_failed_step_leaves_nothing_to_share(gpt: GPT) -> None:
     """A failed step may have left anything in the cache: prompts that could have copied from it,
     or from what was there before, are computed."""
     prompt = random_prompt(random.Random(9), 100)
@@ -119,7 +117,7 @@ def test_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     check_rows(gpt, request, driven.outcomes["rows", 0])
 
 
-def test_model_that_always_fails_answers_everybody(gpt: GPT) -> None:
+def test_failing_model_answers_every_request(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, *range(1, 100)), slots=2)
     for i in range(10):
         driven.add(generation(str(i), [1] * 40, n=2))
@@ -129,9 +127,9 @@ def test_model_that_always_fails_answers_everybody(gpt: GPT) -> None:
     assert {outcome.ended.reason for outcome in outcomes.values()} == {FinishReason.ERROR}
 
 
-def test_numbers_that_are_not_finite_fail_their_sequence_alone() -> None:
-    """A token whose embedding is NaN spoils the texts that hold it, and nothing else, neither
-    beside it nor later in its slot."""
+def test_non_finite_logits_fail_their_sequence_only() -> None:
+    """A token with a NaN embedding breaks the texts that hold it, and no other text, neither in
+    the same batch nor later in its slot."""
     clean = small_gpt(tied_head=False)
     broken = small_gpt(tied_head=False)
     broken.token_embedding.weight[7] = torch.nan

@@ -3,23 +3,76 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
+from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.engine.requests import (
+    AttentionWeights,
+    AttributionRequest,
+    HiddenStates,
+    Lens,
+    Logits,
+    Output,
     Request,
 )
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,
     Driven,
+    check_integrity,
     generation,
     outputs_request,
+    params,
     run,
     score_request,
 )
 
 PROMPT = list(range(30))
+
+
+def rows(output: Output) -> Request:
+    return outputs_request("a", PROMPT, [0], output=output)
+
+
+def attributed(prompt: list[int] = PROMPT, **fields: Any) -> Request:
+    task = AttributionTask(**({"position": max(0, len(prompt) - 1)} | fields))
+    return AttributionRequest(request_id="a", token_ids=tuple(prompt), task=task)
+
+
+def changed(**fields: Any) -> Request:
+    change: dict[str, Any] = {"stage": "blocks.0.attention.heads", "operation": "zero"}
+    return outputs_request("a", PROMPT, interventions=(Intervention(**(change | fields)),))
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"stage": "blocks.0.attention.heds"}, "blocks.0.attention.heds"),
+    ({"stage": "blocks.9.output"}, "blocks.9.output.* 0 to 1"),
+    ({"stage": "blocks.*.output"}, r"blocks.\*.output.* 2 "),
+    ({"stage": "blocks.0.attention.q_raw"}, "attention.q_raw"),
+    ({"stage": "blocks.0.attention.head_out"}, "attention.heads"),
+    ({"stage": "logits"}, "logit_bias"),
+    ({"heads": (2,)}, r"heads.*\(0 to 1\)"),
+    ({"heads": ()}, "heads.*at least one"),
+    ({"stage": "blocks.0.output", "heads": (0,)}, "blocks.0.output.*heads"),
+    ({"positions": (30,)}, "position.* 30.* 30"),
+    ({"positions": (3, 3)}, "ascending"),
+    ({"operation": "add"}, "'add'.*values"),
+    (
+        {"operation": "set", "values": np.zeros((1, 2, 7), np.float32)},
+        r"\[1, 2, 7\].*blocks.0.attention.heads.*\[2, 8\].* 1",
+    ),
+    (
+        {
+            "operation": "set",
+            "positions": (0, 1, 2),
+            "values": np.zeros((2, 2, 8), np.float32),
+        },
+        " 3 or 1 ",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +106,42 @@ PROMPT = list(range(30))
         ),
         (outputs_request("a", PROMPT, [-1, 5]), "positions", "-1.*30.*29"),
         (outputs_request("a", PROMPT, [30]), "positions", "30.*30"),
-        (outputs_request("a", PROMPT, [0], columns=(40,)), "token_ids", "40.*token_ids"),
-        (outputs_request("a", PROMPT, [0], columns=()), "token_ids", "token_ids.*empty"),
+        (rows(Logits(columns=(40,))), "token_ids", "40.*token_ids"),
+        (rows(Logits(columns=())), "token_ids", "token_ids.*empty"),
+        (rows(Logits(processing=params(logit_bias={40: 1.0}))), "logit_bias", "40"),
+        (rows(Logits(processing=params(allowed_token_ids=(999,)))), "allowed_token_ids", "999"),
+        (rows(HiddenStates(layers=())), "layers", "layers"),
+        (rows(HiddenStates(layers=(3,))), "layers", "layers.*3.*3"),
+        (rows(HiddenStates(layers=(-1,))), "layers", "-1"),
+        (rows(HiddenStates(layers=(2, 1))), "layers", "2, 1"),
+        (rows(AttentionWeights(layers=(2,), heads=(0,))), "layers", "2"),
+        (rows(AttentionWeights(layers=(0,), heads=(2,))), "heads", "2"),
+        (rows(AttentionWeights(layers=(0,), heads=(1, 1))), "heads", "1, 1"),
+        (rows(Lens(layers=(3,), top_k=1)), "layers", "layers.*3.*3"),
+        (rows(Lens(layers=(), top_k=1)), "layers", "layers"),
+        (rows(Lens(layers=(1, 0), top_k=1)), "layers", "layers.*1, 0"),
+        (rows(Lens(layers=(0,), top_k=41)), "top_k", "top_k.*41.*40"),
+        (rows(Lens(layers=(0,), top_k=0)), "top_k", "top_k.*0"),
+        (rows(Lens(layers=(0,), top_k=1, token_ids=(40,))), "token_ids", "40.*token_ids"),
+        (score_request("a", [], [1]), "prompt", "empty"),
+        (score_request("a", [40]), "prompt", "40"),
+        (score_request("a", [1], [1], []), "continuations", "empty"),
+        (score_request("a", [1], [40]), "continuations", "40"),
+        (score_request("a", [1], top=41), "logprobs", "41"),
+        (score_request("a", [1], top=-1), "logprobs", "-1"),
+        (attributed(position=30), "position", "position.*30.*30.*29"),
+        (attributed(position=-1), "position", "position.*-1"),
+        (attributed(token_id=40), "token_id", "40.*token_id.*40"),
+        (attributed(minus_id=-1), "minus_id", "-1.*minus_id"),
+        (attributed(token_id=7, minus_id=7), "minus", "token.*minus.*7"),
+        (attributed(baseline=99), "baseline", "99.*baseline"),
+        (attributed(methods=()), "methods", "direct"),
+        (attributed(methods=("direct", "direct")), "methods", "once"),
+        (attributed(methods=("saliency",)), "methods", "saliency"),
+        (attributed(steps=0), "steps", r"steps.*0.*1"),
+        (attributed([1] * 129), "prompt", "129.*128"),
+        (attributed([]), "prompt", "prompt.*empty"),
+        *((changed(**fields), "interventions", message) for fields, message in CHANGES),
     ],
 )
 def test_engine_refuses_a_request_by_field_and_numbers(
@@ -65,7 +152,7 @@ def test_engine_refuses_a_request_by_field_and_numbers(
         driven.add(request_)
     assert refusal.value.param == param
     assert not driven.engine.has_work()
-    driven.engine.check_integrity()
+    check_integrity(driven.engine)
 
 
 def test_engine_accepts_the_largest_requests(gpt: GPT) -> None:
@@ -75,7 +162,7 @@ def test_engine_accepts_the_largest_requests(gpt: GPT) -> None:
         generation("full", [1] * 127, max_tokens=1, logprobs=40),
         generation("stops", PROMPT, stop_token_ids=everything),
         generation("last id", [39], logit_bias={39: 1.0}, allowed_token_ids=(39,)),
-        outputs_request("rows", [1] * 128, [0, 127], columns=(39, 0, 39)),
+        outputs_request("rows", [1] * 128, [0, 127], output=Logits(columns=(39, 0, 39))),
     )
     assert all(outcome.ended.error is None for outcome in outcomes.values())
     assert len(outcomes["full", 0].tokens[0].top) == 40

@@ -11,13 +11,7 @@ from functools import cache
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
@@ -28,6 +22,7 @@ from tests.model.inference.engine.harness import (
     FakeClock,
     Outcome,
     Steps,
+    check_integrity,
     generation,
     outputs_request,
     params,
@@ -213,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_is_whole(self) -> None:
-        self.driven.engine.check_integrity()
+        check_integrity(self.driven.engine)
         stats = self.driven.engine.stats()
         assert stats.waiting + stats.running + stats.paused == len(self.driven.unfinished)
         assert stats.paused <= stats.slots

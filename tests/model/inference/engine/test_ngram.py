@@ -83,7 +83,7 @@ def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
         (8, [1, 1, 1, 1, 1, 2, 5, 7, 7]),
     ],
 )
-def test_right_guesses_become_long_soon(sequences: int, lengths: list[int]) -> None:
+def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
     """The sooner, the fewer others there are."""
     drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
     assert [len(draft.token_ids) for draft in drafts] == lengths
@@ -91,7 +91,7 @@ def test_right_guesses_become_long_soon(sequences: int, lengths: list[int]) -> N
 
 
 @pytest.mark.parametrize(("sequences", "early"), [(1, [0, 1]), (2, [0]), (8, [0])])
-def test_wrong_guesses_are_made_from_time_to_time(sequences: int, early: list[int]) -> None:
+def test_wrong_guesses_become_rare(sequences: int, early: list[int]) -> None:
     """The drawn token is always another one."""
     text = [1] * 8
     drafter, steps = Drafter(text), []
@@ -105,7 +105,7 @@ def test_wrong_guesses_are_made_from_time_to_time(sequences: int, early: list[in
     assert steps == [*early, *range(early[-1] + RETRY_TOKENS + 1, 400, RETRY_TOKENS + 1)]
 
 
-def test_each_length_of_a_repetition_has_a_record_of_its_own() -> None:
+def test_each_length_of_a_repetition_has_its_own_record() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 3, 4]
     drafter = Drafter(text)
     drafter.learn(Draft([9], 2))
@@ -134,7 +134,7 @@ def test_right_guesses_follow_an_attempt_at_once() -> None:
         drafter.learn(draft)
 
 
-def test_no_guess_is_longer_than_asked_for() -> None:
+def test_guess_is_at_most_the_requested_length() -> None:
     drafter = Drafter([1] * 20)
     drafter.learn(Draft([1] * 7, 4, accepted=7))
     assert [drafter.guess(most, 1) for most in (-1, 0)] == [None, None]
@@ -144,7 +144,7 @@ def test_no_guess_is_longer_than_asked_for() -> None:
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
-def test_rows_are_computed_while_they_are_likely_to_pay(rate: float, sequences: int) -> None:
+def test_draft_has_the_rows_that_pay(rate: float, sequences: int) -> None:
     count = worthwhile(rate, sequences)
     pays = sequences / (sequences + 2)
     assert all(rate**k > pays - 1e-9 for k in range(1, count + 1))
@@ -154,7 +154,7 @@ def test_rows_are_computed_while_they_are_likely_to_pay(rate: float, sequences: 
 
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
-def test_text_of_dice_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
+def test_random_text_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
     """Runs repeat all the time, what follows them does not."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]
@@ -165,7 +165,7 @@ def test_text_of_dice_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 20))
-def test_shares_are_even_and_within_the_room(wanted: list[int], room: int) -> None:
+def test_split_is_even_and_within_the_total(wanted: list[int], room: int) -> None:
     granted = split_evenly(wanted, room)
     assert sum(granted) == min(room, sum(wanted))
     assert len(granted) == len(wanted)

@@ -1,9 +1,6 @@
-"""Overlap changes when a step is computed, and nothing of what anybody is told.
-
-Engines whose decoder launches steps, on a device that does everything as late as it may, beside
-the same engines with a decoder that does not. Both play the same commands, and every step of one is
-held to the same step of the other: events, counts, times, whether there is more to do.
-"""
+"""Overlap changes the time of a step, and no event. Engines with a launching decoder, on a
+device that does everything as late as possible, are compared with engines without one. Both play
+the same commands, and each step must have the same events, counts, times and remaining work."""
 
 import random
 from dataclasses import replace
@@ -50,16 +47,18 @@ from tests.profiles import examples
 
 @settings(max_examples=examples(150))
 @given(commands=plays, slots=st.integers(1, 4))
-def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slots: int) -> None:
-    """Requests of every kind, aborts, deadlines, new weights, at any moment. Batch-invariant: a row
-    of somebody who has ended may be in a step that is in flight, and must change no bit."""
+def test_overlapped_steps_have_the_events_of_plain_ones(
+    commands: list[Ask | Command], slots: int
+) -> None:
+    """Requests of every kind, aborts, deadlines, new weights, at any time. Batch-invariant: the
+    row of an ended sequence in a step in flight must change no bit."""
     overlapped = Played(slots=slots).play(commands)
     assert overlapped == Played(slots=slots, overlap=False).play(commands)
 
 
 @settings(max_examples=examples(75))
 @given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
-def test_tokens_are_the_references(commands: list[Ask | Command]) -> None:
+def test_overlapped_tokens_match_the_reference(commands: list[Ask | Command]) -> None:
     """Steps have several sizes."""
     played = Played(batch_invariant=False)
     played.play(commands)
@@ -80,7 +79,7 @@ def test_tokens_are_the_references(commands: list[Ask | Command]) -> None:
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
     fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
 )
-def test_decoder_that_raises_fails_the_step_that_it_fails_without(
+def test_failing_decoder_fails_the_same_step(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
     """An error of a launch is raised when its tokens are due: those of the step before it are
@@ -102,7 +101,7 @@ def test_decoder_that_raises_fails_the_step_that_it_fails_without(
 def test_device_that_fails_while_it_is_waited_for_fails_nobody_else(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
-    """A step has failed when the one behind it is in flight: who was in it is told, once."""
+    """A step fails while the next one is in flight: its sequences get one error each."""
     played = Played(failing_gpt(OLD, *fails_at))
     ask_in_turn(played, prompts, waits)
     for number, prompt in enumerate(prompts):
@@ -142,8 +141,7 @@ def test_changed_rows_are_computed_beside_what_is_in_flight() -> None:
         JumpingClock(random.Random(0)),
         make_decoder=partial(Launching, batch_invariant=True),
     )
-    for request in (plain, changed):
-        driven.add(request)
+    driven.add(plain, changed)
     together = driven.drain()
     assert launching(driven).launched_next > 0
     for request in (plain, changed):
@@ -210,7 +208,7 @@ def test_next_sequence_of_a_slot_sees_no_step_in_flight(ends_by: str) -> None:
     ],
     ids=lambda sampling: next(iter(sampling)),
 )
-def test_no_step_overlaps_one_whose_rows_need_processing(sampling: dict[str, Any]) -> None:
+def test_step_with_processed_rows_is_not_overlapped(sampling: dict[str, Any]) -> None:
     driven = Played().driven
     driven.add(generation("plain", [1, 2], max_tokens=12))
     driven.add(generation("asks", [3, 4], max_tokens=5, **sampling))

@@ -1,5 +1,5 @@
-"""Logprobs of a prompt's own tokens beside the prefix cache. Their values are tested as scores, in
-`test_numbers.py`."""
+"""Logprobs of a prompt's own tokens next to the prefix cache. `test_numbers.py` tests their
+values as scores."""
 
 import random
 
@@ -12,7 +12,7 @@ GPT = small_gpt()
 PROMPT = random_prompt(random.Random(0), 100)
 
 
-def test_warm_cache_changes_no_bit_of_them() -> None:
+def test_warm_cache_changes_no_prompt_logprob() -> None:
     """Elsewhere such values depended on what had been cached by whom."""
     alone = run(GPT, generation("p", PROMPT, prompt_logprobs=2))["p", 0].prompt
     driven = Driven(GPT)
@@ -24,14 +24,14 @@ def test_warm_cache_changes_no_bit_of_them() -> None:
     assert outcome.prompt == alone
 
 
-def test_n_sequences_are_told_once_and_share_the_prompt() -> None:
+def test_prompt_logprobs_of_n_sequences_come_once() -> None:
     outcomes = run(GPT, generation("p", PROMPT, n=3, prompt_logprobs=0))
     assert len(outcomes["p", 0].prompt) == len(PROMPT)
     assert not outcomes["p", 1].prompt
     assert [outcomes["p", i].ended.cached_tokens for i in range(3)] == [0, 96, 96]
 
 
-def test_prompt_may_be_kept_from_sharing() -> None:
+def test_prefix_reuse_can_be_disabled() -> None:
     driven = Driven(GPT)
     for name, prefix_reuse in (("first", True), ("own", False), ("shared", True)):
         driven.add(generation(name, PROMPT, prefix_reuse=prefix_reuse))
@@ -41,7 +41,7 @@ def test_prompt_may_be_kept_from_sharing() -> None:
 
 
 @pytest.mark.parametrize("prefill_chunk", [32, 64, 96, 128])
-def test_no_token_comes_before_the_scores(prefill_chunk: int) -> None:
+def test_prompt_logprobs_precede_tokens(prefill_chunk: int) -> None:
     """The sequence that scores computes the whole prompt while its siblings could copy all of it;
     an echo would begin with the completion if they got ahead of it."""
     driven = Driven(GPT, prefill_chunk=prefill_chunk)

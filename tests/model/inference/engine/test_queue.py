@@ -45,7 +45,7 @@ def test_queue_serves_one_caller_by_priority_and_arrival(priorities: list[int]) 
 
 
 @given(st.lists(st.tuples(st.sampled_from(CALLERS), st.booleans()), max_size=60))
-def test_caller_waits_for_one_sequence_of_each_other_at_most(
+def test_caller_waits_for_one_sequence_of_each_other_caller(
     acts: list[tuple[str, bool]],
 ) -> None:
     """Arrivals and admissions come in any order."""
@@ -70,7 +70,7 @@ def test_caller_waits_for_one_sequence_of_each_other_at_most(
     assert len(queue) == 0
 
 
-def test_priority_is_served_before_turns_are_taken() -> None:
+def test_priority_comes_before_turns() -> None:
     queue = WaitingQueue()
     sequences = [
         waiting("late", "a", 1), waiting("1", "a"), waiting("2", "a"), waiting("other", "b"),
@@ -96,7 +96,7 @@ def test_queue_alternates_returning_and_new_callers(admitted_before: list[bool])
     assert take_all(queue) == both + rest
 
 
-def test_held_are_next_when_they_are_released() -> None:
+def test_held_sequences_come_next_after_release() -> None:
     queue = WaitingQueue()
     for name, caller, held in (("1", "a", True), ("2", "b", False), ("3", "a", False)):
         queue.push(waiting(name, caller), held=held)
@@ -118,7 +118,7 @@ def test_queue_drops_a_request_that_ends_while_waiting(gone: int) -> None:
     assert set(take_all(queue)) == set(sequences) - {sequences[gone]}
 
 
-def test_prompts_that_are_computed_take_turns_too() -> None:
+def test_computed_prompts_take_turns() -> None:
     """All slots are one caller's long prompts, and each that ends lets one of another in, in turn:
     that one is computed after the prompt that is next, not after all."""
     scheduler = Scheduler(EngineConfig(slots=8, prefill_chunk=32))

@@ -27,7 +27,7 @@ from logitd.model.inference.engine.scheduler import (
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Group, Sequence, State
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import BLOCK
-from tests.model.inference.engine.harness import generation, outputs_request
+from tests.model.inference.engine.harness import check_scheduler, generation, outputs_request
 
 CHUNK = 64
 OUTPUT_ELEMENTS = 32
@@ -98,7 +98,7 @@ class Simulation:
         for sequence in plan.decode:
             sequence.computed += 1
             self.append(sequence)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return plan
 
     def check_evictions(self, plan: StepPlan, before: list[Sequence], room: int) -> None:
@@ -171,8 +171,8 @@ class Simulation:
                 assert cells[position].prefilled or self.share_decoded
 
     def best_prefix(self, sequence: Sequence) -> int:
-        """The most whole blocks that any row holds from before this step, short of the first
-        position asked for. Blocks that were decoded count, if at all, once their sequence ended."""
+        """The most whole blocks that any row holds from before this step, up to the first needed
+        position. Decoded blocks count only after their sequence ended."""
         if not self.scheduler.config.prefix_reuse:
             return 0
         decoding = {
@@ -210,7 +210,7 @@ class Simulation:
     def append(self, sequence: Sequence) -> None:
         assert sequence.generation is not None
         sequence.tokens.append(1000 + len(sequence.tokens))
-        if sequence.generated == sequence.generation.params.max_tokens:
+        if not sequence.tokens_left:
             self.scheduler.remove(sequence)
 
     def drain(self) -> None:
@@ -238,7 +238,7 @@ def states(sequences: Iterable[Sequence]) -> list[State]:
     return [sequence.state for sequence in sequences]
 
 
-def test_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
+def test_long_prompt_delays_others_by_one_chunk() -> None:
     """A running sequence gets a token in every step while 20 chunks of a prompt are computed."""
     simulation = Simulation(slots=3)
     (running,) = simulation.add(generation("short", [1], max_tokens=50))
@@ -248,14 +248,14 @@ def test_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
         assert long.computed == step * CHUNK
         plan = simulation.step()
         assert plan.decode == (running,)
-        assert running.generated == step + 2
+        assert len(running.tokens) == running.prompt_length + step + 2
     assert long.state is State.DECODE
 
 
 @pytest.mark.parametrize(("max_tokens", "cached"), [(24, 32), (25, 64), (55, 64), (56, 64)])
-def test_decoded_blocks_are_shared_but_for_the_last_token(max_tokens: int, cached: int) -> None:
-    """The last token was sampled and never computed: where it fills a block, that block would be
-    shared without the keys and values of its last position."""
+def test_decoded_blocks_are_shared_without_the_last_token(max_tokens: int, cached: int) -> None:
+    """The last token was sampled and never computed: if it fills a block, that block lacks the
+    keys and values of its last position."""
     simulation = Simulation(slots=2, share_decoded=True)
     (first,) = simulation.add(generation("a", blocks(1, rest=8), max_tokens=max_tokens))
     simulation.drain()
@@ -284,7 +284,7 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     assert behind.admitted == 3.0
 
 
-def test_slow_reader_pauses_itself_alone() -> None:
+def test_slow_reader_pauses_only_itself() -> None:
     simulation = Simulation(slots=2)
     (rows,) = simulation.add(outputs_request("rows", [1] * 200, range(200)))
     (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
@@ -304,7 +304,7 @@ def test_slow_reader_pauses_itself_alone() -> None:
 
 
 @pytest.mark.parametrize("width", [LARGE, LARGE // BLOCK])
-def test_large_outputs_rest_while_others_decode(width: int) -> None:
+def test_large_outputs_cool_down_while_others_decode(width: int) -> None:
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK))
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     request = outputs_request("rows", [2] * 200, range(200))
@@ -329,7 +329,7 @@ def test_large_outputs_rest_while_others_decode(width: int) -> None:
     assert third.start == second.end
 
 
-def test_tapped_steps_rest_while_others_decode() -> None:
+def test_tapped_steps_cool_down_while_others_decode() -> None:
     """Twenty requests with interventions made the tokens of others take eight times as long: each
     step had all of their prompts and rows in it. Now it has one of their prompts, and then others
     decode for twice as long as that took."""
@@ -373,7 +373,7 @@ def changed(name: str, cost: StepCost, length: int = 100) -> Sequence:
     return Sequence(Group(request, cost=cost), 0, 0.0)
 
 
-def test_step_has_one_block_of_costly_interventions_and_plain_prompts_beside_it() -> None:
+def test_step_has_one_costly_block_and_plain_prompts() -> None:
     scheduler = Scheduler(EngineConfig(slots=4, prefill_chunk=256))
     costly = StepCost(position=STEP_ELEMENTS)
     plain = Sequence(Group(generation("plain", [1] * 50, max_tokens=99)), 0, 0.0)
@@ -398,7 +398,7 @@ def test_costly_changed_rows_decode_in_turn(row: int, at_once: int) -> None:
     assert turns == dict.fromkeys("abcd", 2)
 
 
-def test_small_outputs_do_not_rest() -> None:
+def test_small_outputs_have_no_cooldown() -> None:
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32))
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     scheduler.enqueue(decoding)
@@ -462,7 +462,7 @@ def test_no_more_are_paused_than_there_are_slots() -> None:
     assert states(sequences[2:]) == [State.PAUSED] * 2 + [State.PREFILL] * 2
 
 
-def test_readers_that_read_all_go_on_whatever_they_do_to_each_other() -> None:
+def test_competing_readers_all_finish() -> None:
     """There are more large replies than slots, each read as it comes. Every one ends, in a number
     of steps that is bounded by what has to be computed again."""
     simulation = Simulation(slots=2)

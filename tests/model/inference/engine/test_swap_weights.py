@@ -25,8 +25,7 @@ def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
     rng = random.Random(0)
     driven = Driven(OLD, slots=2)
     early = [generation(f"early {i}", random_prompt(rng, 40), n=2, max_tokens=9) for i in range(2)]
-    for request in early:
-        driven.add(request)
+    driven.add(*early)
     driven.step()  # the first request has both slots, the second waits
     driven.swap_weights(NEW)
     assert driven.engine.swapping()
@@ -40,7 +39,7 @@ def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
             assert outcomes[request.request_id, index].token_ids == expected
 
 
-def test_sibling_that_still_waits_belongs_to_what_has_begun() -> None:
+def test_waiting_sibling_keeps_the_weights_of_its_request() -> None:
     """The three sequences run one after the other in one slot; the swap comes after the first."""
     driven = Driven(OLD, slots=1)
     request = generation("trio", random_prompt(random.Random(1), 50), n=3, max_tokens=4,
@@ -69,7 +68,7 @@ def test_cache_of_old_weights_is_never_shared() -> None:
 
 
 @pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
-def test_request_names_the_weights_that_answer_it(turn: str) -> None:
+def test_request_runs_on_its_version_of_the_weights(turn: str) -> None:
     """A sweep's later prompts are of the version of its first ones, and come when others already
     wait for the next: neither may wait for the other."""
     prompt = random_prompt(random.Random(3), 40)
@@ -90,7 +89,7 @@ def test_request_names_the_weights_that_answer_it(turn: str) -> None:
         assert outcomes[name, 0].token_ids == generate(gpt, prompt, params())
 
 
-def test_weights_that_are_neither_here_nor_next_are_refused() -> None:
+def test_unknown_version_of_weights_is_refused() -> None:
     driven = Driven(OLD)
     for version in (-1, 2):
         with pytest.raises(InvalidRequest, match=f"version {version}.*0"):
@@ -100,18 +99,18 @@ def test_weights_that_are_neither_here_nor_next_are_refused() -> None:
         driven.engine.accept(generation("a", [1]), weights=0)
 
 
-def test_swap_refuses_a_second_one_while_it_waits() -> None:
+def test_second_swap_is_refused_until_the_first_ends() -> None:
     driven = Driven(OLD)
     driven.add(generation("old", [1, 2, 3]))
     driven.swap_weights(NEW)
-    with pytest.raises(ValueError, match="waiting"):
+    with pytest.raises(ValueError, match="earlier swap"):
         driven.swap_weights(NEW)
     assert driven.drain()["old", 0].token_ids == generate(OLD, [1, 2, 3], params())
     driven.swap_weights(OLD)
     assert driven.engine.weights == 2
 
 
-def test_preparing_changes_nothing() -> None:
+def test_preparing_weights_changes_no_token() -> None:
     """Preparing writes no row of the cache."""
     prompt = random_prompt(random.Random(4), 40)
     driven = Driven(OLD)
@@ -142,7 +141,7 @@ def test_abort_completes_a_swap() -> None:
     ],
     ids=["shape", "dtype"],
 )
-def test_weights_that_do_not_fit_are_refused(gpt: GPT, message: str) -> None:
+def test_weights_of_another_shape_or_dtype_are_refused(gpt: GPT, message: str) -> None:
     driven = Driven(OLD)
     with pytest.raises(ValueError, match=message):
         driven.swap_weights(gpt)

@@ -121,9 +121,10 @@ def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
         logits[:, 0] = (middle + total).float()
     digest = LensDigest(logits, 1, (), torch.zeros(2000, dtype=torch.int64))
     figures = digest.numbers(logits)
-    scored = np.array([token.chosen.logprob for token in score(logits, [0] * 2000, 0)])
-    assert np.array_equal(figures[:, 2].numpy(), scored.astype(np.float32))
-    assert figures[:, 3].tolist() == [token.chosen.rank for token in score(logits, [0] * 2000, 0)]
+    scored = [token.chosen for token in score(logits, [0] * 2000, 0) if token.chosen is not None]
+    logprobs = np.array([token.logprob for token in scored])
+    assert np.array_equal(figures[:, 2].numpy(), logprobs.astype(np.float32))
+    assert figures[:, 3].tolist() == [token.rank for token in scored]
     # By the sums of the digest, which other layers have, some are the other one.
     by_sums = LensDigest(logits, 1, (0,)).numbers(logits)[:, 2].numpy()
     assert not np.array_equal(by_sums, figures[:, 2].numpy())

@@ -23,7 +23,7 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
-    TokenWithLogprobs,
+    ScoredToken,
 )
 from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
 from logitd.model.inference.sampling.sampler import ListedIds, RowContext, sample, score, score_rows
@@ -48,7 +48,7 @@ class Sampled:
         match result:
             case int(token_id):
                 return cls(token_id)
-            case TokenWithLogprobs(token_id, chosen, top):
+            case ScoredToken(token_id, chosen, top):
                 return cls(token_id, chosen, top)
             case SampleError(message):
                 return cls(-1, error=message)
@@ -295,7 +295,7 @@ def test_sampling_the_outermost_numbers_gives_an_allowed_id(
 LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.0]
 
 
-def test_top_p_stops_where_it_is_reached_exactly() -> None:
+def test_top_p_stops_at_the_exact_mass() -> None:
     """The properties above leave a rounding open at the edge of a filter."""
     quarters = row(params(temperature=1, top_p=0.5))
     assert set(processed([0.0, 0.0, 0.0, 0.0], quarters)) == {0, 1}
@@ -304,7 +304,7 @@ def test_top_p_stops_where_it_is_reached_exactly() -> None:
 # Logprobs
 
 
-def test_raw_logprobs_are_those_of_the_model() -> None:
+def test_raw_logprobs_come_from_the_model() -> None:
     one = row(
         params(
             temperature=0.1,
@@ -351,10 +351,10 @@ def test_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: R
 
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(logit_rows, rows()), min_size=1, max_size=7), st.booleans())
-def test_batch_is_each_row_alone(
+def test_row_is_the_same_alone_and_in_a_batch(
     batch: list[tuple[list[float], RowContext]], in_bfloat16: bool
 ) -> None:
-    """Bit for bit, whatever the others ask for."""
+    """Bit for bit, for any other rows."""
     logits = torch.tensor([values for values, _ in batch])
     if in_bfloat16:
         logits = logits.bfloat16()
@@ -385,7 +385,9 @@ def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition
     together = score(torch.tensor(logits), ids, count)
     arrays = score_rows(torch.tensor(logits), ids, count)
     likeliest = [top for scored in together for top in scored.top]
-    assert arrays.logprobs.tolist() == [scored.chosen.logprob for scored in together]
+    assert arrays.logprobs.tolist() == [
+        scored.chosen.logprob for scored in together if scored.chosen
+    ]
     assert arrays.counts.tolist() == [len(scored.top) for scored in together]
     assert arrays.top_ids.tolist() == [top.token_id for top in likeliest]
     assert arrays.top_logprobs.tolist() == [top.logprob for top in likeliest]
@@ -401,7 +403,7 @@ def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> None:
+def test_non_finite_row_fails_alone(bad: float, temperature: float) -> None:
     good = [
         row(params(seed=seed, temperature=seed % 2, top_p=0.9, logprobs=3)) for seed in range(3)
     ]
@@ -416,7 +418,7 @@ def test_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> N
     assert failed.chosen is None
 
 
-def test_logits_are_left_as_they_are() -> None:
+def test_sampling_does_not_change_logits() -> None:
     logits = torch.tensor([LOGITS, LOGITS])
     wild = params(
         temperature=0.5,
@@ -429,7 +431,7 @@ def test_logits_are_left_as_they_are() -> None:
     assert logits.tolist() == [LOGITS, LOGITS]
 
 
-def test_slot_is_sampled_as_its_present_sequence_asks() -> None:
+def test_slot_is_sampled_by_its_present_sequence() -> None:
     """Slots are taken again and again, and a step's rows are in no order."""
     state = SamplingState(3)
     for slot in range(3):
