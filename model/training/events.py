@@ -33,7 +33,7 @@ class Started:
     threads: int
     processes: int = 1
     sharded: bool = False
-    export: str = ""  # whether `logitd export` can write the model, as a sentence
+    export: str = ""  # with --exportable: the formats that `logitd export` can write
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from logitd.model.convert.exportable import describe as describe_export
-from logitd.model.convert.family import objections
 from logitd.model.data.batches import Batches, noise_seed
 from logitd.model.device import describe, to_device, use_threads
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from logitd.model.training.distributed.ranks import ALONE, process_group
 from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
-from logitd.model.training.optim.optimizers import Optimizers, lr_scale
+from logitd.model.training.optim.optimizers import Optimizers
+from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import differences, load_state
@@ -84,8 +84,8 @@ def train(
     """Train, or with `resume` continue, and return where the run ended. `began` is the start of the
     command by the monotonic clock, from which `minutes` count; None: now.
 
-    Raises TrainingError (texts, options, runs, divergence), PresetError, ConfigError and
-    DeviceError, each with a sentence for the user. Leaves the caller's random state and thread
+    Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, each
+    with a sentence for the user. Leaves the caller's random state and thread
     count as they were.
     """
     began = time.monotonic() if began is None else began
@@ -120,7 +120,7 @@ class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
     def __init__(self, run: Run, report: EventHandler, began: float) -> None:
-        training, placement, ranks = run.training, run.share.placement, run.share.ranks
+        training, placement, ranks = run.training, run.placement, run.ranks
         self.run, self.recipe, self.length = run, training.recipe, training.length
         self.report, self.ranks = report, ranks
         use_threads(placement.threads)
@@ -208,7 +208,7 @@ class Trainer:
 
     def _step(self) -> None:
         """Forward, backward, update."""
-        recipe, batch, device = self.recipe, self.run.share.batch, self.run.share.placement.device
+        recipe, batch, device = self.recipe, self.run.batch, self.run.placement.device
         self.done_before = done = self.length.done(self.counters)
         scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
         # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
@@ -381,11 +381,11 @@ class Trainer:
         )
 
     def _report_start(self) -> None:
-        run, placement = self.run, self.run.share.placement
-        # Whether `logitd export` can write this model is known now, and not only after hours.
-        export, model = describe_export(run.training.model, run.text.tokenizer), run.training.model
-        if self.counters.step == 0 and run.training.base is None and objections(model):
-            export += ". --exportable trains one that can"
+        run, placement = self.run, self.run.placement
+        # The formats of `logitd export` are known now, and not only after hours.
+        export = ""
+        if run.training.config.exportable:
+            export = describe_export(run.training.model, run.text.tokenizer)
         self.report(
             Started(
                 run=run.directory.path,

@@ -1,9 +1,10 @@
-"""Optimizers: initial weights, optimizers and the learning-rate schedule of a recipe.
+"""Optimizers: the initial weights and the optimizers of a recipe.
 
 Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
 embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
 Muon's and the others AdamW's; with `adamw` all are AdamW's. Adapters (`model/transformer/lora.py`)
-count as matrices, and frozen parameters belong to no optimizer. Computes no losses.
+count as matrices, and frozen parameters belong to no optimizer. The learning rate of a step is in
+`model/training/optim/schedule.py`.
 
 Sources: Muon by Keller Jordan (2024) from torch.optim, stepped by `model/training/optim/muon.py`;
 zero-initialised projections and separate learning rates from modded-nanogpt and nanochat.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from logitd.model.training.configuration.presets import Recipe, Rewarming
+from logitd.model.training.configuration.presets import Recipe
 from logitd.model.training.distributed.fsdp import ParamShard, gather, local, shard_of
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.optim import muon
@@ -229,26 +230,3 @@ def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
     """With Muon only the matrices decay; with AdamW alone everything but the scalars, as in
     GPT-2."""
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay
-
-
-def lr_scale(recipe: Recipe, step: int, done: float, rewarming: Rewarming | None = None) -> float:
-    """The learning rate of a step as a share of its peak. `done` is the share of the run that is
-    done."""
-    scale = _scheduled(recipe, step, done)
-    if rewarming is None:
-        return scale
-    share = min(1.0, max(0.0, done - rewarming.done) / rewarming.span)
-    return rewarming.scale + (scale - rewarming.scale) * share
-
-
-def _scheduled(recipe: Recipe, step: int, done: float) -> float:
-    rise = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
-    fall = 0.0
-    match recipe.decay:
-        case "linear":
-            fall = min(1.0, max(0.0, done - (1 - recipe.cooldown)) / max(recipe.cooldown, 1e-9))
-        case "cosine":
-            fall = (1 - math.cos(math.pi * min(done, 1.0))) / 2
-        case "constant":
-            pass
-    return rise * (1 - fall * (1 - recipe.final_lr))

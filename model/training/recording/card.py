@@ -1,11 +1,11 @@
 """Card: the README.md of a checkpoint, written from its run.
 
-Says what a stranger needs to know of the weights before using them: the data and its licence, the
-model's size, how it was trained, its scores, and the command that reproduces them. Measures
-nothing.
+Tells a stranger about the weights: the data and its licence, the model's size, how it was trained,
+its scores, and the command that reproduces them. Measures nothing.
 """
 
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -13,18 +13,24 @@ from typing import Any
 import torch
 
 from logitd.model.device import describe
-from logitd.model.training.configuration.config import command
-from logitd.model.training.recording.sample_writer import TEMPERATURE, SampleWriter
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.recording.samples import TEMPERATURE
 from logitd.model.training.run.run import Run
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.size import parameter_count
 
 ROWS = 12
 """Rows of the curve at most."""
+_NOT_IN_COMMAND = frozenset(
+    {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
+)
 
 
-def write_card(run: Run, counters: Counters, samples: SampleWriter) -> str:
-    """The card as Markdown."""
+def write_card(
+    run: Run, counters: Counters, samples: Sequence[tuple[str, str]], sample_step: int | None
+) -> str:
+    """The card as Markdown. `samples` are prompts, each with the text that the model wrote after it
+    at `sample_step`."""
     metrics = run.directory.metrics()
     evals = [record for record in metrics if record["kind"] == "eval"]
     reports = [record for record in metrics if record["kind"] == "train"]
@@ -35,13 +41,29 @@ def write_card(run: Run, counters: Counters, samples: SampleWriter) -> str:
     ]
     if evals:
         sections.append("## Curve\n\n" + _curve(evals))
-    if samples.latest:
+    if samples:
         sections.append(
-            f"## Samples\n\nDrawn at step {samples.step:,}, temperature {TEMPERATURE}. "
+            f"## Samples\n\nDrawn at step {sample_step:,}, temperature {TEMPERATURE}. "
             "The prompt is everything before the mark ▸."
         )
-        sections += [_fenced(f"{prompt}▸{text}") for prompt, text in samples.latest]
+        sections += [_fenced(f"{prompt}▸{text}") for prompt, text in samples]
     return "\n\n".join(sections) + "\n"
+
+
+def command(config: TrainingConfig) -> str:
+    """The command line of a configuration, without devices and paths that it writes."""
+    words = ["logitd", "train", "--preset", config.preset]
+    for name, field in TrainingConfig.model_fields.items():
+        value = getattr(config, name)
+        if value == field.default or name in _NOT_IN_COMMAND:
+            continue
+        flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            words += [flag, str(item)]
+    return shlex.join(words)
 
 
 def _head(run: Run, counters: Counters) -> str:
@@ -50,7 +72,7 @@ def _head(run: Run, counters: Counters) -> str:
     if model.n_kv_head != model.n_head:
         heads += f" ({model.n_kv_head} for keys and values)"
     return (
-        f"# {run.training.name}, {run.directory.checkpoint(counters.step).name}\n\n"
+        f"# {run.training.config.run_name}, {run.directory.checkpoint(counters.step).name}\n\n"
         f"A GPT of {parameter_count(model):,} parameters: {model.n_layer} layers, {heads}, "
         f"width {model.d_model}, context {model.context_length}, "
         f"vocabulary {model.vocab_size:,}. {_origin(run)}\n\n"
@@ -89,8 +111,8 @@ def _training(
     reports: Sequence[Mapping[str, Any]],
 ) -> str:
     """A table of the training."""
-    recipe, data, share = run.training.recipe, run.text.record, run.share
-    processes = f"processes: {share.ranks.size}, " if share.ranks.size > 1 else ""
+    recipe, data = run.training.recipe, run.text.record
+    processes = f"processes: {run.ranks.size}, " if run.ranks.size > 1 else ""
     rows = {
         "training tokens": f"{data['train_tokens']:,} ({data['train_bytes']:,} bytes)",
         "validation tokens": f"{data['val_tokens']:,} ({data['val_bytes']:,} bytes)",
@@ -99,8 +121,8 @@ def _training(
         "optimizer": recipe.optimizer,
         "seed": str(recipe.seed),
         "time": f"{counters.seconds / 60:.1f} minutes",
-        "machine": f"{platform.machine()}, {describe(share.placement.device)}, "
-        f"{share.placement.dtype_name}, {processes}threads: {share.placement.threads}, "
+        "machine": f"{platform.machine()}, {describe(run.placement.device)}, "
+        f"{run.placement.dtype_name}, {processes}threads: {run.placement.threads}, "
         f"torch {torch.__version__}",
     }
     if reports:

@@ -46,9 +46,9 @@ class Evaluator:
         ]
 
     def evaluate(self, counters: Counters) -> bool:
-        """Compute and record the validation loss, unless this step has been evaluated. Returns
-        whether it is the best so far of the steps that trained."""
-        step, directory, ranks = counters.step, self._run.directory, self._run.share.ranks
+        """Compute and record the validation loss, unless this step has been evaluated. Returns True
+        if it is the best so far of the steps that trained."""
+        step, directory, ranks = counters.step, self._run.directory, self._run.ranks
         if self.history and self.history[-1]["step"] == step:
             return False
         sharded = is_sharded(self._gpt)
@@ -73,21 +73,17 @@ class Evaluator:
                 directory.append(record)
         self._report(Evaluated(step, result.loss, result.bits_per_byte, is_best))
         if ranks.is_main:
-            patience = self._run.training.recipe.patience
-            if notice := worsening(directory.metrics(), patience):
+            metrics = directory.metrics()
+            if notice := worsening(metrics, self._run.training.recipe.patience):
                 self._report(Noticed(notice))
-            self._draw(step, result.bits_per_byte)
+            title = f"{directory.path.name}, step {step}: {result.bits_per_byte:.3f} bits per byte"
+            with directory.saving(step):
+                drawn = plot.draw(metrics, directory.plot, title)
+            if not drawn and step == 0:
+                self._report(Noticed("no loss.png: matplotlib is not installed"))
         return is_best and step > 0
 
     def since_best(self) -> int:
         """Evaluations since the best one."""
         losses = [record["val_loss"] for record in self.history]
         return len(losses) - 1 - losses.index(min(losses))
-
-    def _draw(self, step: int, bits: float) -> None:
-        directory = self._run.directory
-        title = f"{directory.path.name}, step {step}: {bits:.3f} bits per byte"
-        with directory.saving(step):
-            drawn = plot.draw(directory.metrics(), directory.plot, title)
-        if not drawn and step == 0:
-            self._report(Noticed("no loss.png: matplotlib is not installed"))

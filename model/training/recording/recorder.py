@@ -27,11 +27,11 @@ from logitd.model.training.distributed.fsdp import (
     local,
     without_backward,
 )
-from logitd.model.training.events import EventHandler, Saved
+from logitd.model.training.events import EventHandler, Sampled, Saved
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.recording.card import write_card
 from logitd.model.training.recording.evaluator import Evaluator
-from logitd.model.training.recording.sample_writer import SampleWriter
+from logitd.model.training.recording.samples import samples
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import environment, save_state
 from logitd.model.training.step.forward import Forward
@@ -52,11 +52,12 @@ class RunRecorder:
     """Evaluates and saves a model in training; changes nothing of it."""
 
     def __init__(self, run: Run, gpt: GPT, optimizers: Optimizers, report: EventHandler) -> None:
-        forward = without_backward(gpt, Forward(gpt, run.share.placement, dropout=0.0))
+        self._forward = without_backward(gpt, Forward(gpt, run.placement, dropout=0.0))
         self._run, self._gpt, self._optimizers, self._report = run, gpt, optimizers, report
-        self.evaluator = Evaluator(run, gpt, forward, report)
-        self._samples = SampleWriter(run, gpt, forward, report)
+        self.evaluator = Evaluator(run, gpt, self._forward, report)
         self._state_step: int | None = None  # of the saved state
+        self._sample_step: int | None = None  # of the latest samples
+        self._samples: list[tuple[str, str]] = []  # prompts, and the text that follows each
 
     def restore(self, step: int) -> None:
         """Continue a run that was resumed from the state of `step`."""
@@ -72,14 +73,14 @@ class RunRecorder:
     def finish(self, due: Due, counters: Counters) -> None:
         """Do the work that follows the state. A resumed run begins with it: a kill may have
         prevented any of it, and nothing is done twice."""
-        directory, ranks = self._run.directory, self._run.share.ranks
+        directory, ranks = self._run.directory, self._run.ranks
         # 1) Evaluation.
         is_best = (due.state or due.evaluation) and self.evaluator.evaluate(counters)
         # 2) Samples, also if they are not due but a saved state lacks its checkpoint.
         exists = due.state and ranks.broadcast(counters.step in directory.checkpoints())
         lacks_checkpoint = due.state and not exists
         if due.samples or lacks_checkpoint:
-            self._samples.sample(counters.step)
+            self._sample(counters.step)
         # 3) Checkpoint.
         if lacks_checkpoint or (is_best and not due.state):
             self._write_checkpoint(counters)
@@ -88,17 +89,17 @@ class RunRecorder:
 
     def write_metrics(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        if self._run.share.ranks.is_main:
+        if self._run.ranks.is_main:
             with self._run.directory.saving(record["step"]):
                 self._run.directory.append(record)
 
     def environment(self) -> dict[str, Any]:
         """Everything but the run that the bits of a step depend on."""
-        share = self._run.share
-        return environment(share.placement, share.ranks.size, sharded=is_sharded(self._gpt))
+        placement, size = self._run.placement, self._run.ranks.size
+        return environment(placement, size, sharded=is_sharded(self._gpt))
 
     def _save_state(self, counters: Counters, reports: Mapping[str, Any]) -> None:
-        run, ranks = self._run, self._run.share.ranks
+        run, ranks = self._run, self._run.ranks
         self._require_finite(counters.step)
         with run.directory.saving(counters.step):
             save_state(
@@ -115,7 +116,7 @@ class RunRecorder:
 
     def _require_finite(self, step: int) -> None:
         """Raise TrainingError if the last update spoiled the weights: no loss has seen them yet."""
-        ranks = self._run.share.ranks
+        ranks = self._run.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
         if not any(ranks.all_reduce_max([spoiled is not None])):
@@ -127,10 +128,23 @@ class RunRecorder:
             "not finite",
         )
 
+    def _sample(self, step: int) -> None:
+        """Let the model write after each prompt, unless it did at this step."""
+        run = self._run
+        if self._sample_step == step or not (run.ranks.is_main or is_sharded(self._gpt)):
+            return
+        self._samples, self._sample_step = [], step
+        for prompt, text in samples(run, self._gpt, self._forward):
+            self._samples.append((prompt, text))
+            if run.ranks.is_main:
+                with run.directory.saving(step):
+                    run.directory.append_sample(step, prompt, text)
+            self._report(Sampled(step, prompt, text))
+
     def _write_checkpoint(self, counters: Counters) -> None:
         """Write the weights with the last evaluation and the latest samples, move the links
         `latest` and `best`, and remove old checkpoints."""
-        run, directory, ranks = self._run, self._run.directory, self._run.share.ranks
+        run, directory, ranks = self._run, self._run.directory, self._run.ranks
         weights = gather_weights(self._gpt, ranks)
         if ranks.is_main:
             path = directory.checkpoint(counters.step)
@@ -143,7 +157,7 @@ class RunRecorder:
 
     def _save(self, path: Path, weights: Mapping[str, Tensor], counters: Counters) -> None:
         run, training, evaluation = self._run, self._run.training, self.evaluator.history[-1]
-        card = write_card(run, counters, self._samples)
+        card = write_card(run, counters, self._samples, self._sample_step)
         record = TrainingRecord(
             step=counters.step,
             tokens=counters.tokens,

@@ -15,7 +15,7 @@ from typing import Any
 from logitd.model.checkpoint.beside import METRICS
 from logitd.model.checkpoint.run_folder import RUN, is_run
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.presets import PresetError, preset
+from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.run.directory import SAMPLE, SAMPLES, RunDirectory
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
@@ -145,12 +145,11 @@ def _changes(
     config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
 ) -> dict[str, tuple[Any, Any]]:
     """Differences from the preset; a fine-tuned run has its shape from the checkpoint."""
-    try:
-        start = preset(config.preset)
-        built = start.config(model.vocab_size).to_dict() if shape else {}
-        before = {**built, **asdict(start.recipe)}
-    except PresetError:  # of another version
+    preset = PRESETS.get(config.preset)
+    if preset is None:  # of another version
         return {}
+    built = preset.config(model.vocab_size).to_dict() if shape else {}
+    before = {**built, **asdict(preset.recipe)}
     return {
         name: (before[name], value)
         for name, value in settings.items()

@@ -7,7 +7,6 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.sources.progress import Downloading
 from logitd.model.device import DeviceError, keep_freed_memory
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.configuration.presets import PresetError
 from logitd.model.training.events import Event, Noticed, Progress, line
 from logitd.model.training.stopping.signals import errors_outlive_sigterm
 from logitd.model.training.trainer import train
@@ -17,7 +16,7 @@ from logitd.service.cli.program_name import command
 from logitd.service.cli.terminal import redraw, say
 from logitd.service.settings.train import TrainSettings
 
-ERRORS = DataError, TrainingError, PresetError, ConfigError, DeviceError
+ERRORS = DataError, TrainingError, ConfigError, DeviceError
 
 
 class TerminalReporter:

@@ -20,7 +20,6 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.document import TextError
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.presets import PresetError
 from logitd.model.training.events import (
     Evaluated,
     Event,
@@ -435,7 +434,7 @@ def test_a_bad_chat_template_is_refused_before_anything_is_done(
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({"preset": "huge"}, PresetError, "unknown preset 'huge'"),
+        ({"preset": "huge"}, TrainingError, "unknown preset 'huge'"),
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
         ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is not a file"),
         ({"context_length": 50_000}, TextError, "a window takes 50001"),
@@ -620,7 +619,7 @@ def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
     notices = [event.message for event in events if isinstance(event, Noticed)]
     (before,) = (each for each in notices if "pass the text" in each)
     assert before.startswith("240 steps pass the text ")
-    assert "--dropout 0.3; " in before
+    assert "--dropout 0.3, or" in before
     evaluations = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
     best = min(evaluations, key=lambda step: evaluations[step])
     assert 0 < best < 160

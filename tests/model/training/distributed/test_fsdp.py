@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitd.model.device import Placement
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.configuration.presets import PRESETS, Recipe, preset
+from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.distributed import fsdp as sharding
 from logitd.model.training.distributed.fsdp import (
     ParamShard,
@@ -84,7 +84,7 @@ def test_a_model_is_divided_where_there_is_no_room_for_a_copy(
 ) -> None:
     monkeypatch.setattr(sharding, "machine_memory", lambda: memory)
     ranks = Ranks(size=local_size, local_size=local_size)
-    config = preset("gpt2-124m").config(50_257)
+    config = PRESETS["gpt2-124m"].config(50_257)
     assert worth_sharding(config, CPU, ranks, adapted=adapted) == expected
 
 
@@ -108,7 +108,7 @@ def test_a_whole_model_is_left_alone() -> None:
 def _gpt(optimizer: str) -> GPT:
     """With fused maps, value embeddings, a bias in the head and a vocabulary that three do not
     divide."""
-    config = preset("tiny").config(
+    config = PRESETS["tiny"].config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
         tied_head=optimizer == "adamw", activation="swiglu", head_bias=True, residual="parallel",
     )  # fmt: skip

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Muon
 
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
+from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
+from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.step.forward import native_bfloat16
 from logitd.model.transformer.config import MODERN, gpt2_shape
 from logitd.model.transformer.gpt import GPT
