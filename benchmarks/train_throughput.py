@@ -33,7 +33,7 @@ from torch.optim import AdamW, Muon
 
 from logitd.model.device import Placement, keep_freed_memory, use_threads
 from logitd.model.openmp import spin_variables
-from logitd.model.training.configuration.presets import Recipe, preset
+from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
 from logitd.model.training.step.compile import choose_loss
 from logitd.model.training.step.forward import Forward, training_placement
@@ -102,7 +102,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
     """The median seconds of a step and those of the first, which compiles where that is asked for;
     the first and last loss."""
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-    start = preset(name)
+    start = PRESETS[name]
     recipe, config = start.recipe, start.config(start.recipe.vocab_size)
     dtype = "float32" if loop == "plain float32" else recipe.dtype
     placement = training_placement("cpu", dtype, threads)

@@ -1,11 +1,13 @@
-"""A run as the benchmarks of training take it: trained in this process, then held against the whole
-validation text.
-
-Covers what their runs have in common. What is trained, and what is made of the figures, is theirs
-(`train.py`, `train_small.py`).
+"""Runs for the benchmarks of training recipes: each trained in a process of its own, then measured
+on its whole validation text (`train.py`, `train_small.py`).
 """
 
+import json
+import subprocess
+import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,22 +15,43 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.windows import validation_windows
 from logitd.model.device import Placement, keep_freed_memory
+from logitd.model.training.configuration.autosize import Measured
 from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.setup.measure import measure_machine
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.training.step.validate import validate
 from logitd.model.training.trainer import TrainingResult, train
 from logitd.model.transformer.gpt import GPT
 
+FIRST_SEED = 1337
 WINDOWS_AT_ONCE = 8
 
 
+def in_a_process(module: str, values: Any) -> Any:
+    """Run `python -m module --one VALUES` and return the JSON that it prints last."""
+    command = [sys.executable, "-m", module, "--one", json.dumps(values)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{values} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def train_here(config: TrainingConfig) -> tuple[TrainingResult, Placement]:
-    """Train as `logitd train` does, and where. Leaves torch's threads as the run has them."""
+    """Train as `logitd train` does. Leaves torch's threads as the run has them."""
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     keep_freed_memory()
-    result = train(config)
-    placement = training_placement(config.device, config.dtype or "auto", config.threads)
+    result, placement = train(config), _placement(config)
     torch.set_num_threads(placement.threads)
     return result, placement
+
+
+def measured_here(config: TrainingConfig) -> Measured:
+    """The size for all minutes of a configuration on this machine, for a long text."""
+    return measure_machine(config, _placement(config), 60 * (config.minutes or 0.0))
+
+
+def _placement(config: TrainingConfig) -> Placement:
+    return training_placement(config.device, config.dtype or "auto", config.threads)
 
 
 def weights_of(checkpoint: Path, placement: Placement) -> GPT:
@@ -38,7 +61,7 @@ def weights_of(checkpoint: Path, placement: Placement) -> GPT:
 
 
 def held_out_bits_per_byte(gpt: GPT, run: Path, placement: Placement) -> float:
-    """Of the whole validation text of the run, in windows as long as the model's context."""
+    """Bits per byte of the run's whole validation text, in windows as long as the context."""
     prepared = read_prepared(run / "data")
     windows = validation_windows(
         prepared.val,
