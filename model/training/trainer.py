@@ -7,8 +7,8 @@
 
 A step: forward and backward over this process's batches, sum of the gradients of all processes,
 clip, update, count. Between steps the trainer reports, and the recorder saves, evaluates and
-samples (`recording/`). Covers one process on one device, or several, each with a copy of the model
-or a part of it (`distributed/`). All modules are in `model/training/`.
+samples (`recording/`). Several processes have a copy of the model each, or a part of it
+(`distributed/`). All modules are in `model/training/`.
 
 Shapes: B sequences, T positions.
 """
@@ -19,7 +19,7 @@ import warnings
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -50,6 +50,13 @@ from logitd.model.training.stopping.worsening import ended_worse
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """In rising order: if processes have different ones, the last counts."""
+MILESTONES = (0.01, 0.03, 0.1, 0.3)
+"""Shares of a run after which a checkpoint and samples are written in addition to the recipe's, as
+they are before the first step and after the last one."""
+MOST_FOR_A_MILESTONE = 0.02
+"""Share of the minutes above which a checkpoint takes too long for a milestone."""
+ENDING = 1.5
+"""Seconds reserved for saving the last step, as a multiple of the last checkpoint's."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +74,6 @@ class TrainingResult:
     reason: Reason
     rank: int = 0  # of the process that returns it; rank 0 is the main one
     adapter_of: Path | None = None  # the base of an adapter
-
-
-MILESTONES = (0.01, 0.03, 0.1, 0.3)
-"""Shares of a run after which a checkpoint and samples are written in addition to the recipe's, as
-they are before the first step and after the last one."""
-MOST_FOR_A_MILESTONE = 0.02
-"""Share of the minutes above which a checkpoint takes too long for that."""
-ENDING = 1.5
-"""Seconds reserved for saving the last step, as a multiple of the last checkpoint's."""
 
 
 def train(
@@ -102,8 +100,8 @@ def train(
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()
-        minutes = math.inf if config.minutes is None else config.minutes
-        run = setup_run(config, ranks, report, 60 * minutes - (time.monotonic() - began))
+        deadline = began + 60 * (config.minutes or math.inf)
+        run = setup_run(config, ranks, report, deadline)
         stack.callback(run.directory.release)
         if run.training.config.tensorboard and ranks.is_main:
             report = stack.enter_context(closing(TensorBoard(report)))
@@ -160,7 +158,7 @@ class Trainer:
                 state, gpt=self.gpt, optimizers=self.optimizers
             )
             if changed := differences(self.recorder.environment(), before):
-                self._notice(f"resuming, but not bit for bit as one run would have gone: {changed}")
+                self._notice(f"resuming, but not with the bits of one run: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
         self.done_before = self.length.done(self.counters)
@@ -170,7 +168,7 @@ class Trainer:
     def fit(self) -> TrainingResult:
         """Train to the end, or until the user asks to stop."""
         self._report_start()
-        stopping = "stopping after this step, then saving; once more to stop without saving"
+        stopping = "stopping after this step, then saving; interrupt again to stop without saving"
         with StopSignals(lambda: self._notice(stopping)) as signals:
             # 1) The model before any step, or the work after the state of a resumed run.
             if self.counters.step == 0:
@@ -181,7 +179,7 @@ class Trainer:
             if self.counters.step == 0 and self.length.clock_left(self.counters) <= 0:
                 self._notice(
                     f"setting up took {self.counters.setup:.0f} s and left nothing of --minutes "
-                    f"{self.length.minutes:g}, so one step is taken: give more minutes"
+                    f"{self.length.minutes:g}, so one step is taken: set more minutes"
                 )
             # 2) Steps, and between them the work that is due. The log's clock runs in steps only.
             self.log.start()
@@ -190,7 +188,7 @@ class Trainer:
             if first and reason in ("finished", "time is up"):
                 self._notice(
                     f"the run is over at step {first:,}, after {self.counters.seconds / 60:.1f} "
-                    "minutes in all: to go on, give more --steps or --minutes, which count the "
+                    "minutes in all: to go on, set more --steps or --minutes, which count the "
                     "whole run"
                 )
             while reason is None:
@@ -245,24 +243,24 @@ class Trainer:
     def _record(self, due: Due) -> None:
         """Do the work after a step, and expect the end to take as long as a checkpoint."""
         began = time.monotonic()
-        self.recorder.record(due, self.counters, self._reports_state())
+        reports = {"log": self.log.state(), "health": self.divergence.state()}
+        self.recorder.record(due, self.counters, reports)
         if due.state:
             ending = ENDING * (time.monotonic() - began)
             self.counters = replace(self.counters, ending=ending)
 
     def _between_steps(self) -> bool:
-        """Do the work that is due after a step that is not the last. Returns whether there was
+        """Do the work that is due after a step that is not the last. Returns True if there was
         any."""
         due = self._due()
         if not self._reports(due):
             return False
-        self._log()  # first, as it tells whether the state is one to save
-        not_saved = due.state and self.divergence.suspect
-        if not_saved:
-            due = replace(due, state=False, evaluation=True)
-        self._record(due)
-        if not_saved:
+        self._log()  # first, because the loss decides whether the state is saved
+        if due.state and self.divergence.suspect:
+            self._record(replace(due, state=False, evaluation=True))
             self._notice_not_saved()
+        else:
+            self._record(due)
         return True
 
     def _due(self) -> Due:
@@ -285,12 +283,10 @@ class Trainer:
         return any(self.done_before < milestone <= done for milestone in MILESTONES)
 
     def _reports(self, due: Due) -> bool:
-        """Whether the steps up to this one are reported: with any other work, and on their own."""
+        """True if the steps up to this one are reported: with any other work, or every
+        `log_every`."""
         logs = self.counters.step % self.run.training.config.log_every == 0
         return due.state or due.evaluation or due.samples or logs
-
-    def _reports_state(self) -> dict[str, Any]:
-        return {"log": self.log.state(), "health": self.divergence.state()}
 
     def _log(self) -> None:
         """Report and record the steps since the last report. The loss is read only here."""
@@ -311,21 +307,14 @@ class Trainer:
             Progress(
                 step=counters.step,
                 share=self.length.done(counters),
-                loss=figures.loss,
-                smoothed_loss=figures.smoothed_loss,
-                learning_rate=figures.learning_rate,
-                gradient_norm=figures.gradient_norm,
-                tokens_per_second=figures.tokens_per_second,
-                matrix_share=figures.matrix_share,
-                seconds=counters.seconds,
+                figures=figures,
                 seconds_left=self.length.seconds_left(counters, figures.seconds_per_step),
             )
         )
 
     def _end(self, reason: Reason) -> None:
         """Save, unless the loss is suspect. If the run is interrupted between two reports, the
-        steps since the last one are kept in the state, and the resumed run reports as one run would
-        have."""
+        state keeps the steps since the last one, so that the resumed run reports as one run."""
         if reason != "interrupted" or self._reports(self._due()):
             self._log()
         elif (figures := self.log.figures()) is not None:
@@ -336,14 +325,15 @@ class Trainer:
             self.recorder.evaluator.evaluate(self.counters)
             self._notice_not_saved()
         else:
-            self.recorder.record(Due(state=True), self.counters, self._reports_state())
+            self._record(Due(state=True))
         if reason == "interrupted" or not self.ranks.is_main:  # the main one has the metrics
             return
         if notice := ended_worse(self.run.directory.metrics()):
             self._notice(notice)
 
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
-        """The same in all processes: the main one decides, or a signal to any of them."""
+        """The reason to stop, the same in all processes: the main one decides, or a signal to any
+        of them."""
         own, counters = self._own_reason(signals), self.counters
         clock = [counters.seconds, counters.setup, counters.ending]
         code, seconds, setup, ending = self.ranks.all_reduce_max(

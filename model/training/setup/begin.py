@@ -7,7 +7,6 @@ writes files; `model/training/configuration/` decides what is in them. Does not 
 takes no steps.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,12 +51,10 @@ from logitd.model.training.stopping.length import Counters
 _MEASURING = "measuring how fast this machine trains, for some seconds"
 
 
-def setup_run(
-    config: TrainingConfig, ranks: Ranks, report: EventHandler, seconds_left: float = math.inf
-) -> Run:
+def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
     """Open a new run in a directory of its own, or with `resume` one that exists. Every process
     calls this and gets the same run with its own part of it. The main one has locked the directory,
-    and the caller releases it. `seconds_left` are those of the minutes."""
+    and the caller releases it. `deadline` is the end of the minutes, by the monotonic clock."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard is on, but there is one process, which has the whole model: start several with "
@@ -68,7 +65,7 @@ def setup_run(
         if config.resume:
             run = _resume(config, ranks, report)
         else:
-            run = _create(config, ranks, report, time.monotonic() + seconds_left)
+            run = _create(config, ranks, report, deadline)
     try:
         ranks.barrier()  # from here on, run.json and the text are there for the others to read
         opened = run or _join(config, ranks)
@@ -82,8 +79,7 @@ def setup_run(
 
 
 def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
-    """Create a new run. On an error it leaves no directory behind. `deadline` is the end of the
-    minutes, by the monotonic clock."""
+    """Create a new run. On an error it leaves no directory behind."""
     # 1) Reject all that can be rejected without the text, which may have to be downloaded.
     by_minutes = wants_size(config, ranks.size)
     base = None

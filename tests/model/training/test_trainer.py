@@ -227,7 +227,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> Non
     assert read_checkpoint(result.checkpoint).training.step == 2
     notices = [event.message for event in reporter.events if isinstance(event, Noticed)]
     assert notices[1:] == [
-        "stopping after this step, then saving; once more to stop without saving"
+        "stopping after this step, then saving; interrupt again to stop without saving"
     ]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -324,7 +324,7 @@ def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
     result = train(TrainingConfig(**given), events.append)
     assert result.reason == "time is up"
     assert result.seconds < 3 + 1
-    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
+    rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.6
     assert train(configure(minutes=60, out=result.run.with_name("long"))).reason == "finished"
@@ -344,7 +344,7 @@ def test_minutes_count_from_the_start_of_the_command(configure: Configure, used:
     assert any("one step is taken" in each for each in said) == (used == 60)
     if used == 60:
         assert result.step == 1
-    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
+    rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates[0] == 1  # the schedule begins with the first step
     assert summarise(result.run).finished
 
@@ -370,7 +370,7 @@ def test_learning_rate_of_a_run_that_is_made_longer_does_not_jump(
     train(TrainingConfig(out=straight, resume=True, steps=120), events.append)
     (said,) = (e.message for e in events if isinstance(e, Noticed) and "longer" in e.message)
     assert "from x 0.00 to x 1.00" in said
-    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
+    rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates[:6] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
     assert rates[-1] < 0.02
     _train_until(42, TrainingConfig(out=broken, resume=True, steps=120))

@@ -9,21 +9,20 @@ import pytest
 
 from logitd.model.data.sources.progress import Downloaded, Downloading
 from logitd.model.training.events import Event, Noticed, Progress, Saved, line
+from logitd.model.training.run.step_log import Figures
 from logitd.service.cli.commands.train import TerminalReporter
 from logitd.service.cli.main import run
 
-PROGRESS = Progress(
-    step=10,
-    share=0.1,
+FIGURES = Figures(
     loss=3.0,
     smoothed_loss=3.1,
     learning_rate=1.0,
     gradient_norm=0.5,
     tokens_per_second=1000.0,
     matrix_share=0.25,
-    seconds=1.0,
-    seconds_left=9.0,
+    seconds_per_step=0.1,
 )
+PROGRESS = Progress(step=10, share=0.1, figures=FIGURES, seconds_left=9.0)
 EVENTS: list[Event] = [
     Noticed("it begins"),
     PROGRESS,
