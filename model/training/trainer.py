@@ -40,7 +40,7 @@ from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboa
 from logitd.model.training.setup.base import initial_model
 from logitd.model.training.setup.begin import setup_run
 from logitd.model.training.step.compile import choose_loss, compiles
-from logitd.model.training.step.flops import Meter
+from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.divergence import DivergenceMonitor
 from logitd.model.training.stopping.length import Counters
@@ -145,7 +145,7 @@ class Trainer:
         # 3) The work between steps.
         self.counters = Counters()
         self.done_before = 0.0  # the share of the run before the last step
-        self.log = StepLog(Meter.measure(training.model, placement))
+        self.log = StepLog(flops_per_token(training.model), machine_rate(placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
         self.began = began
@@ -317,12 +317,12 @@ class Trainer:
         state keeps the steps since the last one, so that the resumed run reports as one run."""
         if reason != "interrupted" or self._reports(self._due()):
             self._log()
-        elif (figures := self.log.figures()) is not None:
-            self.divergence.observe(self.counters.step, figures)
+        elif self.log.steps:
+            self.divergence.observe(self.counters.step, self.log.figures())
         if diagnosis := self.divergence.diagnosis(last=reason != "interrupted"):
             raise self._diverged(diagnosis)
         if self.divergence.suspect:
-            self.recorder.evaluator.evaluate(self.counters)
+            self.recorder.evaluate(self.counters)
             self._notice_not_saved()
         else:
             self._record(Due(state=True))
@@ -352,7 +352,7 @@ class Trainer:
             return "finished"
         if self.counters.step and self.length.clock_left(self.counters) <= 0:
             return "time is up"
-        if patience is not None and self.recorder.evaluator.since_best() >= patience:
+        if patience is not None and self.recorder.evaluations_since_best() >= patience:
             return "no improvement"
         return None
 
@@ -392,7 +392,7 @@ class Trainer:
         )
 
     def _result(self, reason: Reason) -> TrainingResult:
-        last, run = self.recorder.evaluator.history[-1], self.run
+        last, run = self.recorder.evaluations[-1], self.run
         return TrainingResult(
             run=run.directory.path,
             checkpoint=run.directory.latest,

@@ -31,7 +31,7 @@ from logitd.model.training.events import (
     Started,
     line,
 )
-from logitd.model.training.recording import evaluator
+from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
 from logitd.model.training.run.summary import summarise
@@ -383,7 +383,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
-        evaluator,
+        recorder,
         "validate",
         lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1),
     )
@@ -629,9 +629,9 @@ def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
     assert f"{evaluations[second]:.4f} at step {second} bits per byte, while" in meanwhile
     assert "the text is being learned by heart" in meanwhile
     assert notices[-1] == (
-        f"the best evaluation is that of step {best}, {evaluations[best]:.4f} bits per byte; the "
-        f"{240 - best} steps after it made that {evaluations[240]:.4f}. `best` is the former, and "
-        "is what is served"
+        f"the best evaluation is that of step {best}, {evaluations[best]:.4f} bits per byte; "
+        f"{240 - best} steps later it is {evaluations[240]:.4f}. `best` is the former, and is "
+        "served"
     )
     assert read_checkpoint(result.best).training.step == best
 

@@ -96,5 +96,5 @@ def test_the_description_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         "data": ["a.txt"],
     }
     (run.path / "run.json").write_text('{"config": {"stepz": 1}, "recipe": {}, "model": {}}')
-    with pytest.raises(TrainingError, match=r"run\.json does not describe a run: .*stepz"):
+    with pytest.raises(TrainingError, match=r"run\.json is not the description of a run: .*stepz"):
         run.read_training()

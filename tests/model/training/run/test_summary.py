@@ -102,5 +102,5 @@ def test_what_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"is not a run directory: it has no run\.json"):
         summarise(tmp_path / "nowhere")
     (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
-    with pytest.raises(TrainingError, match="does not describe a run"):
+    with pytest.raises(TrainingError, match="is not the description of a run"):
         summarise(copy)
