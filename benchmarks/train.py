@@ -39,6 +39,7 @@ from benchmarks.trained import (
     FIRST_SEED,
     held_out_bits_per_byte,
     in_a_process,
+    markdown,
     measured_here,
     train_here,
     weights_of,
@@ -253,24 +254,6 @@ def summary(outcomes: Sequence[Outcome], default: Sequence[Outcome]) -> dict[str
     }
 
 
-def table(summaries: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| minutes | side | bits per byte, each seed | mean | spread | default needs fewer | steps "
-        "| tokens | tokens/s | matrices | parameters |",
-        "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in summaries:
-        seeds = ", ".join(f"{bits:.4f}" for bits in row["bits_per_byte"])
-        fewer = "" if row["side"] == "default" else f"{row['fewer']:.1f} %"
-        lines.append(
-            f"| {row['minutes']:g} | {row['side']}, {row['rate']:g}, batch {row['batch']} "
-            f"| {seeds} | {row['mean']:.4f} | {row['spread']:.4f} | {fewer} "
-            f"| {row['steps']:,} | {row['tokens']:,} | {row['tokens_per_second']:,.0f} "
-            f"| {row['matrices']:,} | {row['parameters']:,} |"
-        )
-    return "\n".join(lines)
-
-
 def compare(
     measurement: Measurement, minutes: float, seeds: int, sweep: bool, with_smaller: bool
 ) -> list[dict[str, Any]]:
@@ -313,7 +296,7 @@ def main() -> None:
                 measurement, minutes, arguments.seeds, arguments.sweep, arguments.smaller
             )
         ]
-    print(table(summaries))
+    print(markdown(summaries))
     print(json.dumps(summaries))
 
 

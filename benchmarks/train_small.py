@@ -34,6 +34,7 @@ from benchmarks.trained import (
     FIRST_SEED,
     held_out_bits_per_byte,
     in_a_process,
+    markdown,
     measured_here,
     train_here,
     weights_of,
@@ -130,21 +131,6 @@ def fewer(outcomes: Sequence[Outcome], other: str) -> tuple[float, float]:
     return 100 * (1 - ours / last), 100 * (1 - ours / best)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| side | last | best | training | passes | steps | tokens | seconds | parameters "
-        "| vocabulary | dropout |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {each.side} | {each.last:.3f} | {each.best:.3f} | {each.training:.3f} "
-        f"| {each.passes:.1f} | {each.steps:,} | {each.tokens:,} | {each.seconds:.0f} "
-        f"| {each.parameters:,} | {each.vocab_size} | {each.dropout:g} |"
-        for each in outcomes
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", nargs="+", default=[])
@@ -180,7 +166,7 @@ def main() -> None:
                 record = in_a_process("benchmarks.train_small", [placed.to_dict(), side])
             outcomes.append(Outcome(**record))
             print(outcomes[-1], flush=True)
-    print(table(outcomes))
+    print(markdown([asdict(outcome) for outcome in outcomes]))
     if "adapted" in arguments.sides:
         for other in (side for side in arguments.sides if side != "adapted"):
             last, best = fewer(outcomes, other)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,25 @@ def in_a_process(module: str, values: Any) -> Any:
     if done.returncode:
         raise SystemExit(f"{values} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of rows with the same keys."""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
+    lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case float():
+            return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+        case int():
+            return f"{value:,}"
+        case list():
+            return ", ".join(map(_cell, value))
+        case _:
+            return str(value)
 
 
 def train_here(config: TrainingConfig) -> tuple[TrainingResult, Placement]:

@@ -70,8 +70,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class Noticed:
-    """A message for the user; the run continues."""
-
     message: str
 
 

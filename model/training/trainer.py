@@ -61,8 +61,6 @@ ENDING = 1.5
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The end of a run."""
-
     run: Path
     checkpoint: Path  # the newest
     best: Path
@@ -79,8 +77,8 @@ class TrainingResult:
 def train(
     config: TrainingConfig, report: EventHandler = ignore_events, began: float | None = None
 ) -> TrainingResult:
-    """Train, or with `resume` continue, and return where the run ended. `began` is the start of the
-    command by the monotonic clock, from which `minutes` count; None: now.
+    """Train, or with `resume` continue. `began` is the start of the command by the monotonic clock,
+    from which `minutes` count; None is now.
 
     Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, each
     with a sentence for the user. Leaves the caller's random state and thread
@@ -205,7 +203,6 @@ class Trainer:
             return self._result(reason)
 
     def _step(self) -> None:
-        """Forward, backward, update."""
         recipe, batch, device = self.recipe, self.run.batch, self.run.placement.device
         self.done_before = done = self.length.done(self.counters)
         scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
@@ -235,7 +232,6 @@ class Trainer:
             self.divergence.start(float(loss))
 
     def _count_setup(self, since: float) -> None:
-        """Count the seconds of the run from `since` until now as setup."""
         now = time.monotonic() - self.began
         setup = self.counters.setup + now - since
         self.counters = replace(self.counters, seconds=now, setup=setup)
@@ -264,7 +260,6 @@ class Trainer:
         return True
 
     def _due(self) -> Due:
-        """The recipe's work after this step, and that of a milestone."""
         step, recipe = self.counters.step, self.recipe
         if self.length.clock_left(self.counters) < self.counters.ending:
             return Due()  # the end does it

@@ -240,7 +240,6 @@ def search(
 def _largest(
     seconds: float, models: Mapping[Size, GPTConfig], speeds: Mapping[Size, float]
 ) -> Size:
-    """The largest size that sees enough tokens in the time; the smallest if none does."""
     for size in reversed(SIZES):
         tokens = seconds * USABLE * _expected(size, models, speeds)
         if tokens >= TOKENS_PER_PARAMETER * count_elements(models[size]).block_matrices:
@@ -249,7 +248,6 @@ def _largest(
 
 
 def _expected(size: Size, models: Mapping[Size, GPTConfig], speeds: Mapping[Size, float]) -> float:
-    """Tokens per second."""
     index = SIZES.index(size)
     nearest = min(speeds, key=lambda other: abs(SIZES.index(other) - index))
     return speeds[nearest] * flops_per_token(models[nearest]) / flops_per_token(models[size])
@@ -278,7 +276,6 @@ def enough_bytes(config: TrainingConfig, measured: Measured) -> float:
 
 
 def _train_share(config: TrainingConfig) -> float:
-    """The share of the text that is not held out."""
     val_fraction: float = config.val_fraction or PRESETS[config.preset].recipe.val_fraction
     return 1 - val_fraction
 

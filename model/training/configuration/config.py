@@ -142,7 +142,6 @@ class TrainingConfig(_AllFields):
 
     @property
     def run_path(self) -> Path:
-        """The run directory."""
         return self.out or Path("runs") / self.run_name
 
     def given(self) -> dict[str, Any]:

@@ -165,7 +165,6 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
 
 
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
-    """Raise TrainingError for a given field that does nothing next to the others."""
     recipe, steps = training.recipe, training.length.steps
     values = {**training.model.to_dict(), **asdict(recipe), "lora": given.get("lora")}
     for name in sorted(given.keys() & NEEDS.keys()):

@@ -65,7 +65,6 @@ def _into_residual(name: str) -> bool:
 
 
 def kind_of(gpt: GPT, name: str) -> Kind:
-    """The kind of a parameter."""
     leaf = name.removesuffix(".weight")
     if leaf.endswith(NARROW):
         return "matrix"
@@ -93,8 +92,8 @@ class Optimizers:
 
     Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
     key and value; the two halves of SwiGLU). Muon has each as a parameter of its own that shares
-    the fused one's storage; `step` hands it its rows of the gradient. Of a sharded model every
-    optimizer has only the rows that are here.
+    the fused one's storage; `step` hands it its rows of the gradient. If the model is sharded,
+    every optimizer has only the rows that are here.
     """
 
     def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:
@@ -160,8 +159,8 @@ class Optimizers:
             view.parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as one process would have them, on the main process. Of a sharded model all
-        processes have to call it."""
+        """The states as one process would have them, on the main process. All processes of a
+        sharded model have to call it."""
 
         def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
             return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
@@ -182,7 +181,6 @@ class Optimizers:
             optimizer.load_state_dict(self._map_state(optimizer, state[name], rows))
 
     def _local_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, or the rows of a divided one that are here."""
         shard = shard_of(parameter)
         if not shard.divided:
             return parameter
@@ -196,8 +194,8 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state with every tensor changed that belongs to a divided parameter: its
-        moments, which have its rows, and its count of steps, which has no dimension."""
+        """An optimizer's state with `change` applied to the tensors of divided parameters: moments,
+        which have their rows, and counts of steps, which have no dimension."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {
@@ -212,7 +210,7 @@ class Optimizers:
 
 
 def _maps(gpt: GPT) -> Iterator[_View]:
-    """The block matrices as maps of one thing each."""
+    """The maps in the block matrices."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
         for name, heights in gpt.config.maps().items():
@@ -227,6 +225,6 @@ def _maps(gpt: GPT) -> Iterator[_View]:
 
 
 def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
-    """With Muon only the matrices decay; with AdamW alone everything but the scalars, as in
+    """With Muon only the matrices decay; with AdamW alone everything except the scalars, as in
     GPT-2."""
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay

@@ -2,7 +2,7 @@
 
     state  ->  evaluation  ->  samples  ->  checkpoint
 
-The state comes first, so that a resumed run can repeat whatever fails after it. A checkpoint
+The state comes first, so that a resumed run can repeat anything that fails after it. A checkpoint
 records the loss of the evaluation, and its card shows the samples. A checkpoint is written with
 every state and with every evaluation that is the best so far.
 

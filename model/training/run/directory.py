@@ -42,8 +42,6 @@ SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 
 
 class RunDirectory:
-    """Paths and bookkeeping of one run."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data = path / DATA
@@ -170,7 +168,6 @@ class RunDirectory:
         return self.path / f"step-{step:06d}"
 
     def checkpoints(self) -> dict[int, Path]:
-        """Checkpoints by step, oldest first."""
         by_step = {
             int(match[1]): child
             for child in self.path.iterdir()
@@ -196,7 +193,6 @@ class RunDirectory:
             file.write(json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All complete lines of the metrics."""
         path = self.path / METRICS
         if not path.is_file():
             return []

@@ -1,4 +1,4 @@
-"""State: everything that a run needs to continue exactly where it stopped.
+"""State: the saved state of a run, for an exact resume.
 
 One file, `state/state.pt`: float32 weights (only those of adapters, with adapters), the states of
 all optimizers, the counters, and the state of the step log and the divergence monitor. Neither a

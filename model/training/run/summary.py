@@ -144,7 +144,6 @@ def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
 def _changes(
     config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Differences from the preset; a fine-tuned run has its shape from the checkpoint."""
     preset = PRESETS.get(config.preset)
     if preset is None:  # of another version
         return {}

@@ -1,10 +1,9 @@
 """Setup: opens a run, ready to be trained.
 
 There are three ways: `_create` a new run, `_resume` one that exists, and in every process except
-the main one `_join` the run that the main one has set up. Setup rejects whatever can be rejected
-before the first step, and before anything is written unless that takes the vocabulary. Reads and
-writes files; `model/training/configuration/` decides what is in them. Does not build the model and
-takes no steps.
+the main one `_join` the run that the main one has set up. Setup rejects a bad run before the first
+step, and before anything is written unless that takes the vocabulary. Reads and writes files;
+`model/training/configuration/` decides their contents. Builds no model and takes no steps.
 """
 
 import time
@@ -79,7 +78,6 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadli
 
 
 def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
-    """Create a new run. On an error it leaves no directory behind."""
     # 1) Reject all that can be rejected without the text, which may have to be downloaded.
     by_minutes = wants_size(config, ranks.size)
     base = None
@@ -254,7 +252,6 @@ def _open_text(config: TrainingConfig, report: EventHandler) -> Text:
 
 
 def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: EventHandler) -> None:
-    """Raise TrainingError if the named text is not the one that the run has tokenised."""
     go_on = "leave --data out to go on with the text that the run has tokenised"
     try:
         now, before = text_sha256(_open_text(config, report), text.tokenizer), text.record["sha256"]
@@ -269,7 +266,6 @@ def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: Eve
 
 
 def _check_prompts(prompts: Sequence[str], text: PreparedText) -> None:
-    """Raise TrainingError for a prompt that the vocabulary cannot encode."""
     for prompt in prompts:
         try:
             text.tokenizer.encode(prompt, special_ids=text.special_ids)

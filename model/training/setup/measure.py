@@ -85,7 +85,7 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """Whether to measure another step, after `times` of counted steps that took the share `spent`
+    """True if another step is measured, after `times` of counted steps that took the share `spent`
     of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1

@@ -9,7 +9,7 @@ from logitd.model.training.configuration.resolve import ResolvedTraining
 
 
 def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
-    """What may surprise the user of a new run."""
+    """Sentences about a new run that may surprise its user."""
     asked, record = training.recipe.val_fraction, text.record
     share = record["val_bytes"] / max(1, record["bytes"])
     if abs(share - asked) > asked / 4:
@@ -36,7 +36,7 @@ def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
 
 
 def special_tokens_notice(text: PreparedText) -> Iterator[str]:
-    """How names of special tokens in the text are encoded, if it has any."""
+    """A sentence about names of special tokens in the text, if it has any."""
     if not (names := text.record.get("special_names")):
         return
     first = shlex.quote(next(iter(names)))

@@ -24,8 +24,6 @@ MARGIN = 1.0
 
 
 class DivergenceMonitor:
-    """Follows the reports of a run."""
-
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
         self._first = self._best = math.inf
@@ -60,7 +58,6 @@ class DivergenceMonitor:
         self._best = min(self._best, figures.smoothed_loss)
 
     def _limit(self) -> float:
-        """The smoothed loss above which a run is suspect."""
         margin = (self._first - self._best) / 2 if math.isfinite(self._first) else 0.0
         return self._best + max(MARGIN, margin)
 
