@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.device import Placement, describe
 from logitd.model.training.run.step_log import Figures
 
 
@@ -29,12 +30,10 @@ class Started:
     parameters: int
     step: int
     steps: int | None  # None: the clock ends the run
-    device: str
-    dtype: str
-    threads: int
-    processes: int = 1
-    sharded: bool = False
-    export: str = ""  # with --exportable: the formats that `logitd export` can write
+    placement: Placement
+    processes: int
+    sharded: bool
+    export: str  # with --exportable: the formats that `logitd export` can write
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,11 @@ def line(event: Event) -> str:
             length = "until the time is up" if event.steps is None else f"to step {event.steps:,}"
             processes = f" in each of {event.processes} processes" if event.processes > 1 else ""
             processes += " that share the model" if event.sharded else ""
+            placement = event.placement
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
-                f"{event.device}, {event.dtype}, {event.threads} threads{processes}, in {event.run}"
+                f"{describe(placement.device)}, {placement.dtype_name}, {placement.threads} "
+                f"threads{processes}, in {event.run}"
                 + (f"\n{event.export}" if event.export else "")
             )
         case Progress(step, share, figures, seconds_left):

@@ -25,7 +25,7 @@ import torch
 
 from logitd.model.convert.exportable import describe as describe_export
 from logitd.model.data.batches import Batches, noise_seed
-from logitd.model.device import describe, to_device, use_threads
+from logitd.model.device import to_device, use_threads
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from logitd.model.training.distributed.ranks import ALONE, process_group
@@ -34,7 +34,7 @@ from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
-from logitd.model.training.run.state import differences, load_state
+from logitd.model.training.run.state import differences, environment, load_state
 from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
@@ -155,7 +155,9 @@ class Trainer:
             self.counters, before, reports = load_state(
                 state, gpt=self.gpt, optimizers=self.optimizers
             )
-            if changed := differences(self.recorder.environment(), before):
+            run = self.run
+            now = environment(run.placement, run.ranks.size, sharded=run.sharded)
+            if changed := differences(now, before):
                 self._notice(f"resuming, but not with the bits of one run: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
@@ -366,7 +368,7 @@ class Trainer:
         )
 
     def _report_start(self) -> None:
-        run, placement = self.run, self.run.placement
+        run = self.run
         # The formats of `logitd export` are known now, and not only after hours.
         export = ""
         if run.training.config.exportable:
@@ -377,9 +379,7 @@ class Trainer:
                 parameters=self.gpt.parameter_count(),
                 step=self.counters.step,
                 steps=self.length.steps,
-                device=describe(placement.device),
-                dtype=placement.dtype_name,
-                threads=placement.threads,
+                placement=run.placement,
                 processes=self.ranks.size,
                 sharded=run.sharded,
                 export=export,

@@ -22,12 +22,7 @@ import torch
 from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
 from logitd.model.data.windows import validation_windows
-from logitd.model.training.distributed.fsdp import (
-    gather_weights,
-    is_sharded,
-    local,
-    without_backward,
-)
+from logitd.model.training.distributed.fsdp import gather_weights, local, without_backward
 from logitd.model.training.events import Evaluated, EventHandler, Noticed, Sampled, Saved
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.recording.card import write_card
@@ -107,8 +102,7 @@ class RunRecorder:
         run, step = self._run, counters.step
         if self.evaluations and self.evaluations[-1]["step"] == step:
             return False
-        sharded = is_sharded(self._gpt)
-        result = validate(self._gpt, self._windows, self._forward, run.ranks, sharded=sharded)
+        result = validate(self._gpt, self._windows, self._forward, run.ranks, sharded=run.sharded)
         if not math.isfinite(result.loss):
             raise run.directory.diverged(
                 f"training diverged: at step {step} the validation loss is {result.loss}"
@@ -147,11 +141,6 @@ class RunRecorder:
             with self._run.directory.saving(record["step"]):
                 self._run.directory.append(record)
 
-    def environment(self) -> dict[str, Any]:
-        """Everything outside the run that the bits of a step depend on."""
-        placement, size = self._run.placement, self._run.ranks.size
-        return environment(placement, size, sharded=is_sharded(self._gpt))
-
     def _save_state(self, counters: Counters, reports: Mapping[str, Any]) -> None:
         run, ranks = self._run, self._run.ranks
         self._require_finite(counters.step)
@@ -161,7 +150,7 @@ class RunRecorder:
                 gpt=self._gpt,
                 optimizers=self._optimizers,
                 counters=counters,
-                environment=self.environment(),
+                environment=environment(run.placement, ranks.size, sharded=run.sharded),
                 reports=reports,
                 ranks=ranks,
             )
@@ -185,7 +174,7 @@ class RunRecorder:
     def _sample(self, step: int) -> None:
         """Let the model write after each prompt, unless it did at this step."""
         run = self._run
-        if self._sample_step == step or not (run.ranks.is_main or is_sharded(self._gpt)):
+        if self._sample_step == step or not (run.ranks.is_main or run.sharded):
             return
         self._samples, self._sample_step = [], step
         for prompt, text in samples(run, self._gpt, self._forward):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from logitd.model.data.prepare import PreparedText
-from logitd.model.training.distributed.fsdp import is_sharded
 from logitd.model.training.distributed.ranks import ALONE
 from logitd.model.training.run.run import Run
 from logitd.model.transformer.gpt import GPT
@@ -37,7 +36,7 @@ def _text_after(
 ) -> str:
     """The text after a prompt, of at most `sample_tokens` tokens, or up to the document's end. The
     model sees only the last `context_length` ids."""
-    tokenizer, ranks = run.text.tokenizer, run.ranks if is_sharded(gpt) else ALONE
+    tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
     draw = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt, special_ids=run.text.special_ids)
     start, device, training = len(ids), gpt.token_embedding.weight.device, gpt.training

@@ -19,17 +19,16 @@ from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.run.directory import SAMPLE, SAMPLES, RunDirectory
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.lora import LoraShape
 from logitd.model.transformer.size import parameter_count
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run, as far as its files tell. None: not happened yet, or not known."""
+    """A run, as its files describe it. None: not happened yet, or not known."""
 
     path: Path
     preset: str
-    base: Mapping[str, Any] | None  # what it was fine-tuned from
+    base: Mapping[str, Any] | None  # the checkpoint that it fine-tunes
     parameters: int  # of the model, adapters not counted
     settings: Mapping[str, Any]  # recipe, shape and adapters
     changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, where they differ
@@ -48,7 +47,7 @@ class RunSummary:
     tokens_per_second: float | None  # the median of the reports
     sampled_at: int | None
     samples: tuple[str, ...]  # of that step, each with its prompt
-    notes: tuple[str, ...]  # what is damaged, in sentences
+    notes: tuple[str, ...]  # sentences about damage
 
 
 def summarise(path: Path) -> RunSummary:
@@ -61,11 +60,14 @@ def summarise(path: Path) -> RunSummary:
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
-    best = min(evals, key=lambda record: float(record["val_loss"]), default=None)
-    ending = train[-1].get("ending", 0.0) if train else 0.0
+    best = min(evals, key=lambda record: float(record["val_loss"]), default={})
+    report, evaluation = train[-1] if train else {}, evals[-1] if evals else {}
+    ending = report.get("ending", 0.0)
     done = length.done(Counters(step=last["step"], seconds=last["seconds"], ending=ending))
     sampled_at, samples = _samples(path / SAMPLES)
-    settings = {**asdict(training.recipe), **model.to_dict(), **_adapters(training.lora)}
+    settings = {**asdict(training.recipe), **model.to_dict()}
+    if (lora := training.lora) is not None:
+        settings |= {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": [*lora.targets]}
     base = None if training.base is None else training.base.record
     return RunSummary(
         path=path,
@@ -78,14 +80,14 @@ def summarise(path: Path) -> RunSummary:
         idle_seconds=max(0.0, time.time() - _last_written(path)),
         step=last["step"],
         steps=length.steps,
-        tokens=train[-1]["tokens"] if train else 0,
+        tokens=report.get("tokens", 0),
         seconds=last["seconds"],
-        loss=train[-1]["smoothed_loss"] if train else None,
-        val_loss=evals[-1]["val_loss"] if evals else None,
-        val_bits_per_byte=evals[-1]["val_bits_per_byte"] if evals else None,
-        best_step=None if best is None else best["step"],
-        best_val_loss=None if best is None else best["val_loss"],
-        best_bits_per_byte=None if best is None else best["val_bits_per_byte"],
+        loss=report.get("smoothed_loss"),
+        val_loss=evaluation.get("val_loss"),
+        val_bits_per_byte=evaluation.get("val_bits_per_byte"),
+        best_step=best.get("step"),
+        best_val_loss=best.get("val_loss"),
+        best_bits_per_byte=best.get("val_bits_per_byte"),
         tokens_per_second=(
             statistics.median(record["tokens_per_second"] for record in train) if train else None
         ),
@@ -154,12 +156,6 @@ def _changes(
         for name, value in settings.items()
         if name in before and before[name] != value
     }
-
-
-def _adapters(lora: LoraShape | None) -> dict[str, Any]:
-    if lora is None:
-        return {}
-    return {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": list(lora.targets)}
 
 
 def _last_written(path: Path) -> float:

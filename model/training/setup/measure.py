@@ -33,8 +33,6 @@ any case. A few steps in a row may be one bad moment, in which other programs ha
 and would decide the size of the whole run."""
 AGREEMENT = 1.05
 """Largest ratio of two steps that agree."""
-PUBLISHED = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
-"""Tokens of published encodings."""
 
 
 def measure_machine(config: TrainingConfig, placement: Placement, seconds: float) -> Measured:
@@ -42,9 +40,7 @@ def measure_machine(config: TrainingConfig, placement: Placement, seconds: float
     measurements."""
     use_threads(placement.threads)
     tokenizer = config.tokenizer or "own"
-    published = None
-    if tokenizer != "own":
-        published = PUBLISHED.get(tokenizer) or published_vocabulary(tokenizer).vocab_size
+    published = None if tokenizer == "own" else published_vocabulary(tokenizer).vocab_size
     candidates = {}
     for size in SIZES:
         candidate = resolve(fill_in(config, size))

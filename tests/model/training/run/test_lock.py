@@ -1,4 +1,4 @@
-"""Two trainers and one run directory; the second is another process, as in life."""
+"""Two trainers and one run directory; the second is another process."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def _holder(path: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
-def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_lock_names_its_owner(tmp_path: Path) -> None:
     with _holder(tmp_path) as process:
         told = json.loads((tmp_path / LOCK).read_text())
         sentence = (
@@ -49,7 +49,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
+def test_lock_ends_with_its_owner(tmp_path: Path) -> None:
     with _holder(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -62,7 +62,7 @@ def test_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
     run.release()
 
 
-def test_an_owner_that_has_not_said_its_name_keeps_others_out_too(tmp_path: Path) -> None:
+def test_lock_with_a_damaged_note_keeps_others_out(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.lock()
     (tmp_path / LOCK).write_text('{"pid": ')
