@@ -362,9 +362,9 @@ def test_lengthened_run_reports_and_keeps_the_rise_of_its_learning_rate(
     events: list[Event] = []
     train(TrainingConfig(out=first, resume=True, steps=24), events.append)
     (notice,) = (e.message for e in events if isinstance(e, Noticed) and "longer" in e.message)
-    assert "from x 0.42 to x 1.00" in notice
+    assert "from x 0.00 to x 1.00" in notice
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
-    assert rates[:2] == pytest.approx([0.4167, 1.0], abs=1e-3)
+    assert rates[:3] == pytest.approx([0, 1, 1])
     assert RunDirectory(first).read_training().rewarming is not None
 
 
@@ -523,11 +523,11 @@ def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Pat
 @pytest.mark.first
 @pytest.mark.slow
 def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
-    """`logitd train` with a twentieth of its 1,200 steps, on one thread."""
+    """`logitd train` with a twentieth of its 1,200 steps, which comes to 2.43 bits per byte."""
     result = train(
-        TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, eval_batches=4, threads=1)
+        TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1)
     )
-    assert result.val_bits_per_byte < 2.7
+    assert result.val_bits_per_byte < 2.55
 
 
 def test_exploding_loss_ends_the_run_without_a_bad_state(
