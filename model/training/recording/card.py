@@ -19,6 +19,7 @@ from logitd.model.training.run.run import Run
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.size import parameter_count
 
+Records = Sequence[Mapping[str, Any]]
 ROWS = 12
 """Rows of the curve at most."""
 _NOT_IN_COMMAND = frozenset(
@@ -83,7 +84,6 @@ def _head(run: Run, counters: Counters) -> str:
 
 
 def _origin(run: Run) -> str:
-    """The origin of the weights."""
     if run.training.base is None:
         return (
             "Trained from scratch on one text; it continues text of that kind and knows nothing "
@@ -104,13 +104,7 @@ def _origin(run: Run) -> str:
     return text + "."
 
 
-def _training(
-    run: Run,
-    counters: Counters,
-    evals: Sequence[Mapping[str, Any]],
-    reports: Sequence[Mapping[str, Any]],
-) -> str:
-    """A table of the training."""
+def _training(run: Run, counters: Counters, evals: Records, reports: Records) -> str:
     recipe, data = run.training.recipe, run.text.record
     processes = f"processes: {run.ranks.size}, " if run.ranks.size > 1 else ""
     rows = {
@@ -128,9 +122,8 @@ def _training(
     if reports:
         speed = median(record["tokens_per_second"] for record in reports)
         rows["speed"] = f"{speed:,.0f} tokens per second"
-        # Runs from before the share was measured have none.
-        if shares := [record["matrix_share"] for record in reports if "matrix_share" in record]:
-            rows["speed"] += f", {median(shares):.0%} of the machine's rate of matrix products"
+        share = median(record["matrix_share"] for record in reports)
+        rows["speed"] += f", {share:.0%} of the machine's rate of matrix products"
     if evals:
         last = evals[-1]
         rows["validation loss"] = f"{last['val_loss']:.4f} nats per token"
@@ -139,7 +132,7 @@ def _training(
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {v} |" for name, v in rows.items())])
 
 
-def _curve(evals: Sequence[Mapping[str, Any]]) -> str:
+def _curve(evals: Records) -> str:
     every = max(1, -(-len(evals) // ROWS))
     shown = list(evals[::every])
     if shown[-1] is not evals[-1]:

@@ -56,15 +56,10 @@ class RunDirectory:
         """Create a run, locked. Raises TrainingError for a directory that is not empty, that
         another process trains in, or that cannot be made."""
         directory = cls(path)
-        try:
-            directory.require_free()  # nothing is written where no run is
+        directory.require_free()  # first, so that nothing is written into another folder
+        with directory.preparing():
             path.mkdir(parents=True, exist_ok=True)
             directory.lock()
-        except OSError as error:
-            raise TrainingError(
-                f"the run cannot be written to {path}: {error.strerror or error}. Choose another "
-                "--out"
-            ) from error
         try:
             _require_empty(path)
         except BaseException:
@@ -73,16 +68,19 @@ class RunDirectory:
         return directory
 
     def require_free(self) -> None:
-        """Raise TrainingError if the directory exists and is not empty, or another process trains
-        in it; OSError if that cannot be seen."""
+        """Raise TrainingError if the directory exists and is not empty, if another process trains
+        in it, or if it cannot be read."""
         path = self.path
-        if path.exists() and not path.is_dir():
-            raise TrainingError(f"{path} exists already and is not a folder: choose another --out")
-        if (path / LOCK).exists():
-            self.lock()
-            self.release()
-        if path.is_dir():
-            _require_empty(path)
+        with self.preparing():
+            if path.exists() and not path.is_dir():
+                raise TrainingError(
+                    f"{path} exists already and is not a folder: choose another --out"
+                )
+            if (path / LOCK).exists():
+                self.lock()
+                self.release()
+            if path.is_dir():
+                _require_empty(path)
 
     def discard(self) -> None:
         shutil.rmtree(self.path)

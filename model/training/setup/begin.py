@@ -88,9 +88,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
     training = resolve(config, base)
     chat_template = _chat_template(training)
     placement, _ = _share(training, ranks)
-    directory = RunDirectory(config.run_path)
-    with directory.preparing():
-        directory.require_free()
+    RunDirectory(config.run_path).require_free()
 
     # 2) Open the text. If the minutes choose the model, its length counts too.
     text = _open_text(config, report)

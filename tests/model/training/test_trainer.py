@@ -524,9 +524,7 @@ def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Pat
 @pytest.mark.slow
 def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
     """`logitd train` with a twentieth of its 1,200 steps, which comes to 2.43 bits per byte."""
-    result = train(
-        TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1)
-    )
+    result = train(TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1))
     assert result.val_bits_per_byte < 2.55
 
 

@@ -91,7 +91,7 @@ def test_what_the_lock_is_cannot_be_a_link_to_elsewhere(tmp_path: Path) -> None:
     precious.write_text("text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(precious)
-    with pytest.raises(TrainingError, match="the run cannot be written to"):
+    with pytest.raises(TrainingError, match="the run cannot be prepared in"):
         RunDirectory.create(tmp_path / "run")
     assert precious.read_text() == "text"
 

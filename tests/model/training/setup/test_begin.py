@@ -172,7 +172,7 @@ def test_held_out_share_far_from_val_fraction_is_reported(
 
 @pytest.mark.parametrize("out", ["/proc/run", "/sys/run", "/dev/null/run"])
 def test_impossible_run_directory_is_refused(configure: Configure, out: str) -> None:
-    with pytest.raises(TrainingError, match=f"{out}: .*Choose another --out"):
+    with pytest.raises(TrainingError, match=f"{out}: .*choose another --out"):
         train(configure(out=Path(out)))
 
 
