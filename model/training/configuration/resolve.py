@@ -9,16 +9,17 @@ file or asks a device.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from logitd.model.convert.family import nearest, objections
+from logitd.model.convert.foreign import ConvertError
 from logitd.model.training.configuration.config import (
     RECIPE_FIELDS,
     SHAPE_FIELDS,
     TrainingConfig,
     TrainingError,
 )
-from logitd.model.training.configuration.exportable import exportable_model, require_exportable
 from logitd.model.training.configuration.finetune import (
     Base,
     finetuned_model,
@@ -153,15 +154,45 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     if base is None:
         model = preset.config(recipe.vocab_size, **_only(given, SHAPE_FIELDS))
         if config.exportable:
-            model = exportable_model(model, given)
+            model = _exportable_model(model, given)
     else:
         recipe = finetuned_recipe(given, recipe, base.opened.config, lora)
         model = finetuned_model(given, base.opened.config, lora)
         if config.exportable:
-            require_exportable(model)
+            _require_exportable(model)
     resolved = ResolvedTraining(config=config, recipe=recipe, model=model, lora=lora, base=base)
     _refuse_idle(given, resolved)
     return resolved
+
+
+def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
+    """The nearest shape that can be exported. A given width of the feed-forward stays; any other
+    `given` value that would have to change raises TrainingError."""
+    try:
+        wanted = nearest(model)
+    except ConvertError as error:
+        raise TrainingError(f"--exportable: {error}") from error
+    values = {field.name: getattr(wanted, field.name) for field in fields(GPTConfig)}
+    changes = {name: value for name, value in values.items() if value != getattr(model, name)}
+    if "d_ff" in given:
+        changes.pop("d_ff", None)
+    if refused := sorted(changes.keys() & given.keys()):
+        reasons = {each.key: f": {each.reason}" for each in objections(model)}
+        listed = "; ".join(
+            f"{name} is {given[name]!r}, but must be {changes[name]!r}{reasons.get(name, '')}"
+            for name in refused
+        )
+        raise TrainingError(f"--exportable: {listed}")
+    return replace(model, **changes)
+
+
+def _require_exportable(model: GPTConfig) -> None:
+    """Raise TrainingError if a checkpoint's model, whose shape stays, cannot be exported."""
+    if found := objections(model):
+        raise TrainingError(
+            "--exportable: the shape of the checkpoint stays, and cannot be exported: "
+            + "; ".join(map(str, found))
+        )
 
 
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
