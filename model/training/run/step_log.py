@@ -34,11 +34,14 @@ class StepLog:
     def __init__(self, flops_per_token: float, machine_rate: float) -> None:
         self._flops_per_token, self._machine_rate = flops_per_token, machine_rate
         self._smoothed: float | None = None
+        self._clear()
+        self.start()
+
+    def _clear(self) -> None:
         self.steps = self._tokens = 0
         self._loss: Tensor | float = 0.0
         self._norm: Tensor | float = 0.0
         self._lr_scale = 0.0
-        self.start()
 
     def state(self) -> dict[str, Any]:
         """The steps that no report has taken yet."""
@@ -73,7 +76,7 @@ class StepLog:
         """The figures of the steps since the last call; there is at least one."""
         figures = self.figures()
         self._smoothed = figures.smoothed_loss
-        self.steps, self._tokens, self._loss = 0, 0, 0.0
+        self._clear()
         return figures
 
     def figures(self) -> Figures:
