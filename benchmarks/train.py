@@ -33,26 +33,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.trained import (
-    FIRST_SEED,
-    held_out_bits_per_byte,
-    in_a_process,
-    markdown,
-    measured_here,
-    train_here,
-    weights_of,
-)
+from benchmarks.trained import FIRST_SEED, Outcome, markdown, measured_here, outcome_of
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.split import sides, split_text
 from logitd.model.data.vocabulary import learn
 from logitd.model.training.configuration.autosize import SIZES, Size
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.optim.optimizers import kind_of
-from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.gpt import GPT
 
 RATES = (1e-3, 2e-3, 4e-3)
 BATCHES = (4, 8)
@@ -76,22 +63,7 @@ class Run:
     seed: int
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The figures of a run. `matrices` counts the block matrices, `parameters` everything."""
-
-    run: Run
-    bits_per_byte: float
-    seconds: float
-    steps: int
-    tokens: int
-    matrices: int
-    parameters: int
-    threads: int
-
-
-def outcome_of(record: dict[str, Any]) -> Outcome:
-    return Outcome(**{**record, "run": Run(**record["run"])})
+Finished = tuple[Run, Outcome]
 
 
 def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads: int) -> Any:
@@ -119,29 +91,6 @@ def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads
     return {**fields, **rates, "preset": "nanogpt"}
 
 
-def train_one(fields: dict[str, Any], run: Run) -> Outcome:
-    """Train in this process, then evaluate the last weights on the whole validation text."""
-    result, placement = train_here(TrainingConfig(**fields))
-    gpt = weights_of(result.checkpoint, placement)
-    return Outcome(
-        run=run,
-        bits_per_byte=held_out_bits_per_byte(gpt, result.run, placement),
-        seconds=result.seconds,
-        steps=result.step,
-        tokens=result.tokens,
-        matrices=block_matrices(gpt.config),
-        parameters=gpt.parameter_count(),
-        threads=placement.threads,
-    )
-
-
-def block_matrices(config: GPTConfig) -> int:
-    """Parameters of the kind that a recipe calls matrices."""
-    with torch.device("meta"):
-        gpt = GPT(config)
-    return sum(p.numel() for name, p in gpt.named_parameters() if kind_of(gpt, name) == "matrix")
-
-
 def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:
     """Learn a vocabulary from the training side alone, as a run does, and write it for all runs."""
     text = open_text(data)
@@ -163,8 +112,9 @@ class Measurement:
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
         records = [json.loads(line) for line in lines]
         self._sizes = {each["minutes"]: Size(**each["size"]) for each in records if "size" in each}
-        finished = [outcome_of(each) for each in records if "run" in each]
-        self._outcomes = {outcome.run: outcome for outcome in finished}
+        self._outcomes = {
+            Run(**each["run"]): Outcome(**each["outcome"]) for each in records if "run" in each
+        }
 
     def size(self, minutes: float) -> Size:
         """The size that `logitd train --minutes` takes on this machine."""
@@ -174,7 +124,7 @@ class Measurement:
             self._append({"minutes": minutes, "size": asdict(size)})
         return self._sizes[minutes]
 
-    def outcome(self, run: Run) -> Outcome:
+    def finished(self, run: Run) -> Finished:
         """The outcome of a run, from the results or from a process of its own."""
         if run not in self._outcomes:
             size = self.size(run.minutes)
@@ -184,13 +134,12 @@ class Measurement:
             shape = smaller(size) if run.side == "nanogpt smaller" else size
             fields = settings(run, shape, self._data, tokenizer, self._threads)
             with tempfile.TemporaryDirectory(dir=self._folder) as place:
-                values = [{**fields, "out": str(Path(place) / "run")}, asdict(run)]
-                record = in_a_process("benchmarks.train", values)
-            self._outcomes[run] = outcome_of(record)
-            self._append(record)
+                outcome = outcome_of({**fields, "out": str(Path(place) / "run")})
+            self._outcomes[run] = outcome
+            self._append({"run": asdict(run), "outcome": asdict(outcome)})
         outcome = self._outcomes[run]
-        print(f"{run}: {outcome.bits_per_byte:.4f} bits per byte, {outcome.steps:,} steps")
-        return outcome
+        print(f"{run}: {outcome.last:.4f} bits per byte, {outcome.steps:,} steps")
+        return run, outcome
 
     def nanogpt(self, minutes: float, side: str, sweep: bool) -> Run:
         """nanoGPT's best learning rate and batch, as a run to repeat with other seeds."""
@@ -198,11 +147,11 @@ class Measurement:
         if not sweep:
             return first
         tried = [
-            self.outcome(replace(first, rate=rate, batch=batch, seed=SWEEP_SEED))
+            self.finished(replace(first, rate=rate, batch=batch, seed=SWEEP_SEED))
             for rate in RATES
             for batch in BATCHES
         ]
-        return replace(min(tried, key=lambda outcome: outcome.bits_per_byte).run, seed=FIRST_SEED)
+        return replace(min(tried, key=lambda finished: finished[1].last)[0], seed=FIRST_SEED)
 
     def _append(self, record: dict[str, Any]) -> None:
         with self._results.open("a", encoding="utf-8") as file:
@@ -215,33 +164,32 @@ def smaller(size: Size) -> Size:
     return replace(below, context_length=size.context_length)
 
 
-def check(outcomes: Iterable[Outcome]) -> None:
+def check(finished: Iterable[Finished]) -> None:
     """Refuse to compare runs of unequal seconds, threads or matrices; those of a smaller model may
     be unequal. A run ends with the step in which its time is up."""
-    outcomes = list(outcomes)
-    for outcome in outcomes:
-        asked = 60 * outcome.run.minutes
+    finished = list(finished)
+    for run, outcome in finished:
+        asked = 60 * run.minutes
         allowed = SAME_SECONDS * asked + outcome.seconds / max(1, outcome.steps)
         if not asked <= outcome.seconds <= asked + allowed:
-            raise SystemExit(f"{outcome.run} took {outcome.seconds:.1f} s of {asked:.1f}")
-    if len({outcome.threads for outcome in outcomes}) > 1:
+            raise SystemExit(f"{run} took {outcome.seconds:.1f} s of {asked:.1f}")
+    if len({outcome.threads for _, outcome in finished}) > 1:
         raise SystemExit("not all runs had the same threads")
-    same = {outcome.matrices for outcome in outcomes if outcome.run.side != "nanogpt smaller"}
+    same = {outcome.matrices for run, outcome in finished if run.side != "nanogpt smaller"}
     if len(same) > 1:
         raise SystemExit(f"the block matrices are not equal: {sorted(same)} numbers")
 
 
-def summary(outcomes: Sequence[Outcome], default: Sequence[Outcome]) -> dict[str, Any]:
+def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[str, Any]:
     """One side at one budget. `fewer`: how many percent fewer bits the default needs."""
-    bits = [outcome.bits_per_byte for outcome in outcomes]
-    mean = statistics.mean(bits)
-    ours = statistics.mean(outcome.bits_per_byte for outcome in default)
-    first = outcomes[0]
+    run, outcomes = finished[0][0], [outcome for _, outcome in finished]
+    bits = [outcome.last for outcome in outcomes]
+    mean, ours = statistics.mean(bits), statistics.mean(outcome.last for _, outcome in default)
     return {
-        "minutes": first.run.minutes,
-        "side": first.run.side,
-        "rate": first.run.rate,
-        "batch": first.run.batch,
+        "minutes": run.minutes,
+        "side": run.side,
+        "rate": run.rate,
+        "batch": run.batch,
         "bits_per_byte": bits,
         "mean": mean,
         "spread": max(bits) - min(bits),
@@ -249,8 +197,8 @@ def summary(outcomes: Sequence[Outcome], default: Sequence[Outcome]) -> dict[str
         "steps": round(statistics.mean(outcome.steps for outcome in outcomes)),
         "tokens": round(statistics.mean(outcome.tokens for outcome in outcomes)),
         "tokens_per_second": statistics.mean(each.tokens / each.seconds for each in outcomes),
-        "matrices": first.matrices,
-        "parameters": first.parameters,
+        "matrices": outcomes[0].matrices,
+        "parameters": outcomes[0].parameters,
     }
 
 
@@ -263,12 +211,12 @@ def compare(
     runs = [Run(minutes, "default", size.matrix_lr, size.batch_size, FIRST_SEED)]
     for side in ("nanogpt", "nanogpt smaller") if with_smaller else ("nanogpt",):
         runs.append(measurement.nanogpt(minutes, side, sweep))
-    outcomes: dict[str, list[Outcome]] = {run.side: [] for run in runs}
+    finished: dict[str, list[Finished]] = {run.side: [] for run in runs}
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for run in runs:
-            outcomes[run.side].append(measurement.outcome(replace(run, seed=seed)))
-    check(outcome for side in outcomes.values() for outcome in side)
-    return [summary(side, outcomes["default"]) for side in outcomes.values()]
+            finished[run.side].append(measurement.finished(replace(run, seed=seed)))
+    check(each for side in finished.values() for each in side)
+    return [summary(side, finished["default"]) for side in finished.values()]
 
 
 def main() -> None:
@@ -280,12 +228,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file to continue (default: a new one)")
     parser.add_argument("--sweep", action="store_true", help="tune nanoGPT's rate and batch")
     parser.add_argument("--smaller", action="store_true", help="and nanoGPT a size smaller")
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        fields, run = arguments.one
-        print(json.dumps(asdict(train_one(fields, Run(**run)))))
-        return
     with tempfile.TemporaryDirectory() as folder:
         results = arguments.results or Path(folder) / "results.jsonl"
         measurement = Measurement(arguments.data, arguments.threads, results, Path(folder))

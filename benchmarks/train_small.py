@@ -25,21 +25,11 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from benchmarks.trained import (
-    FIRST_SEED,
-    held_out_bits_per_byte,
-    in_a_process,
-    markdown,
-    measured_here,
-    train_here,
-    weights_of,
-)
-from logitd.model.data.prepare import read_prepared
+from benchmarks.trained import FIRST_SEED, Outcome, markdown, measured_here, outcome_of
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.device import keep_freed_memory
 from logitd.model.training.configuration.autosize import (
@@ -53,24 +43,6 @@ from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.resolve import resolve
 
 SIDES = ("adapted", "long", "nanogpt-char")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The figures of a run. Losses are in bits per byte."""
-
-    side: str
-    seed: int
-    last: float
-    best: float
-    training: float  # smoothed, of the last report
-    passes: float
-    steps: int
-    tokens: int
-    seconds: float
-    parameters: int
-    vocab_size: int
-    dropout: float
 
 
 def configuration(side: str, asked: TrainingConfig, measured: Measured) -> TrainingConfig:
@@ -96,38 +68,12 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
     return config.model_copy(update={"steps": steps, "minutes": None})
 
 
-def train_one(fields: dict[str, Any], side: str) -> Outcome:
-    """Train in this process, then evaluate on the whole validation text."""
-    result, placement = train_here(TrainingConfig(**fields))
-    last, best = (weights_of(path, placement) for path in (result.checkpoint, result.best))
-    prepared = read_prepared(result.run / "data")
-    records = map(json.loads, (result.run / "metrics.jsonl").read_text().splitlines())
-    reports = [record for record in records if record["kind"] == "train"]
-    described = json.loads((result.run / "run.json").read_text())
-    train_bytes = prepared.train.text_bytes
-    return Outcome(
-        side=side,
-        seed=described["recipe"]["seed"],
-        last=held_out_bits_per_byte(last, result.run, placement),
-        best=held_out_bits_per_byte(best, result.run, placement),
-        training=reports[-1]["smoothed_loss"] * prepared.train.count / train_bytes / math.log(2),
-        passes=result.tokens / prepared.train.count,
-        steps=result.step,
-        tokens=result.tokens,
-        seconds=result.seconds,
-        parameters=last.parameter_count(),
-        vocab_size=prepared.tokenizer.vocab_size,
-        dropout=described["model"]["dropout"],
-    )
-
-
-def fewer(outcomes: Sequence[Outcome], other: str) -> tuple[float, float]:
+def fewer(outcomes: Mapping[str, Sequence[Outcome]], other: str) -> tuple[float, float]:
     """By how many percent the adapted recipe's last weights have fewer bits per byte than another's
     last ones and than its best ones."""
-    ours = statistics.mean(each.last for each in outcomes if each.side == "adapted")
-    theirs = [each for each in outcomes if each.side == other]
-    last = statistics.mean(each.last for each in theirs)
-    best = statistics.mean(each.best for each in theirs)
+    ours = statistics.mean(each.last for each in outcomes["adapted"])
+    last = statistics.mean(each.last for each in outcomes[other])
+    best = statistics.mean(each.best for each in outcomes[other])
     return 100 * (1 - ours / last), 100 * (1 - ours / best)
 
 
@@ -140,11 +86,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--size", type=int, help="index in SIZES, with --passes")
     parser.add_argument("--passes", type=float, help="steps instead of minutes")
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(asdict(train_one(*arguments.one))))
-        return
     if not arguments.data:
         parser.error("--data FILE is needed: a text that is passed several times")
     if (arguments.size is None) != (arguments.passes is None):
@@ -154,7 +96,8 @@ def main() -> None:
         data=tuple(arguments.data), threads=arguments.threads, minutes=arguments.minutes
     )
     measured = measured_here(asked) if arguments.passes is None else None
-    outcomes = []
+    outcomes: dict[str, list[Outcome]] = {side: [] for side in arguments.sides}
+    rows = []
     for seed in range(FIRST_SEED, FIRST_SEED + arguments.seeds):
         for side in arguments.sides:
             if measured is not None:
@@ -163,10 +106,11 @@ def main() -> None:
                 config = of_passes(side, asked, arguments.size, arguments.passes)
             with tempfile.TemporaryDirectory() as folder:
                 placed = config.model_copy(update={"out": Path(folder) / "run", "seed": seed})
-                record = in_a_process("benchmarks.train_small", [placed.to_dict(), side])
-            outcomes.append(Outcome(**record))
-            print(outcomes[-1], flush=True)
-    print(markdown([asdict(outcome) for outcome in outcomes]))
+                outcome = outcome_of(placed.to_dict())
+            outcomes[side].append(outcome)
+            rows.append({"side": side, "seed": seed, **asdict(outcome)})
+            print(rows[-1], flush=True)
+    print(markdown(rows))
     if "adapted" in arguments.sides:
         for other in (side for side in arguments.sides if side != "adapted"):
             last, best = fewer(outcomes, other)
@@ -174,7 +118,7 @@ def main() -> None:
                 f"adapted needs {last:.1f} % fewer bits per byte than the last weights of {other}, "
                 f"{best:.1f} % fewer than its best"
             )
-    print(json.dumps([asdict(outcome) for outcome in outcomes]))
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":
