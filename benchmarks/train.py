@@ -58,7 +58,7 @@ class Run:
 
     minutes: float
     side: str  # "default", "nanogpt" or "nanogpt smaller"
-    rate: float  # of the matrices
+    rate: float  # learning rate of the matrices
     batch: int
     seed: int
 

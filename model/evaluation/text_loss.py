@@ -49,7 +49,7 @@ class TextLoss:
     stride: int
     placement: Placement
     options: ComputeOptions
-    seconds: float  # of computing, without reading and tokenising
+    seconds: float  # computing time, without reading and tokenising
 
     @property
     def tokens_per_second(self) -> float:

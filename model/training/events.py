@@ -41,7 +41,7 @@ class Progress:
     """Progress of the run, every `log_every` steps."""
 
     step: int
-    share: float  # of the run that is done, 0 to 1
+    share: float  # share of the run that is done, 0 to 1
     figures: Figures
     seconds_left: float
 
@@ -58,7 +58,7 @@ class Evaluated:
 class Sampled:
     step: int
     prompt: str
-    text: str  # what follows the prompt
+    text: str  # without the prompt
 
 
 @dataclass(frozen=True)

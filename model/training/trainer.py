@@ -70,7 +70,7 @@ class TrainingResult:
     val_loss: float
     val_bits_per_byte: float
     reason: Reason
-    rank: int = 0  # of the process that returns it; rank 0 is the main one
+    rank: int = 0  # rank of the process that returns it; 0 is the main one
     adapter_of: Path | None = None  # the base of an adapter
 
 
@@ -121,7 +121,7 @@ class Trainer:
         self.report, self.ranks = report, ranks
         use_threads(placement.threads)
         if placement.device.type == "cuda" and ranks.size > 1:
-            torch.cuda.set_device(placement.device)  # where NCCL takes its buffers
+            torch.cuda.set_device(placement.device)  # NCCL allocates its buffers there
         torch.manual_seed(self.recipe.seed)
         # 1) The model, whole or this process's part of it.
         self.gpt = initial_model(training, report)

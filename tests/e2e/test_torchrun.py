@@ -196,7 +196,7 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 
 def test_two_processes_have_the_bits_of_one_that_accumulates_two_batches(text: Path) -> None:
-    """With dropout, clipping and Muon. One process continues where the two had stopped, with a
+    """Dropout, clipping and Muon. One process continues where the two had stopped, with a
     notice of the changed number of processes."""
     one = configuration(text, "one", steps=6)
     two = configuration(text, "two", steps=3)
@@ -296,7 +296,7 @@ def states_equal(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
 def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, Any]) -> None:
     """Two processes with one pass each, so that all sums have one order, and not clipped, because
-    the norm of the gradient has another. With dropout and Muon in bfloat16, and with AdamW. One
+    the norm of the gradient has another. Dropout and Muon in bfloat16, and AdamW. One
     process continues where the two had stopped, and two where one had."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)

@@ -75,7 +75,7 @@ class ResolvedTraining:
     model: GPTConfig
     lora: LoraShape | None = None
     base: Base | None = None
-    rewarming: Rewarming | None = None  # of a run that was made longer
+    rewarming: Rewarming | None = None  # set in a run that was made longer
 
     @property
     def length(self) -> Length:

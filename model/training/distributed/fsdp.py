@@ -125,7 +125,7 @@ def shard_of(parameter: Tensor) -> ParamShard:
     if not isinstance(parameter, DTensor):
         return ParamShard(shape, 0, shape[0], divided=False)
     mesh = parameter.device_mesh
-    height = -(-shape[0] // mesh.size())  # of every shard but the last ones
+    height = -(-shape[0] // mesh.size())  # rows of every shard except the last ones
     first = min(mesh.get_local_rank() * height, shape[0])
     return ParamShard(shape, first, min(first + height, shape[0]), divided=True)
 

@@ -81,9 +81,9 @@ def kind_of(gpt: GPT, name: str) -> Kind:
 class _View:
     """Rows of a parameter, in the same memory, which an optimizer updates in its place."""
 
-    tensor: nn.Parameter  # what the optimizer updates
+    tensor: nn.Parameter  # updated by the optimizer
     parameter: nn.Parameter  # the model's
-    rows: slice  # of the parameter's local part
+    rows: slice  # rows of the parameter's local part
     shard: ParamShard  # which rows of a map these are
 
 

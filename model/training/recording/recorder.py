@@ -63,8 +63,8 @@ class RunRecorder:
             batches=run.training.recipe.eval_batches,
         )
         self.evaluations: list[dict[str, Any]] = []
-        self._state_step: int | None = None  # of the saved state
-        self._sample_step: int | None = None  # of the latest samples
+        self._state_step: int | None = None  # step of the saved state
+        self._sample_step: int | None = None  # step of the latest samples
         self._samples: list[tuple[str, str]] = []  # prompts, and the text that follows each
 
     def restore(self, step: int) -> None:

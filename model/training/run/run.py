@@ -25,5 +25,5 @@ class Run:
     batch: RankBatch
     directory: RunDirectory
     text: PreparedText
-    chat_template: str | None = None  # of the checkpoints; only the main process has it
+    chat_template: str | None = None  # for the checkpoints; only the main process has it
     sharded: bool = False

@@ -21,7 +21,7 @@ class Figures:
 
     loss: float
     smoothed_loss: float
-    learning_rate: float  # as a share of the peak
+    learning_rate: float  # share of the peak
     gradient_norm: float  # before clipping
     tokens_per_second: float
     matrix_share: float  # model FLOPs utilisation; above 1 if the measurement was disturbed

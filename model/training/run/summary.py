@@ -29,9 +29,9 @@ class RunSummary:
     path: Path
     preset: str
     base: Mapping[str, Any] | None  # the checkpoint that it fine-tunes
-    parameters: int  # of the model, adapters not counted
+    parameters: int  # without adapters
     settings: Mapping[str, Any]  # recipe, shape and adapters
-    changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, where they differ
+    changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, if they differ
     finished: bool
     idle_seconds: float  # since something was last written
     step: int
@@ -46,7 +46,7 @@ class RunSummary:
     best_bits_per_byte: float | None
     tokens_per_second: float | None  # the median of the reports
     sampled_at: int | None
-    samples: tuple[str, ...]  # of that step, each with its prompt
+    samples: tuple[str, ...]  # texts of that step with their prompts
     notes: tuple[str, ...]  # sentences about damage
 
 
@@ -147,7 +147,7 @@ def _changes(
     config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
 ) -> dict[str, tuple[Any, Any]]:
     preset = PRESETS.get(config.preset)
-    if preset is None:  # of another version
+    if preset is None:  # a preset of another version
         return {}
     built = preset.config(model.vocab_size).to_dict() if shape else {}
     before = {**built, **asdict(preset.recipe)}

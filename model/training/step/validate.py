@@ -62,7 +62,7 @@ def validate(
     """
     training = gpt.training
     gpt.eval()
-    sums = torch.zeros(len(windows), 3, dtype=torch.float64)  # of each batch: nats, tokens, bytes
+    sums = torch.zeros(len(windows), 3, dtype=torch.float64)  # nats, tokens, bytes of each batch
     device = gpt.token_embedding.weight.device
     try:
         with torch.no_grad():

@@ -435,7 +435,7 @@ def test_impossible_run_is_refused(
 
 
 def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
-    """What is slow comes after it: the text, and the measurement that --minutes needs."""
+    """The slow parts, the text and the measurement for --minutes, come later."""
     config = configure(data=("is-not-there.txt",))
     assert config.out is not None
     config.out.mkdir()

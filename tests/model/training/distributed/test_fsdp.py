@@ -148,7 +148,7 @@ def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> flo
 
 
 def _numbers(optimizers: Optimizers) -> int:
-    """How many the optimizers keep."""
+    """Elements of the optimizers' states."""
     states = [state for each in optimizers.all.values() for state in each.state.values()]
     return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
@@ -210,8 +210,8 @@ def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
 def _goes_on_from_a_file(
     gpt: GPT, optimizer: str, optimizers: Optimizers, ranks: Ranks, path: Path
 ) -> bool:
-    """Whether a model that takes up a saved state steps as the one that goes on, and keeps nothing
-    of the file in memory: one number was a view of it, and held its blocks on the disk."""
+    """True if a model with a loaded state steps like the one that saved it, and keeps nothing of
+    the file in memory. One number was once a view of it, and held its blocks on the disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,

@@ -73,7 +73,7 @@ def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
 def test_muon_orthogonalises_query_key_and_value_separately() -> None:
     """The fused matrix moves as three torch Muons on three matrices would move it.
 
-    To the bit where the processor multiplies bfloat16. Where it does not, the update is computed in
+    The bits are equal if the processor multiplies bfloat16. If not, the update is computed in
     float32 and torch's in bfloat16: they differ by a few hundredths of a step, while one matrix
     orthogonalised instead of three would differ by more than a tenth.
     """

@@ -6,7 +6,6 @@ import resource
 import shutil
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +13,9 @@ import torch
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import Event, Progress, Sampled
-from logitd.model.training.recording import recorder
 from logitd.model.training.trainer import Trainer, train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _state
-
-
-def test_full_disk_stops_the_run_with_a_sentence(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, **facts: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(recorder, "save_state", full)
-    with pytest.raises(TrainingError, match=r"step 0 could not be saved: .*No space left"):
-        train(configure())
 
 
 def test_weights_spoiled_by_the_last_update_are_not_saved(
