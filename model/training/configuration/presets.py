@@ -35,15 +35,15 @@ Steps = Annotated[int, Field(ge=1)]
 class Recipe:
     """The training of a model. `TrainingConfig` has the same fields, which may be None there.
 
-    A linear decay is flat, then falls straight over the last `cooldown` share of the run; a cosine
-    falls from the peak on. Both end at `final_lr` times the peak.
+    A linear decay is flat, then falls linearly over the last `cooldown` share of the run; a cosine
+    falls from the start. Both end at `final_lr` times the peak.
     """
 
     steps: Annotated[Steps, Field(description="optimizer steps")]
     batch_size: Annotated[int, Field(ge=1, description="sequences in a forward pass")]
     accumulate: Annotated[int, Field(ge=1, description="forward passes in a step")] = 1
     optimizer: Annotated[
-        Optimizer, Field(description="of the block matrices; AdamW updates everything else")
+        Optimizer, Field(description="optimizer of the block matrices; AdamW updates the rest")
     ] = "muon"
     init: Annotated[
         Init, Field(description="initial weights: GPT-2's, or with zero-initialised projections")
@@ -64,7 +64,7 @@ class Recipe:
     weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
     clip: Annotated[float, Field(ge=0, description="largest gradient norm (0: no limit)")] = 0.0
     dtype: Annotated[
-        TrainingDType, Field(description="of the forward pass; weights are float32")
+        TrainingDType, Field(description="dtype of the forward pass; weights are float32")
     ] = "auto"
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="seed of initial weights, batches and dropout")
@@ -91,7 +91,8 @@ class Recipe:
     ] = None
     checkpoint_every: Annotated[Steps, Field(description="steps between checkpoints")]
     keep: Annotated[
-        int, Field(ge=1, description="number of recent checkpoints to keep, besides the best")
+        int,
+        Field(ge=1, description="number of recent checkpoints to keep; the best is always kept"),
     ] = 2
     save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"
     patience: Annotated[

@@ -54,11 +54,12 @@ RESUMABLE = frozenset(
 )
 """Fields that may change when a run is resumed; any other would make it another run."""
 REWARMING = 0.05
-"""Share of the rest of a run that was made longer, in which its learning rate rises."""
+"""Share of the rest of a lengthened run in which its learning rate rises."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""Length from which a run on a CPU is compiled: by the clock one and a half times, by steps twice
-what it takes to earn the compiling back, on two AVX-512 cores in bfloat16. It is in operations, as
-a slower machine also compiles more slowly."""
+"""Length from which a run on a CPU is compiled: one and a half times the length that earns the
+compiling back if the clock ends the run, twice that length if steps do, measured on two AVX-512
+cores in bfloat16. The lengths are in operations, because a slower machine also compiles more
+slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +95,10 @@ class ResolvedTraining:
         return by_clock and self.config.compile == "auto"
 
     def with_vocabulary(self, size: int, speed: float = 0.0) -> "ResolvedTraining":
-        """The same run with the vocabulary's size, which is known when the text is tokenised. A
-        long run is compiled, and `compile` auto is replaced, so that a resumed run computes with
-        the same kernels; in a short one auto stays, and compiles on CUDA. `speed`: measured tokens
-        per second of a run that the clock ends (`needs_speed`)."""
+        """The same run with the vocabulary's size, which is known when the text is tokenised. In a
+        long run, `compile` auto becomes on, so that a resumed run computes with the same kernels;
+        in a short one auto stays, and compiles on CUDA. `speed`: measured tokens per second of a
+        run that the clock ends (`needs_speed`)."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))

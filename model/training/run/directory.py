@@ -123,7 +123,7 @@ class RunDirectory:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Turn an error of the disk into a TrainingError that says how to continue."""
+        """Turn an error of the disk into a TrainingError with the way to continue."""
         try:
             yield
         except OSError as error:

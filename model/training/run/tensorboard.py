@@ -18,7 +18,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Writes events, and hands each on. `Started` is the first one that is written."""
+    """Writes events from `Started` on, and hands each on."""
 
     def __init__(self, report: EventHandler) -> None:
         self._report = report

@@ -47,7 +47,7 @@ from logitd.model.training.setup.notices import notices, special_tokens_notice
 from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
 
-_MEASURING = "measuring how fast this machine trains, for some seconds"
+_MEASURING = "measuring the training speed of this machine, for some seconds"
 
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
