@@ -1,18 +1,17 @@
-"""How fast a training step is beside a plain PyTorch loop of the same model.
+"""The speed of a training step next to a plain PyTorch loop of the same model.
 
     python -m benchmarks.train_throughput [--presets tiny small] [--rounds 5] [--steps 20]
                                           [--threads N]
 
-The plain loop is what one writes first: the model under autocast in the same numbers, torch's fused
-causal attention, `F.cross_entropy` of all logits in float32, and torch's Muon and AdamW as they
-come. `plain float32` is the same without autocast, as nanoGPT trains on a CPU. `compiled` is the
-trainer with `--compile on`, whose compiling is timed apart: by it one sees after how many steps it
-is earned back, if ever. Model, initial weights, batches of random ids and learning rates are the
-same for all.
+The plain loop is the one that a user writes first: the model under autocast in the same dtype,
+torch's fused causal attention, `F.cross_entropy` of all logits in float32, and torch's Muon and
+AdamW unchanged. `plain float32` is the same without autocast, as nanoGPT trains on a CPU.
+`compiled` is the trainer with `--compile on`; its first step is timed apart, to tell after how many
+steps compiling is earned back. Model, initial weights, batches of random ids and learning rates are
+the same for all.
 
 Each figure is the median step of a process of its own; the four take turns, and a ratio is the
-median of those within each round. The last line is JSON. Run it on a machine that does nothing
-else.
+median of those within each round. The last line is JSON. Run it on an idle machine.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from torch.optim import AdamW, Muon
 
 from logitd.model.device import Placement, keep_freed_memory, use_threads
 from logitd.model.openmp import spin_variables
-from logitd.model.training.configuration.presets import Recipe, preset
+from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
 from logitd.model.training.step.compile import choose_loss
 from logitd.model.training.step.forward import Forward, training_placement
@@ -45,7 +44,7 @@ LOOPS = (*OWN, "plain", "plain float32")
 WARM_UP = 3
 
 Step = Callable[[Tensor], Tensor]
-"""Trains on ids (B, T + 1) and gives the loss."""
+"""Trains on ids (B, T + 1) and returns the loss."""
 
 
 def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool = False) -> Step:
@@ -64,14 +63,14 @@ def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool =
 
 
 def _refuse_eager(notice: str) -> None:
-    """Where compiling fails the trainer goes on without it; here that would be a false figure."""
+    """Raise if compiling fails: the trainer goes on without it, but the figure would be false."""
     if notice.startswith("not compiled"):
         raise RuntimeError(notice)
 
 
 def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
     """The same arithmetic with torch's stock parts. Query, key and value are one matrix to Muon
-    here, which is what a plain loop does and costs it a little less."""
+    here, as in any plain loop, which costs it a little less."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in gpt.named_parameters():
@@ -99,11 +98,10 @@ def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
 
 
 def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
-    """The median seconds of a step and those of the first, which compiles where that is asked for;
-    the first and last loss."""
+    """The median seconds of a step and those of the first, which may compile; the first loss."""
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-    start = preset(name)
-    recipe, config = start.recipe, start.config(start.recipe.vocab_size)
+    recipe = PRESETS[name].recipe
+    config = PRESETS[name].config(recipe.vocab_size)
     dtype = "float32" if loop == "plain float32" else recipe.dtype
     placement = training_placement("cpu", dtype, threads)
     use_threads(placement.threads)
@@ -128,37 +126,31 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
         "first_seconds": times[0],
         "tokens": recipe.batch_size * config.context_length,
         "first_loss": losses[0],
-        "last_loss": losses[-1],
     }
 
 
 def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
     """All loops in turns, every other round in reverse."""
-    results_of: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
-    order = list(LOOPS)
-    for _ in range(rounds):
-        for loop in order:
-            results_of[loop].append(_in_a_process(loop, name, steps, threads))
-        order.reverse()
-    first = [result["first_loss"] for results in results_of.values() for result in results]
+    results: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
+    for number in range(rounds):
+        for loop in LOOPS if number % 2 == 0 else reversed(LOOPS):
+            results[loop].append(_in_a_process(loop, name, steps, threads))
+    first = [result["first_loss"] for each in results.values() for result in each]
     if max(first) - min(first) > 0.01:
         raise SystemExit(f"the loops do not compute the same: first losses {first}")
+    seconds = {loop: [result["seconds"] for result in results[loop]] for loop in LOOPS}
+    tokens = results["logitd"][0]["tokens"]
     return {
         "preset": name,
-        "tokens_per_second": {
-            loop: statistics.median(result["tokens"] / result["seconds"] for result in results)
-            for loop, results in results_of.items()
-        },
+        "tokens_per_second": {loop: tokens / statistics.median(seconds[loop]) for loop in LOOPS},
         "times_as_fast_as": {
             loop: statistics.median(
-                theirs["seconds"] / mine["seconds"]
-                for mine, theirs in zip(results_of["logitd"], results_of[loop], strict=True)
+                theirs / mine for mine, theirs in zip(seconds["logitd"], seconds[loop], strict=True)
             )
             for loop in LOOPS[1:]
         },
         "first_seconds": {
-            loop: [result["first_seconds"] for result in results]
-            for loop, results in results_of.items()
+            loop: [result["first_seconds"] for result in results[loop]] for loop in LOOPS
         },
     }
 
@@ -192,8 +184,8 @@ def main() -> None:
         results.append(result)
         for loop, speed in result["tokens_per_second"].items():
             ratio = result["times_as_fast_as"].get(loop)
-            beside = "" if ratio is None else f"  logitd is {ratio:.2f} times as fast"
-            print(f"{name:<12} {loop:<14} {speed:>9,.0f} tokens/s{beside}")
+            faster = "" if ratio is None else f"  logitd is {ratio:.2f} times as fast"
+            print(f"{name:<12} {loop:<14} {speed:>9,.0f} tokens/s{faster}")
         compiling = ", ".join(f"{seconds:.0f}" for seconds in result["first_seconds"]["compiled"])
         print(f"{name:<12} compiled, the first step of each round: {compiling} s")
     print(json.dumps(results))

@@ -1,11 +1,20 @@
-"""A run as the benchmarks of training take it: trained in this process, then held against the whole
-validation text.
+"""Runs for the benchmarks of training recipes (`train.py`, `train_small.py`).
 
-Covers what their runs have in common. What is trained, and what is made of the figures, is theirs
-(`train.py`, `train_small.py`).
+    python -m benchmarks.trained FIELDS
+
+trains one run, with the fields of TrainingConfig as JSON, measures it on its whole validation text,
+and prints the outcome as JSON. The benchmarks start one such process for each run.
 """
 
+import json
+import math
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,32 +22,98 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.windows import validation_windows
 from logitd.model.device import Placement, keep_freed_memory
+from logitd.model.training.configuration.autosize import Measured
 from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.optim.optimizers import kind_of
+from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.setup.measure import measure_machine
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.training.step.validate import validate
-from logitd.model.training.trainer import TrainingResult, train
+from logitd.model.training.trainer import train
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
+FIRST_SEED = 1337
 WINDOWS_AT_ONCE = 8
 
 
-def train_here(config: TrainingConfig) -> tuple[TrainingResult, Placement]:
-    """Train as `logitd train` does, and where. Leaves torch's threads as the run has them."""
+@dataclass(frozen=True)
+class Outcome:
+    """The figures of a run. Losses are in bits per byte; `matrices` counts the parameters of the
+    block matrices, `parameters` all."""
+
+    last: float
+    best: float
+    training: float  # smoothed, of the last report
+    passes: float
+    steps: int
+    tokens: int
+    seconds: float
+    matrices: int
+    parameters: int
+    vocab_size: int
+    dropout: float
+    threads: int
+
+
+def outcome_of(config: Mapping[str, Any]) -> Outcome:
+    """Train in a process of its own, with fields of TrainingConfig as JSON."""
+    command = [sys.executable, "-m", "benchmarks.trained", json.dumps(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{config} failed:\n{done.stderr}")
+    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def train_here(config: TrainingConfig) -> Outcome:
+    """Train as `logitd train` does, then evaluate on the whole validation text."""
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     keep_freed_memory()
-    result = train(config)
-    placement = training_placement(config.device, config.dtype or "auto", config.threads)
+    result, placement = train(config), _placement(config)
     torch.set_num_threads(placement.threads)
-    return result, placement
+    prepared = read_prepared(result.run / "data")
+    reports = [each for each in RunDirectory(result.run).metrics() if each["kind"] == "train"]
+    tokens_per_byte = prepared.train.count / prepared.train.text_bytes
+    last, gpt = _held_out_bits_per_byte(result.checkpoint, result.run, placement)
+    best = last
+    if result.best.resolve() != result.checkpoint.resolve():
+        best, _ = _held_out_bits_per_byte(result.best, result.run, placement)
+    return Outcome(
+        last=last,
+        best=best,
+        training=reports[-1]["smoothed_loss"] * tokens_per_byte / math.log(2),
+        passes=result.tokens / prepared.train.count,
+        steps=result.step,
+        tokens=result.tokens,
+        seconds=result.seconds,
+        matrices=block_matrices(gpt.config),
+        parameters=gpt.parameter_count(),
+        vocab_size=prepared.tokenizer.vocab_size,
+        dropout=gpt.config.dropout,
+        threads=placement.threads,
+    )
 
 
-def weights_of(checkpoint: Path, placement: Placement) -> GPT:
-    """The model that a run wrote, in float32."""
+def block_matrices(config: GPTConfig) -> int:
+    """Parameters of the kind that a recipe calls matrices."""
+    with torch.device("meta"):
+        gpt = GPT(config)
+    return sum(p.numel() for name, p in gpt.named_parameters() if kind_of(gpt, name) == "matrix")
+
+
+def measured_here(config: TrainingConfig) -> Measured:
+    """The size for all minutes of a configuration on this machine, for a long text."""
+    return measure_machine(config, _placement(config), 60 * (config.minutes or 0.0))
+
+
+def _placement(config: TrainingConfig) -> Placement:
+    return training_placement(config.device, config.dtype or "auto", config.threads)
+
+
+def _held_out_bits_per_byte(checkpoint: Path, run: Path, placement: Placement) -> tuple[float, GPT]:
+    """Bits per byte of the run's whole validation text, in windows as long as the context, and the
+    model in float32."""
     _, gpt = load_checkpoint(checkpoint, device=placement.device, dtype=torch.float32)
-    return gpt
-
-
-def held_out_bits_per_byte(gpt: GPT, run: Path, placement: Placement) -> float:
-    """Of the whole validation text of the run, in windows as long as the model's context."""
     prepared = read_prepared(run / "data")
     windows = validation_windows(
         prepared.val,
@@ -47,4 +122,27 @@ def held_out_bits_per_byte(gpt: GPT, run: Path, placement: Placement) -> float:
         batch_size=WINDOWS_AT_ONCE,
         batches=None,
     )
-    return validate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte
+    return validate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte, gpt
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of rows with the same keys."""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
+    lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case float():
+            return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+        case int():
+            return f"{value:,}"
+        case list():
+            return ", ".join(map(_cell, value))
+        case _:
+            return str(value)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(train_here(TrainingConfig(**json.loads(sys.argv[1]))))))

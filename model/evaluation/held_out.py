@@ -5,8 +5,9 @@ checkpoint that was trained on Python's own text, from the part of it that was h
 more of a text than it needs, writes nothing and computes no loss.
 """
 
+import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,9 @@ from logitd.model.data.windows import Windows, validation_windows
 
 WINDOW_TOKENS = 2048
 """Tokens in all windows together."""
-
 MIN_TOKENS = 1024
 """Fewest tokens whose loss in bits per byte is more than noise."""
-
 WINDOW = 128
-
 READ_BYTES = 2**18
 """Bytes of a text that are read; windows are spread evenly over them."""
 
@@ -45,7 +43,14 @@ class HeldOutWindows:
 def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOutWindows:
     """Windows of the text at `path`, or of the text that the checkpoint's training held out. Raises
     DataError if there is no such text, or too little of it."""
-    name, shard = _text(checkpoint, path)
+    if path is None:
+        name, shard = held_out_text(checkpoint, READ_BYTES)
+    else:
+        require_vocabulary(checkpoint)
+        name, files = str(path), each_once(named_files(str(path)))
+        shard = _tokenised(documents_of_all(files, None), checkpoint, READ_BYTES)
+        if not shard.count:
+            raise TextError(f"{path} has no text: its files are empty")
     window = min(WINDOW, checkpoint.config.context_length)
     if shard.count <= MIN_TOKENS:
         raise TextError(
@@ -57,9 +62,23 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
     return HeldOutWindows(name, windows)
 
 
-def held_out_text(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
-    """The name of the text that the checkpoint's training held out, and all of it."""
-    return _text(checkpoint, None, None)
+def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tuple[str, Shard]:
+    """The name and the tokens of the text that the checkpoint's training held out. Of Python's own
+    text, `at_most` bytes are read."""
+    require_vocabulary(checkpoint)
+    folder = checkpoint.path.resolve().parent  # `best` is a link into the run
+    if is_run(folder):
+        identity = tokenizer_sha256(checkpoint.tokenizer)
+        return "the run's validation text", open_shard(folder / DATA / "val.tokens", identity)
+    data = checkpoint.training.data
+    if data.get("built_in") is not True:
+        raise TextError(
+            "the checkpoint lies in no run directory and was not trained on Python's own text"
+        )
+    known = data.get("val_bytes")
+    limit = min(at_most, known) if isinstance(known, int) else READ_BYTES
+    documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
+    return "the validation part of Python's own text", _tokenised(documents, checkpoint, limit)
 
 
 def require_vocabulary(checkpoint: CheckpointInfo) -> None:
@@ -67,69 +86,33 @@ def require_vocabulary(checkpoint: CheckpointInfo) -> None:
     if not checkpoint.tokenizer.has_text:
         raise TextError(
             f"{checkpoint.name} has no vocabulary, so it has no loss on a text; POST /score and "
-            "LLM.score (model/llm.py) give the logprobs of token ids"
+            "LLM.score (model/llm.py) return the logprobs of token ids"
         )
 
 
-def _text(
-    checkpoint: CheckpointInfo, path: Path | None, at_most: int | None = READ_BYTES
-) -> tuple[str, Shard]:
-    tokenizer, data = checkpoint.tokenizer, checkpoint.training.data
-    require_vocabulary(checkpoint)
-    if path is not None:
-        return str(path), _tokenised(_documents(path, at_most), checkpoint, at_most)
-    folder = checkpoint.path.resolve().parent  # `best` is a link into the run
-    if is_run(folder):
-        shard = open_shard(folder / DATA / "val.tokens", tokenizer_sha256(tokenizer))
-        return "the run's validation text", shard
-    if data.get("built_in") is not True:
-        raise TextError(
-            "the checkpoint lies in no run directory and was not trained on Python's own text"
-        )
-    known = data.get("val_bytes")
-    limit = min(at_most or known, known) if isinstance(known, int) else READ_BYTES
-    documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
-    return "the validation part of Python's own text", _tokenised(documents, checkpoint, limit)
-
-
-def _documents(path: Path, at_most: int | None) -> list[Document]:
-    """The first documents at a path, of `at_most` bytes or a little more."""
-    documents = documents_of_all(each_once(named_files(str(path))), None)
-    chosen, size = [], 0
-    for document in documents:
-        chosen.append(document)
-        size += document.size or 0
-        if at_most is not None and size >= at_most:
-            break
-    if not chosen:
-        raise TextError(f"{path} has no text: its files are empty")
-    return chosen
-
-
-def _tokenised(
-    documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int | None
-) -> Shard:
-    """A shard in memory of the first `limit` bytes, or of all."""
-    tokenizer, ids = checkpoint.tokenizer, list[int]()
-    size = 0
+def _tokenised(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:
+    """A shard in memory of the first `limit` bytes."""
     try:
-        for piece, ends in _pieces(documents, limit):
-            ids += encode(tokenizer, piece, special_ids=checkpoint.special_ids)
-            size += len(piece.encode())
-            if ends and tokenizer.end_of_text is not None:
-                ids.append(tokenizer.end_of_text)
+        ids, size = _first_ids(documents, checkpoint, limit)
     except OSError as error:
         raise TextError(f"the text cannot be read: {error}") from error
     return Shard(Path(), np.array(ids, dtype=np.int64), size)
 
 
-def _pieces(documents: Iterable[Document], limit: int | None) -> Iterator[tuple[str, bool]]:
-    """The first `limit` bytes of documents, or all, in pieces. True marks the end of a document."""
+def _first_ids(
+    documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int
+) -> tuple[list[int], int]:
+    """The ids of the first `limit` bytes, and the bytes of their text."""
+    tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
     for document in documents:
         for piece in document.pieces():
             raw = piece.encode()[:limit]
-            limit = None if limit is None else limit - len(raw)
-            yield raw.decode(errors="ignore"), False
+            limit -= len(raw)
+            whole = raw.decode(errors="ignore")
+            ids += encode(tokenizer, whole, special_ids=checkpoint.special_ids)
+            size += len(whole.encode())
             if limit == 0:
-                return
-        yield "", True
+                return ids, size
+        if tokenizer.end_of_text is not None:
+            ids.append(tokenizer.end_of_text)
+    return ids, size

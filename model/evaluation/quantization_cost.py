@@ -1,7 +1,7 @@
 """QuantizationCost: the loss by quantized weights, or quantized keys and values, of a loaded model.
 
-The banner, /info and the log of a server give the same figures, in a sentence or as JSON. Not here:
-how a loss is measured (`quantization_loss.py`), and on which text (`held_out.py`).
+The banner, /info and the log of a server show the same figures. `quantization_loss.py` measures a
+loss, `held_out.py` chooses the text.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,7 @@ from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from logitd.model.inference.kernels.select import KernelError, choose_decode_path
 from logitd.model.inference.load import LoadedModel
-from logitd.model.inference.options import (
-    KVCacheDType,
-    Quantization,
-    parse_loss_limit,
-)
+from logitd.model.inference.options import KVCacheDType, Quantization, parse_loss_limit
 
 WARN_ABOVE = 0.005
 """Relative loss above which a warning is due."""
@@ -40,7 +36,6 @@ class QuantizationCost:
 
     @property
     def what(self) -> str:
-        """Description of what is quantized."""
         if self.kv_cache_dtype == "auto":
             return self.kind
         kept = f"{self.kv_cache_dtype} of keys and values"
@@ -55,7 +50,7 @@ class QuantizationCost:
         """The cost in a sentence, for the banner and the log."""
         if self.loss is None:
             advice = "; name a text with --validation-text" if self.measurable else ""
-            return f"what {self.what} costs was not measured: {self.text}{advice}"
+            return f"the cost of {self.what} was not measured: {self.text}{advice}"
         loss = self.loss
         percent = round(100 * loss.relative, 2) + 0.0  # never -0.00
         return (
@@ -64,7 +59,6 @@ class QuantizationCost:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The members of /info."""
         loss = self.loss
         return {
             "kind": self.kind,
@@ -80,19 +74,19 @@ class QuantizationCost:
 def measure_quantization(
     model: LoadedModel, text: Path | None, *, at_most: str = "any"
 ) -> QuantizationCost | None:
-    """Measure a loaded model's decoder against the same one without quantization; None if nothing
-    is quantized. The model is left as it was.
+    """Measure a loaded model's decoder against the same one without quantization. Returns None if
+    nothing is quantized. Leaves the model unchanged.
 
     Raises KernelError for a text without quantization and for a loss above `at_most`
-    (`parse_loss_limit`), DataError for a named text that cannot be measured on. If no text is named
-    and none is found, nothing is measured, and therefore nothing refused.
+    (`parse_loss_limit`), DataError for a named text that is unusable. If no text is named and none
+    is found, nothing is measured, and therefore nothing refused.
     """
     kind, kv_cache_dtype = model.options.quantize, model.options.kv_cache_dtype
     if kind == "none" and kv_cache_dtype == "auto":
         if text is not None:
             raise KernelError(
-                "validation_text is there to measure what quantizing costs, and quantize is none: "
-                "set quantize to int8 or int4, or kv_cache_dtype to int8, or leave the text out"
+                "validation_text measures the cost of quantization, and quantize is none: set "
+                "quantize to int8 or int4, or kv_cache_dtype to int8, or remove validation_text"
             )
         return None
     try:
@@ -118,9 +112,8 @@ def measure_quantization(
     )
     cost = QuantizationCost(kind, loss, text_windows.name, kv_cache_dtype=kv_cache_dtype)
     if not loss.relative <= parse_loss_limit(at_most):  # not a number is refused too
-        gentler = "kv_cache_dtype to auto"
-        if kv_cache_dtype == "auto":
-            gentler = f"quantize to {GENTLER[kind]}"
+        kept = kv_cache_dtype != "auto"
+        gentler = "kv_cache_dtype to auto" if kept else f"quantize to {GENTLER[kind]}"
         raise KernelError(
             f"{cost.sentence()}, and max_quantization_loss is {at_most}: set {gentler}, or "
             "max_quantization_loss to what you accept (any accepts everything)"

@@ -10,8 +10,8 @@ Shapes: B windows, T positions, V = vocab_size.
 
 import copy
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,12 +54,12 @@ def quantization_loss(
     kept: KVCacheDType = "auto",
 ) -> QuantizationLoss:
     """The loss of two decoders of one model on the same windows. `kept` is the dtype of the keys
-    and values of the second. Needs the memory of a second copy of the model meanwhile, because a
-    decoder may quantize its weights in place.
+    and values of the second. Takes the memory of a second copy of the model, because a decoder may
+    quantize its weights in place.
     """
     text_bytes = int(byte_lengths[targets.numpy()].sum())
     if text_bytes == 0:
-        raise ValueError("the windows stand for no bytes of text")
+        raise ValueError("the windows have no bytes of text")
     own, bits = copy.deepcopy(gpt), math.log(2) * text_bytes
     plain = decode_nats(own, inputs, targets, exact)
     rounded = decode_nats(own, inputs, targets, quantized, kept)
@@ -74,14 +74,23 @@ def decode_nats(
     kept: KVCacheDType = "auto",
 ) -> float:
     """Nats of all targets together, with a decode step for every input."""
-    weight = gpt.token_embedding.weight
     rows, length = inputs.shape
-    # A cache only as long as the windows, so that its rows are near each other in memory.
+    with new_decoder(gpt, make_decoder, rows, length, kept) as decoder:
+        return step_nats(decoder, inputs, targets)
+
+
+@contextmanager
+def new_decoder(
+    gpt: GPT, make_decoder: MakeDecoder, rows: int, length: int, kept: KVCacheDType
+) -> Iterator[Decoder]:
+    """A decoder for `rows` windows of `length` tokens. Its cache is no longer than they are, so
+    that its rows are near each other in memory."""
+    weight = gpt.token_embedding.weight
     shape = replace(gpt.config, context_length=length)
     cache = KVCache(shape, rows, device=weight.device, dtype=weight.dtype, kept=kept)
     decoder = make_decoder(gpt, cache)
     try:
-        return step_nats(decoder, inputs, targets)
+        yield decoder
     finally:
         decoder.close()
 

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,15 +29,13 @@ from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
 from logitd.model.device import Placement, use_threads
 from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
-from logitd.model.evaluation.quantization_loss import step_nats
+from logitd.model.evaluation.quantization_loss import new_decoder, step_nats
 from logitd.model.inference.kernels.select import check_kv_cache_dtype
-from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.model.inference.options import ComputeOptions, KVCacheDType, Quantization
 from logitd.model.training.configuration.presets import TrainingDType
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.training.step.validate import ValidationLoss, validate
-from logitd.model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,16 @@ class TextLoss:
     """The loss of a checkpoint on a text, and how it was computed."""
 
     checkpoint: CheckpointInfo
-    text: str  # for people
+    text: str  # its name
     evaluation: ValidationLoss
     window: int
     stride: int
-    dtype: str
-    device: str
-    threads: int
-    quantize: Quantization
-    kv_cache_dtype: KVCacheDType
-    seconds: float  # of computing, without reading and tokenising
+    placement: Placement
+    options: ComputeOptions
+    seconds: float  # computing time, without reading and tokenising
 
     @property
     def tokens_per_second(self) -> float:
-        """Counted tokens per second of computing all windows."""
         return self.evaluation.tokens / max(self.seconds, 1e-9)
 
 
@@ -78,9 +72,8 @@ def text_loss(
 ) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
 
-    `stride` is the context length unless given; `log` is told when kernels are being built. Leaves
-    the caller's thread count as it was. Raises CheckpointError, DeviceError, KernelError and
-    DataError.
+    `stride` is the context length unless given; `log` is called if kernels are built. Leaves the
+    caller's thread count as it was. Raises CheckpointError, DeviceError, KernelError and DataError.
     """
     placement = training_placement(device, dtype, threads)
     check_kv_cache_dtype(kv_cache_dtype, placement.device)
@@ -104,7 +97,7 @@ def text_loss(
             if decodes:
                 evaluation = _decoded(loaded, windows, batch_size, kv_cache_dtype)
             else:
-                evaluation = _as_in_training(loaded.gpt, windows, placement)
+                evaluation = _as_in_training(loaded, windows, placement)
             seconds = time.monotonic() - began
     finally:
         use_threads(before)
@@ -114,11 +107,8 @@ def text_loss(
         evaluation=evaluation,
         window=windows.width,
         stride=min(stride or windows.width, windows.width),
-        dtype=placement.dtype_name,
-        device=str(placement.device),
-        threads=placement.threads,
-        quantize=quantize,
-        kv_cache_dtype=kv_cache_dtype,
+        placement=placement,
+        options=options,
         seconds=seconds,
     )
 
@@ -147,7 +137,7 @@ def _windows(
 def _text(
     checkpoint: CheckpointInfo, data: Sequence[str], reading: ReadOptions
 ) -> Iterator[tuple[str, Shard]]:
-    """The text's name and its tokens, on disk for as long as they are needed."""
+    """The text's name and its tokens, on disk until the block ends."""
     require_vocabulary(checkpoint)
     if not data:
         yield held_out_text(checkpoint)
@@ -158,10 +148,9 @@ def _text(
             f"{text.name} are token ids that a run wrote; name the text that they were made of, or "
             "leave --data out to measure on what the run held out"
         )
-    identity = tokenizer_sha256(tokenizer)
+    identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
         path = Path(folder) / "text.tokens"
-        vocab_size = tokenizer.vocab_size
         with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=identity) as writer:
             for document in text.documents:
                 for piece in document.pieces():
@@ -172,29 +161,22 @@ def _text(
         yield text.name, open_shard(path, identity)
 
 
-def _as_in_training(gpt: GPT, windows: Windows, placement: Placement) -> ValidationLoss:
+def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement) -> ValidationLoss:
     with warnings.catch_warnings():
         # As in `train`: torch warns that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        return validate(gpt, windows, Forward(gpt, placement, dropout=0.0))
+        return validate(loaded.gpt, windows, Forward(loaded.gpt, placement, dropout=0.0))
 
 
 def _decoded(
     loaded: LoadedModel, windows: Windows, batch_size: int, kept: KVCacheDType
 ) -> ValidationLoss:
     """The loss by decode steps, the only way to compute with quantized weights, keys or values."""
-    gpt, weight = loaded.gpt, loaded.gpt.token_embedding.weight
-    # A cache only as long as the windows, so that its rows are near each other in memory.
-    shape = replace(gpt.config, context_length=windows.width)
-    cache = KVCache(shape, batch_size, device=weight.device, dtype=weight.dtype, kept=kept)
-    decoder = loaded.decode_path.make_decoder(gpt, cache)
-    nats, tokens, text_bytes = 0.0, 0, 0
-    try:
+    make, nats, tokens, text_bytes = loaded.decode_path.make_decoder, 0.0, 0, 0
+    with new_decoder(loaded.gpt, make, batch_size, windows.width, kept) as decoder:
         for inputs, targets in windows:
             counted = targets[targets != UNCOUNTED].numpy()
             nats += step_nats(decoder, inputs, targets)
             tokens += counted.size
             text_bytes += int(windows.byte_lengths[counted].sum())
-    finally:
-        decoder.close()
     return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)

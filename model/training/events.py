@@ -1,15 +1,17 @@
 """Events of a run, one small dataclass for each kind.
 
 `train` hands them to an `EventHandler`, in order, from the thread that trains. `line` formats each
-as a line of text. Prints nothing.
+as a line of text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.device import Placement, describe
+from logitd.model.training.run.step_log import Figures
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,10 @@ class Started:
     parameters: int
     step: int
     steps: int | None  # None: the clock ends the run
-    device: str
-    dtype: str
-    threads: int
-    processes: int = 1
-    sharded: bool = False
-    export: str = ""  # whether `logitd export` can write the model, as a sentence
+    placement: Placement
+    processes: int
+    sharded: bool
+    export: str  # with --exportable: the formats that `logitd export` can write
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,8 @@ class Progress:
     """Progress of the run, every `log_every` steps."""
 
     step: int
-    share: float  # of the run that is done, 0 to 1
-    loss: float  # nats per token, the mean since the last report
-    smoothed_loss: float
-    learning_rate: float  # as a share of the peak
-    gradient_norm: float
-    tokens_per_second: float
-    matrix_share: float  # of the machine's rate of matrix products
-    seconds: float  # since the run began, in all sittings
+    share: float  # share of the run that is done, 0 to 1
+    figures: Figures
     seconds_left: float
 
 
@@ -64,7 +58,7 @@ class Evaluated:
 class Sampled:
     step: int
     prompt: str
-    text: str  # what follows the prompt
+    text: str  # without the prompt
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class Noticed:
-    """A message for the user; the run continues."""
-
     message: str
 
 
@@ -85,13 +77,10 @@ Event = (
 )
 
 
-class EventHandler(Protocol):
-    """Takes the trainer's events."""
-
-    def __call__(self, event: Event, /) -> None: ...
+EventHandler = Callable[[Event], None]
 
 
-def ignore_events(event: Event, /) -> None:
+def ignore_events(event: Event) -> None:
     """The handler that does nothing."""
 
 
@@ -113,17 +102,19 @@ def line(event: Event) -> str:
             length = "until the time is up" if event.steps is None else f"to step {event.steps:,}"
             processes = f" in each of {event.processes} processes" if event.processes > 1 else ""
             processes += " that share the model" if event.sharded else ""
+            placement = event.placement
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
-                f"{event.device}, {event.dtype}, {event.threads} threads{processes}, in {event.run}"
+                f"{describe(placement.device)}, {placement.dtype_name}, {placement.threads} "
+                f"threads{processes}, in {event.run}"
                 + (f"\n{event.export}" if event.export else "")
             )
-        case Progress():
+        case Progress(step, share, figures, seconds_left):
             return (
-                f"step {event.step:>6,}  {event.share:4.0%}  loss {event.smoothed_loss:.3f}  "
-                f"lr x {event.learning_rate:.2f}  grad {event.gradient_norm:.2f}  "
-                f"{event.tokens_per_second:,.0f} tok/s  "
-                f"mfu {event.matrix_share:.0%}  {duration(event.seconds_left)} left"
+                f"step {step:>6,}  {share:4.0%}  loss {figures.smoothed_loss:.3f}  "
+                f"lr x {figures.learning_rate:.2f}  grad {figures.gradient_norm:.2f}  "
+                f"{figures.tokens_per_second:,.0f} tok/s  "
+                f"mfu {figures.matrix_share:.0%}  {duration(seconds_left)} left"
             )
         case Evaluated(step, loss, bits, is_best):
             mark = "  (best)" if is_best else ""

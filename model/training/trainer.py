@@ -7,8 +7,8 @@
 
 A step: forward and backward over this process's batches, sum of the gradients of all processes,
 clip, update, count. Between steps the trainer reports, and the recorder saves, evaluates and
-samples (`recording/`). Covers one process on one device, or several, each with a copy of the model
-or a part of it (`distributed/`). All modules are in `model/training/`.
+samples (`recording/`). Several processes have a copy of the model each, or a part of it
+(`distributed/`). All modules are in `model/training/`.
 
 Shapes: B sequences, T positions.
 """
@@ -19,28 +19,28 @@ import warnings
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from logitd.model.convert.exportable import describe as describe_export
-from logitd.model.convert.family import objections
 from logitd.model.data.batches import Batches, noise_seed
-from logitd.model.device import describe, to_device, use_threads
+from logitd.model.device import to_device, use_threads
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from logitd.model.training.distributed.ranks import ALONE, process_group
 from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
-from logitd.model.training.optim.optimizers import Optimizers, lr_scale
+from logitd.model.training.optim.optimizers import Optimizers
+from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
-from logitd.model.training.run.state import differences, load_state
+from logitd.model.training.run.state import differences, environment, load_state
 from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
 from logitd.model.training.setup.begin import setup_run
 from logitd.model.training.step.compile import choose_loss, compiles
-from logitd.model.training.step.flops import Meter
+from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.divergence import DivergenceMonitor
 from logitd.model.training.stopping.length import Counters
@@ -50,12 +50,17 @@ from logitd.model.training.stopping.worsening import ended_worse
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """In rising order: if processes have different ones, the last counts."""
+MILESTONES = (0.01, 0.03, 0.1, 0.3)
+"""Shares of a run after which a checkpoint and samples are written in addition to the recipe's, as
+they are before the first step and after the last one."""
+MOST_FOR_A_MILESTONE = 0.02
+"""Share of the minutes above which a checkpoint takes too long for a milestone."""
+ENDING = 1.5
+"""Seconds reserved for saving the last step, as a multiple of the last checkpoint's."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The end of a run."""
-
     run: Path
     checkpoint: Path  # the newest
     best: Path
@@ -65,27 +70,18 @@ class TrainingResult:
     val_loss: float
     val_bits_per_byte: float
     reason: Reason
-    rank: int = 0  # of the process that returns it; rank 0 is the main one
+    rank: int = 0  # rank of the process that returns it; 0 is the main one
     adapter_of: Path | None = None  # the base of an adapter
-
-
-MILESTONES = (0.01, 0.03, 0.1, 0.3)
-"""Shares of a run after which a checkpoint and samples are written in addition to the recipe's, as
-they are before the first step and after the last one."""
-MOST_FOR_A_MILESTONE = 0.02
-"""Share of the minutes above which a checkpoint takes too long for that."""
-ENDING = 1.5
-"""Seconds reserved for saving the last step, as a multiple of the last checkpoint's."""
 
 
 def train(
     config: TrainingConfig, report: EventHandler = ignore_events, began: float | None = None
 ) -> TrainingResult:
-    """Train, or with `resume` continue, and return where the run ended. `began` is the start of the
-    command by the monotonic clock, from which `minutes` count; None: now.
+    """Train, or with `resume` continue. `began` is the start of the command by the monotonic clock,
+    from which `minutes` count; None is now.
 
-    Raises TrainingError (texts, options, runs, divergence), PresetError, ConfigError and
-    DeviceError, each with a sentence for the user. Leaves the caller's random state and thread
+    Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, each
+    with a sentence for the user. Leaves the caller's random state and thread
     count as they were.
     """
     began = time.monotonic() if began is None else began
@@ -102,8 +98,8 @@ def train(
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()
-        minutes = math.inf if config.minutes is None else config.minutes
-        run = setup_run(config, ranks, report, 60 * minutes - (time.monotonic() - began))
+        deadline = began + 60 * (config.minutes or math.inf)
+        run = setup_run(config, ranks, report, deadline)
         stack.callback(run.directory.release)
         if run.training.config.tensorboard and ranks.is_main:
             report = stack.enter_context(closing(TensorBoard(report)))
@@ -120,12 +116,12 @@ class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
     def __init__(self, run: Run, report: EventHandler, began: float) -> None:
-        training, placement, ranks = run.training, run.share.placement, run.share.ranks
+        training, placement, ranks = run.training, run.placement, run.ranks
         self.run, self.recipe, self.length = run, training.recipe, training.length
         self.report, self.ranks = report, ranks
         use_threads(placement.threads)
         if placement.device.type == "cuda" and ranks.size > 1:
-            torch.cuda.set_device(placement.device)  # where NCCL takes its buffers
+            torch.cuda.set_device(placement.device)  # NCCL allocates its buffers there
         torch.manual_seed(self.recipe.seed)
         # 1) The model, whole or this process's part of it.
         self.gpt = initial_model(training, report)
@@ -147,7 +143,7 @@ class Trainer:
         # 3) The work between steps.
         self.counters = Counters()
         self.done_before = 0.0  # the share of the run before the last step
-        self.log = StepLog(Meter.measure(training.model, placement))
+        self.log = StepLog(flops_per_token(training.model), machine_rate(placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
         self.began = began
@@ -159,8 +155,10 @@ class Trainer:
             self.counters, before, reports = load_state(
                 state, gpt=self.gpt, optimizers=self.optimizers
             )
-            if changed := differences(self.recorder.environment(), before):
-                self._notice(f"resuming, but not bit for bit as one run would have gone: {changed}")
+            run = self.run
+            now = environment(run.placement, run.ranks.size, sharded=run.sharded)
+            if changed := differences(now, before):
+                self._notice(f"resuming, but not with the bits of one run: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
         self.done_before = self.length.done(self.counters)
@@ -170,7 +168,7 @@ class Trainer:
     def fit(self) -> TrainingResult:
         """Train to the end, or until the user asks to stop."""
         self._report_start()
-        stopping = "stopping after this step, then saving; once more to stop without saving"
+        stopping = "stopping after this step, then saving; interrupt again to stop without saving"
         with StopSignals(lambda: self._notice(stopping)) as signals:
             # 1) The model before any step, or the work after the state of a resumed run.
             if self.counters.step == 0:
@@ -181,7 +179,7 @@ class Trainer:
             if self.counters.step == 0 and self.length.clock_left(self.counters) <= 0:
                 self._notice(
                     f"setting up took {self.counters.setup:.0f} s and left nothing of --minutes "
-                    f"{self.length.minutes:g}, so one step is taken: give more minutes"
+                    f"{self.length.minutes:g}, so one step is taken: set more minutes"
                 )
             # 2) Steps, and between them the work that is due. The log's clock runs in steps only.
             self.log.start()
@@ -190,7 +188,7 @@ class Trainer:
             if first and reason in ("finished", "time is up"):
                 self._notice(
                     f"the run is over at step {first:,}, after {self.counters.seconds / 60:.1f} "
-                    "minutes in all: to go on, give more --steps or --minutes, which count the "
+                    "minutes in all: to go on, set more --steps or --minutes, which count the "
                     "whole run"
                 )
             while reason is None:
@@ -207,8 +205,7 @@ class Trainer:
             return self._result(reason)
 
     def _step(self) -> None:
-        """Forward, backward, update."""
-        recipe, batch, device = self.recipe, self.run.share.batch, self.run.share.placement.device
+        recipe, batch, device = self.recipe, self.run.batch, self.run.placement.device
         self.done_before = done = self.length.done(self.counters)
         scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
         # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
@@ -237,7 +234,6 @@ class Trainer:
             self.divergence.start(float(loss))
 
     def _count_setup(self, since: float) -> None:
-        """Count the seconds of the run from `since` until now as setup."""
         now = time.monotonic() - self.began
         setup = self.counters.setup + now - since
         self.counters = replace(self.counters, seconds=now, setup=setup)
@@ -245,28 +241,27 @@ class Trainer:
     def _record(self, due: Due) -> None:
         """Do the work after a step, and expect the end to take as long as a checkpoint."""
         began = time.monotonic()
-        self.recorder.record(due, self.counters, self._reports_state())
+        reports = {"log": self.log.state(), "health": self.divergence.state()}
+        self.recorder.record(due, self.counters, reports)
         if due.state:
             ending = ENDING * (time.monotonic() - began)
             self.counters = replace(self.counters, ending=ending)
 
     def _between_steps(self) -> bool:
-        """Do the work that is due after a step that is not the last. Returns whether there was
+        """Do the work that is due after a step that is not the last. Returns True if there was
         any."""
         due = self._due()
         if not self._reports(due):
             return False
-        self._log()  # first, as it tells whether the state is one to save
-        not_saved = due.state and self.divergence.suspect
-        if not_saved:
-            due = replace(due, state=False, evaluation=True)
-        self._record(due)
-        if not_saved:
+        self._log()  # first, because the loss decides whether the state is saved
+        if due.state and self.divergence.suspect:
+            self._record(replace(due, state=False, evaluation=True))
             self._notice_not_saved()
+        else:
+            self._record(due)
         return True
 
     def _due(self) -> Due:
-        """The recipe's work after this step, and that of a milestone."""
         step, recipe = self.counters.step, self.recipe
         if self.length.clock_left(self.counters) < self.counters.ending:
             return Due()  # the end does it
@@ -285,12 +280,10 @@ class Trainer:
         return any(self.done_before < milestone <= done for milestone in MILESTONES)
 
     def _reports(self, due: Due) -> bool:
-        """Whether the steps up to this one are reported: with any other work, and on their own."""
+        """True if the steps up to this one are reported: with any other work, or every
+        `log_every`."""
         logs = self.counters.step % self.run.training.config.log_every == 0
         return due.state or due.evaluation or due.samples or logs
-
-    def _reports_state(self) -> dict[str, Any]:
-        return {"log": self.log.state(), "health": self.divergence.state()}
 
     def _log(self) -> None:
         """Report and record the steps since the last report. The loss is read only here."""
@@ -311,39 +304,33 @@ class Trainer:
             Progress(
                 step=counters.step,
                 share=self.length.done(counters),
-                loss=figures.loss,
-                smoothed_loss=figures.smoothed_loss,
-                learning_rate=figures.learning_rate,
-                gradient_norm=figures.gradient_norm,
-                tokens_per_second=figures.tokens_per_second,
-                matrix_share=figures.matrix_share,
-                seconds=counters.seconds,
+                figures=figures,
                 seconds_left=self.length.seconds_left(counters, figures.seconds_per_step),
             )
         )
 
     def _end(self, reason: Reason) -> None:
         """Save, unless the loss is suspect. If the run is interrupted between two reports, the
-        steps since the last one are kept in the state, and the resumed run reports as one run would
-        have."""
+        state keeps the steps since the last one, so that the resumed run reports as one run."""
         if reason != "interrupted" or self._reports(self._due()):
             self._log()
-        elif (figures := self.log.figures()) is not None:
-            self.divergence.observe(self.counters.step, figures)
+        elif self.log.steps:
+            self.divergence.observe(self.counters.step, self.log.figures())
         if diagnosis := self.divergence.diagnosis(last=reason != "interrupted"):
             raise self._diverged(diagnosis)
         if self.divergence.suspect:
-            self.recorder.evaluator.evaluate(self.counters)
+            self.recorder.evaluate(self.counters)
             self._notice_not_saved()
         else:
-            self.recorder.record(Due(state=True), self.counters, self._reports_state())
+            self._record(Due(state=True))
         if reason == "interrupted" or not self.ranks.is_main:  # the main one has the metrics
             return
         if notice := ended_worse(self.run.directory.metrics()):
             self._notice(notice)
 
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
-        """The same in all processes: the main one decides, or a signal to any of them."""
+        """The reason to stop, the same in all processes: the main one decides, or a signal to any
+        of them."""
         own, counters = self._own_reason(signals), self.counters
         clock = [counters.seconds, counters.setup, counters.ending]
         code, seconds, setup, ending = self.ranks.all_reduce_max(
@@ -362,7 +349,7 @@ class Trainer:
             return "finished"
         if self.counters.step and self.length.clock_left(self.counters) <= 0:
             return "time is up"
-        if patience is not None and self.recorder.evaluator.since_best() >= patience:
+        if patience is not None and self.recorder.evaluations_since_best() >= patience:
             return "no improvement"
         return None
 
@@ -381,20 +368,18 @@ class Trainer:
         )
 
     def _report_start(self) -> None:
-        run, placement = self.run, self.run.share.placement
-        # Whether `logitd export` can write this model is known now, and not only after hours.
-        export, model = describe_export(run.training.model, run.text.tokenizer), run.training.model
-        if self.counters.step == 0 and run.training.base is None and objections(model):
-            export += ". --exportable trains one that can"
+        run = self.run
+        # The formats of `logitd export` are known now, and not only after hours.
+        export = ""
+        if run.training.config.exportable:
+            export = describe_export(run.training.model, run.text.tokenizer)
         self.report(
             Started(
                 run=run.directory.path,
                 parameters=self.gpt.parameter_count(),
                 step=self.counters.step,
                 steps=self.length.steps,
-                device=describe(placement.device),
-                dtype=placement.dtype_name,
-                threads=placement.threads,
+                placement=run.placement,
                 processes=self.ranks.size,
                 sharded=run.sharded,
                 export=export,
@@ -402,7 +387,7 @@ class Trainer:
         )
 
     def _result(self, reason: Reason) -> TrainingResult:
-        last, run = self.recorder.evaluator.history[-1], self.run
+        last, run = self.recorder.evaluations[-1], self.run
         return TrainingResult(
             run=run.directory.path,
             checkpoint=run.directory.latest,

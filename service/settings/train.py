@@ -48,8 +48,8 @@ class EvalSettings(CommandSettings):
     checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     data: tuple[str, ...] = Field(
         (),
-        description="text to measure on, all of it: files, folders and globs, addresses; without "
-        "any, what the checkpoint's own training held out, if that can be found",
+        description="text to measure on, all of it: files, folders and globs, addresses; the "
+        "default is the held-out text of the checkpoint's own training, if it can be found",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None
@@ -57,14 +57,14 @@ class EvalSettings(CommandSettings):
     stride: int | None = Field(
         None,
         ge=1,
-        description="tokens that each window counts; the rest of it is what they are predicted "
-        "from (default: the whole window, as in training)",
+        description="tokens that each window counts; the rest of it is their context (default: "
+        "the whole window, as in training)",
     )
     batch_size: int = Field(8, ge=1, le=4096, description="windows in a forward pass")
     device: Device = "auto"
     dtype: TrainingDType = Field(
         "auto",
-        description="dtype of the computation, as in training; auto is bfloat16 where the device "
+        description="dtype of the computation, as in training; auto is bfloat16 if the device "
         "multiplies it",
     )
     threads: Threads = 0

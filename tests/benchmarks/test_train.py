@@ -5,30 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train import (
-    Outcome,
-    Run,
-    block_matrices,
-    check,
-    settings,
-    smaller,
-)
+from benchmarks.train import Run, check, settings, smaller
+from benchmarks.trained import Outcome, block_matrices
 from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.resolve import resolve
 
 RUN = Run(minutes=2, side="default", rate=0.03, batch=8, seed=1)
 OUTCOME = Outcome(
-    run=RUN,
-    bits_per_byte=1.6,
-    seconds=120.4,
+    last=1.6,
+    best=1.6,
+    training=1.5,
+    passes=1.0,
     steps=600,
     tokens=1_200_000,
+    seconds=120.4,
     matrices=100,
     parameters=200,
+    vocab_size=512,
+    dropout=0.0,
     threads=2,
 )
-NANOGPT = replace(OUTCOME, run=replace(RUN, side="nanogpt"), bits_per_byte=2.0, parameters=150)
 
 
 def test_nanogpt_and_logitd_have_the_same_matrices() -> None:
@@ -59,6 +56,7 @@ def test_smaller_size_has_the_same_windows() -> None:
     ],
 )
 def test_check_refuses_unequal_runs(change: dict[str, float], message: str) -> None:
-    check([OUTCOME, NANOGPT])
+    nanogpt, theirs = replace(RUN, side="nanogpt"), replace(OUTCOME, last=2.0, parameters=150)
+    check([(RUN, OUTCOME), (nanogpt, theirs)])
     with pytest.raises(SystemExit, match=message):
-        check([OUTCOME, replace(NANOGPT, **change)])  # type: ignore[arg-type]
+        check([(RUN, OUTCOME), (nanogpt, replace(theirs, **change))])  # type: ignore[arg-type]

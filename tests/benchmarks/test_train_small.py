@@ -5,26 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train_small import Outcome, fewer, of_passes
+from benchmarks.train_small import fewer, of_passes
 from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.resolve import resolve
+from tests.benchmarks.test_train import OUTCOME
 from tests.model.conftest import story
-
-OUTCOME = Outcome(
-    side="adapted",
-    seed=1,
-    last=2.0,
-    best=1.9,
-    training=1.5,
-    passes=6.0,
-    steps=100,
-    tokens=1000,
-    seconds=120.0,
-    parameters=10,
-    vocab_size=512,
-    dropout=0.1,
-)
 
 
 @pytest.fixture
@@ -49,5 +35,6 @@ def test_configurations_have_one_size_and_the_same_steps(text: Path) -> None:
 
 
 def test_our_last_weights_are_compared_with_their_last_and_best() -> None:
-    theirs = replace(OUTCOME, side="long", last=4.0, best=2.5)
-    assert fewer([OUTCOME, theirs], "long") == pytest.approx((50, 20))
+    theirs = replace(OUTCOME, last=4.0, best=2.5)
+    ours = replace(OUTCOME, last=2.0, best=1.9)
+    assert fewer({"adapted": [ours], "long": [theirs]}, "long") == pytest.approx((50, 20))

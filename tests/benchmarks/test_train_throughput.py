@@ -7,14 +7,14 @@ import torch
 
 from benchmarks.train_throughput import Step, own_step, plain_step
 from logitd.model.device import Placement
-from logitd.model.training.configuration.presets import preset
+from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.optim.optimizers import initialise
 from logitd.model.transformer.gpt import GPT
 
 
 @pytest.mark.parametrize("name", ["tiny", "nanogpt"])
 def test_plain_and_own_step_compute_the_same_loss(name: str) -> None:
-    start = preset(name)
+    start = PRESETS[name]
     recipe = replace(start.recipe, matrix_lr=1e-2, scalar_lr=1e-3)
     config = start.config(100, n_layer=2, d_model=32, context_length=16)
     placement = Placement(torch.device("cpu"), torch.float32, 1)

@@ -1,7 +1,5 @@
-"""TUTORIAL.md is true: its commands and Python blocks, run one after the other as by a reader, on a
-small text and with a training of seconds.
-
-Not run: what installs.
+"""The commands and Python blocks of TUTORIAL.md, run in order on a small text and with a training
+of seconds. Commands that install are left out.
 """
 
 import contextlib
@@ -37,7 +35,7 @@ INSTALLS = ("make setup ", ".venv/bin/pip install ")
 
 
 def blocks() -> list[tuple[str, str]]:
-    """The kind and the content of each block that is to be run."""
+    """The kind and the content of each block to run."""
     text = TUTORIAL.read_text(encoding="utf-8")
     return re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -48,7 +46,7 @@ def commands(block: str) -> list[str]:
 
 @dataclass
 class Walk:
-    """A reader on the way: their folder, their servers by port, and what was printed."""
+    """A reader's folder, servers by port, and output."""
 
     folder: Path
     servers: ExitStack
@@ -114,12 +112,12 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
 
 
 def said(walk: Walk, begins: str) -> str:
-    """What the one command that begins so printed."""
+    """The output of the one command that begins so."""
     (text,) = [text for command, text in walk.printed.items() if command.startswith(begins)]
     return text
 
 
-def test_every_command_does_what_the_page_says(walked: Walk) -> None:
+def test_commands_do_what_the_page_says(walked: Walk) -> None:
     assert (walked.folder / "runs" / "mine" / "loss.png").stat().st_size > 1000
     assert (walked.folder / "runs" / "mine" / "samples.txt").exists()
     assert json.loads(said(walked, "tail -n 1"))
@@ -132,14 +130,14 @@ def test_every_command_does_what_the_page_says(walked: Walk) -> None:
     assert [line.split()[0] for line in both.splitlines()] == ["mine", "other"]
 
 
-def test_transformers_says_the_same_five_tokens(walked: Walk) -> None:
+def test_transformers_has_the_same_five_tokens(walked: Walk) -> None:
     printed = next(text for code, text in walked.printed.items() if "transformers" in code)
     theirs, ours = re.findall(r"\[.*?\]", printed)
     assert theirs == ours
     assert len(json.loads(ours)) == 5
 
 
-def test_git_ignores_all_that_the_page_writes(walked: Walk) -> None:
+def test_git_ignores_the_files_of_the_page(walked: Walk) -> None:
     names = [f"{child.name}{'/' * child.is_dir()}" for child in walked.folder.iterdir()]
     with tempfile.TemporaryDirectory() as clone:
         shutil.copy(TUTORIAL.parent / ".gitignore", clone)
@@ -149,17 +147,14 @@ def test_git_ignores_all_that_the_page_writes(walked: Walk) -> None:
     assert set(names) - set(ignored.splitlines()) <= {".venv/"}
 
 
-def test_the_page_shows_what_is_run() -> None:
-    """What is replaced or left out is what this module says."""
+def test_page_has_the_replaced_commands() -> None:
     lines = [command for kind, block in blocks() if kind == "sh" for command in commands(block)]
     assert sum("--minutes 20" in line for line in lines) == 2
     assert sum(line.startswith(INSTALLS) for line in lines) == 3
     assert sum("lm-eval run" in line for line in lines) == 1
 
 
-def test_lm_eval_measures_what_was_never_seen(
-    walked: Walk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lm_eval_measures_an_unseen_text(walked: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(walked.folder / "hf"))

@@ -1,4 +1,4 @@
-"""A second run of the same server gives the same answers, to the last bit of a logprob."""
+"""A second run of the same server returns the same bits."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 def answers(url: str, *, at_once: int) -> list[Any]:
-    """The choices for each body from a server, asked so many at once."""
+    """The choices for each body, with `at_once` requests in flight."""
     with (
         httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
         ThreadPoolExecutor(at_once) as threads,
@@ -29,9 +29,9 @@ def answers(url: str, *, at_once: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_second_run_gives_the_same_answers(checkpoint_path: Path) -> None:
-    """Alone one after the other in this process, then in another one, with other hashes of strings,
-    in whatever batches the threads make."""
+def test_second_run_returns_the_same_bits(checkpoint_path: Path) -> None:
+    """One at a time in this process, then in another process, with other hashes of strings and in
+    the batches of eight threads."""
     with serving(checkpoint_path, kernels="auto") as server:
         alone = answers(server.url, at_once=1)
     flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")

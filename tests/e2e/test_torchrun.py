@@ -1,7 +1,7 @@
-"""Several processes train one model: real ones that meet on loopback.
+"""Several processes that train one model and meet on loopback.
 
-Some are started by torchrun, which imports torch for itself and again in each process. What hangs
-upon the processes alone is tried with `Forked`, in a third of that time.
+torchrun starts some of them; it imports torch for itself and again in each process. Tests that need
+only the processes use `Forked`, in a third of that time.
 """
 
 import json
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -78,19 +78,6 @@ def flags(config: TrainingConfig) -> list[str]:
     return words
 
 
-class Group(Protocol):
-    """Processes that train one model."""
-
-    def finish(self, timeout: float = 100) -> tuple[int, str, str]:
-        """Wait for their end: the exit code, 0 if all of them have it, and what they printed."""
-
-    def running(self) -> bool:
-        """Whether none has ended."""
-
-    def workers(self) -> list[int]:
-        """Process ids, rank by rank."""
-
-
 class Torchrun:
     """`torchrun --no-python --nproc-per-node N logitd train ...` in a session of its own."""
 
@@ -108,6 +95,7 @@ class Torchrun:
         )  # fmt: skip
 
     def finish(self, timeout: float = 100) -> tuple[int, str, str]:
+        """Wait for the end: the exit code, 0 if all processes have it, and the output."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -119,6 +107,7 @@ class Torchrun:
         return self.process.poll() is None
 
     def workers(self) -> list[int]:
+        """Process ids, rank by rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         ranks = {}
         for pid in map(int, children.read_text().split()):
@@ -128,8 +117,8 @@ class Torchrun:
 
 
 class Forked:
-    """The processes that torchrun would start, by the zygote. Nobody is beside them who would end
-    the others where one has failed: they have to end by themselves."""
+    """The processes that torchrun would start, forked by the zygote. No parent ends the others if
+    one fails: they have to end by themselves."""
 
     def __init__(self, config: TrainingConfig, processes: int = 2) -> None:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -165,6 +154,9 @@ class Forked:
         return [process.pid for process in self.processes]
 
 
+Group = Torchrun | Forked
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
@@ -193,8 +185,8 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
 
 
 def assert_same_losses(one: Path, other: Path) -> None:
-    """The same reports, and the same losses wherever both evaluated: which steps are early ones
-    depends on the length of the run."""
+    """Check that the reports are the same, and the losses at steps that both evaluated: the early
+    ones depend on the length of the run."""
     both = losses(one), losses(other)
     steps = {each[:2] for each in both[0]} & {each[:2] for each in both[1]}
     shared = [[each for each in found if each[:2] in steps] for found in both]
@@ -203,9 +195,9 @@ def assert_same_losses(one: Path, other: Path) -> None:
     assert trained[0] == trained[1]
 
 
-def test_two_processes_are_one_that_accumulates_two_batches_to_the_bit(text: Path) -> None:
-    """With dropout, clipping and Muon; and one process goes on where the two had stopped, which is
-    told, as it is on another number of processes."""
+def test_two_processes_have_the_bits_of_one_that_accumulates_two_batches(text: Path) -> None:
+    """Dropout, clipping and Muon. One process continues where the two had stopped, with a
+    notice of the changed number of processes."""
     one = configuration(text, "one", steps=6)
     two = configuration(text, "two", steps=3)
     started = Torchrun(two)
@@ -224,7 +216,7 @@ def test_two_processes_are_one_that_accumulates_two_batches_to_the_bit(text: Pat
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_two_processes_go_on_where_one_stopped(text: Path) -> None:
+def test_two_processes_continue_where_one_stopped(text: Path) -> None:
     one = configuration(text, "one", steps=6)
     resumed = configuration(text, "resumed", steps=3)
     train(one)
@@ -234,7 +226,7 @@ def test_two_processes_go_on_where_one_stopped(text: Path) -> None:
     assert_same_losses(one.out, resumed.out)
 
 
-def test_a_batch_is_divided_where_accumulation_is_not(text: Path) -> None:
+def test_batch_is_divided_if_accumulation_is_not(text: Path) -> None:
     """8 sequences in one pass are 2 x 4 in two processes: the same tokens, other sums."""
     given = {"batch_size": 8, "accumulate": 1, "dropout": 0.0, "steps": 4}
     one, two = configuration(text, "one", **given), configuration(text, "two", **given)
@@ -246,8 +238,8 @@ def test_a_batch_is_divided_where_accumulation_is_not(text: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torchrun", "rank 1"])
-def test_a_signal_to_any_stops_all_at_the_same_step(text: Path, to: str) -> None:
-    """SIGTERM as a cluster sends it to torchrun, or to a process that does not lead."""
+def test_signal_to_one_process_stops_all_at_the_same_step(text: Path, to: str) -> None:
+    """SIGTERM to torchrun, as a cluster sends it, or to a process that is not the main one."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000)
     started: Group
     if to == "torchrun":
@@ -267,7 +259,7 @@ def test_a_signal_to_any_stops_all_at_the_same_step(text: Path, to: str) -> None
     assert train(TrainingConfig(out=config.out, resume=True, steps=step + 1)).step == step + 1
 
 
-def test_the_clock_of_the_first_process_ends_all(text: Path) -> None:
+def test_clock_of_the_main_process_ends_all(text: Path) -> None:
     config = configuration(text, "run", minutes=0.03)
     code, out, err = Forked(config).finish()
     assert code == 0, err
@@ -279,11 +271,11 @@ def test_the_clock_of_the_first_process_ends_all(text: Path) -> None:
 
 
 @pytest.mark.parametrize(("shard", "start"), [("off", Forked), ("on", Forked), ("on", Torchrun)])
-def test_a_process_that_is_killed_ends_the_others_with_a_sentence(
+def test_killed_process_ends_the_others_with_a_sentence(
     text: Path, shard: str, start: Callable[[TrainingConfig], Group]
 ) -> None:
-    """Where they share a model, most of the traffic is torch's own, and so was the last word: a
-    traceback. With torchrun and where nobody ends the others."""
+    """Processes that share a model once ended with torch's traceback, because most of the traffic
+    is torch's own."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000, shard=shard)
     started = start(config)
     wait_for_step(started, config.out / "metrics.jsonl", 4)
@@ -295,19 +287,17 @@ def test_a_process_that_is_killed_ends_the_others_with_a_sentence(
 
 
 def states_equal(one: Any, other: Any) -> bool:
-    """Of optimizers: the same keys and the same bits."""
+    """True if two states of optimizers have the same keys and bits."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(states_equal(one[k], other[k]) for k in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
-def test_a_shared_model_is_one_that_each_process_has_to_the_bit(
-    text: Path, given: dict[str, Any]
-) -> None:
-    """Two processes with one pass each, so that no sum has another order; not clipped, as the
-    length of the gradient has. With dropout and Muon in bfloat16, and with AdamW. One process goes
-    on where the two had stopped, and the other way round."""
+def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, Any]) -> None:
+    """Two processes with one pass each, so that all sums have one order, and not clipped, because
+    the norm of the gradient has another. Dropout and Muon in bfloat16, and AdamW. One
+    process continues where the two had stopped, and two where one had."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)
@@ -316,7 +306,7 @@ def test_a_shared_model_is_one_that_each_process_has_to_the_bit(
     code, out, err = started.finish()
     assert code == 0, err
     assert "in each of 2 processes that share the model" in out
-    assert out.count("sample: ") == 3 * 3, "at steps 0, 1 and 3 one tells what both computed"
+    assert out.count("sample: ") == 3 * 3, "of steps 0, 1 and 3, once each"
     notices: list[str] = []
     resume = TrainingConfig(out=two.out, resume=True, steps=5, checkpoint_every=5)
     train(resume, lambda event: notices.append(str(event)))
@@ -357,9 +347,8 @@ def test_adapters_of_a_shared_model_are_those_of_a_whole_one(text: Path) -> None
 
 
 @pytest.mark.parametrize("shard", ["off", "on"])
-def test_several_processes_fine_tune_what_one_does(text: Path, shard: str) -> None:
-    """Those behind the first began with random weights, the run ended well, and its card named the
-    base: the first loss was that of neither."""
+def test_several_processes_fine_tune_as_one(text: Path, shard: str) -> None:
+    """Processes other than the main one once began with random weights, and the run ended well."""
     base = configuration(text, "base", steps=12)
     train(base)
     runs = []
@@ -381,32 +370,31 @@ def test_several_processes_fine_tune_what_one_does(text: Path, shard: str) -> No
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
-@pytest.mark.parametrize("works", ["everywhere", "nowhere", "in the first"])
-def test_a_shared_model_is_compiled_or_not(
-    text: Path, monkeypatch: pytest.MonkeyPatch, works: str
+@pytest.mark.parametrize("works", [True, False])
+def test_shared_model_is_compiled_by_all_processes_or_none(
+    text: Path, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
-    """Where one of two could not compile, it went on without, and the other waited for it in the
-    midst of its trial: both for ever."""
-    if works != "everywhere":
-        compiler = text.parent / "g++"  # a name by which torch knows what it understands
-        fails = {"nowhere": "true", "in the first": "[ $RANK = 1 ]"}[works]
-        compiler.write_text(f'#!/bin/sh\n{fails} && exit 1\nexec c++ "$@"\n')
+    """If one of two processes could not compile, it once went on eagerly, and both waited for each
+    other forever."""
+    if not works:
+        compiler = text.parent / "g++"  # torch recognises the compiler by this name
+        compiler.write_text('#!/bin/sh\n[ $RANK = 1 ] && exit 1\nexec c++ "$@"\n')
         compiler.chmod(0o755)
         monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(text.parent / "cache"))
-    given = {"steps": 3, "clip": 1000.0, "dropout": 0.0, "accumulate": 2, "n_layer": 1}
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(text.parent / "cache"))
+    given = {"steps": 2, "clip": 1000.0, "dropout": 0.0, "accumulate": 2, "n_layer": 1}
     whole = configuration(text, "whole", **given)
     shared = configuration(text, "shared", shard="on", compile="on", **given)
     train(whole)
     code, out, err = Forked(shared).finish(timeout=300)
     assert code == 0, err
-    assert ("not compiled, so steps take longer" in out) == (works != "everywhere")
+    assert ("not compiled, so steps take longer" in out) is not works
     pairs = list(zip(losses(whole.out), losses(shared.out), strict=True))
     assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-4) for a, b in pairs)
 
 
-def test_a_refusal_is_said_once(text: Path) -> None:
-    """3 processes cannot share 8 sequences, and nothing was written."""
+def test_refusal_is_printed_once(text: Path) -> None:
+    """3 processes cannot share 8 sequences."""
     config = configuration(text, "run", steps=2)
     code, _, err = Forked(config, processes=3).finish()
     assert code == 1
@@ -414,7 +402,7 @@ def test_a_refusal_is_said_once(text: Path) -> None:
     assert not config.out.exists()
 
 
-def test_a_group_has_one_lock_and_a_second_group_is_told_so(text: Path) -> None:
+def test_second_group_is_locked_out(text: Path) -> None:
     config = configuration(text, "run", steps=100_000)
     first = Forked(config)
     wait_for_step(first, config.out / "metrics.jsonl", 2)

@@ -1,4 +1,4 @@
-"""The whole way, by the commands alone: a text, a trained checkpoint, served numbers."""
+"""The commands from a text to a trained checkpoint to served numbers."""
 
 import io
 import json
@@ -82,7 +82,7 @@ def test_replies_name_the_run(client: httpx.Client, run: Path) -> None:
     assert info["checkpoint"]["val_loss"] < 3, "it learned"
 
 
-def test_what_is_served_is_what_was_trained(
+def test_served_numbers_are_those_of_the_trained_model(
     client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
 ) -> None:
     checkpoint, gpt = trained
@@ -99,7 +99,9 @@ def test_what_is_served_is_what_was_trained(
     assert np.abs(rows - plain.numpy()).max() < 1e-4
 
 
-def test_it_has_learned_its_text(client: httpx.Client, trained: tuple[CheckpointInfo, GPT]) -> None:
+def test_model_has_learned_its_text(
+    client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
+) -> None:
     """A token of the text costs far fewer nats than at random, by the numbers that are served."""
     ids = trained[0].tokenizer.encode(TEXT[:100])
     body = {"prompt": ids, "positions": "all"}
@@ -110,7 +112,7 @@ def test_it_has_learned_its_text(client: httpx.Client, trained: tuple[Checkpoint
     assert np.mean(costs) < 0.6 * math.log(300)
 
 
-def test_the_command_without_a_server_agrees(
+def test_generate_command_agrees_with_the_server(
     client: httpx.Client, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--seed", "4", "--max-tokens", "40", "--threads", "1", "--dtype", "float32")
@@ -119,7 +121,7 @@ def test_the_command_without_a_server_agrees(
     assert capsys.readouterr().out == reply["choices"][0]["text"]
 
 
-def test_the_classroom_model_is_served(tmp_path: Path) -> None:
+def test_classroom_model_is_served(tmp_path: Path) -> None:
     """decoder-8x64: post-LN, sinusoids, and a context of 16, shorter than a cache block."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     flags = (

@@ -160,7 +160,7 @@ def test_without_a_text_it_is_said_that_nothing_was_measured(
         assert info.quantization.relative_loss is None
         assert "lies in no run directory" in info.quantization.text
         (sentence,) = banner(server, capsys)
-    assert sentence.startswith("what int8 costs was not measured: the checkpoint lies in no run")
+    assert sentence.startswith("the cost of int8 was not measured: the checkpoint lies in no run")
     assert sentence.endswith("; name a text with --validation-text")
     assert [r.levelname for r in caplog.records if sentence in r.message] == ["WARNING"]
 

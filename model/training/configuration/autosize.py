@@ -1,27 +1,26 @@
-"""Autosize: the model and the recipe that suit `--minutes`, by this machine's speed and the text.
+"""Autosize: the model and the recipe for `--minutes`, by this machine's speed and the text.
 
-`logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`), and takes the
-largest of SIZES that sees enough tokens in that time. The choice is filled into the configuration
-as if the user had set it, so run.json has it and a resumed run measures nothing. Fields that are
-set stay. Pure functions.
+`logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`) and takes the
+largest of SIZES that sees enough tokens in that time. `autosize` fills the choice into the
+configuration as if the user had set it, so run.json has it and a resumed run measures nothing.
+Fields that are set stay. Pure functions.
 
 A model may have as many parameters in its block matrices as leaves TOKENS_PER_PARAMETER tokens for
 each. A larger model sees fewer tokens in the same time, so sizes grow with the square root of the
 arithmetic that the time allows, as in Hoffmann et al. (2022).
 
-A text that is passed six times is learned by heart: validation rises while the loss of training
+A model learns a text by heart that it sees six times: validation rises while the training loss
 falls. By the number of passes, a recipe gets a smaller vocabulary, because a short text shows a
-rare token a few times, and dropout. The measurements behind the constants are in
-`model/training/README.md`.
+rare token a few times, and dropout. `model/training/README.md` has the measurements.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.resolve import resolve
+from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.step.flops import flops_per_token
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import count_elements
@@ -36,7 +35,7 @@ MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
 """Fewest steps of a measurement, after one that is not counted."""
 SHORT = 45.0
-"""Seconds of a run below which the first model measured is the smallest."""
+"""Seconds of a run below which the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
     (
         *("preset", "from_checkpoint", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model"),
@@ -48,18 +47,18 @@ CHOSEN_BY_HAND = frozenset(
 FEW = 3.5
 """Passes up to which the recipe for long texts is the best one."""
 MANY = 4.0
-"""Passes from which the user is warned of a preset without dropout: `small` is made for as many."""
+"""Passes above which a preset without dropout gets a warning; `small` is made for exactly 4."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
 """Passes above which a dropout begins. With a larger vocabulary the first begins at FEW."""
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
-"""In English and in Python's text, by the size of a vocabulary that was learned from it."""
+"""Bytes per token of English and of Python's text, by the size of a vocabulary learned from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One of SIZES: fields of TrainingConfig."""
+    """A model size, as fields of TrainingConfig."""
 
     n_layer: int
     n_head: int
@@ -75,8 +74,8 @@ class Size:
 
 
 def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, rate: float) -> Size:
-    """Heads of 64, the fastest width. The matrices of larger models decay, because they see a text
-    several times."""
+    """A size with heads of 64, the fastest width. The matrices of larger models decay, because they
+    see a text several times."""
     return Size(
         n_layer=layers,
         n_head=max(1, width // 64),
@@ -103,41 +102,41 @@ SIZES: tuple[Size, ...] = (
     _size(12, 768, 1024, 16, 16_384, 0.02),
     _size(16, 1024, 1024, 32, 16_384, 0.02),
 )
-"""From small to large, each one and a half to three times the one before."""
+"""Sizes in rising order, each one and a half to three times the one before."""
 FIRST_MEASURED = SIZES[2]
 """The first size measured, unless the run is short."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The size for a time, the tokens per second expected of it, and the measured speeds."""
+    """The size for a time.
+
+    tokens_per_second  expected of that size
+    speeds             measured tokens per second, by size
+    """
 
     size: Size
     tokens_per_second: float
-    measured: Mapping[Size, float]
+    speeds: Mapping[Size, float]
 
 
 @dataclass(frozen=True)
 class Measured:
     """The size and the number of tokens that this machine can train in the configured minutes.
 
-    vocab_size  size of a published vocabulary; None if one is learned
-    computed    dtype and threads, for the user
+    published  size of a published vocabulary; None if the vocabulary is learned
+    computed   dtype and threads, for the notice
     """
 
     choice: Choice
     tokens: float
-    vocab_size: int | None
+    published: int | None
     computed: str
 
 
-Count = Callable[[float], int]
-"""Counts the bytes of the text, or returns some number above its argument if there are more."""
-
-
-def chooses(config: TrainingConfig, processes: int) -> bool:
-    """Whether a model has to be chosen by the minutes. Raises TrainingError for several processes:
-    one of them cannot measure what they do together."""
+def wants_size(config: TrainingConfig, processes: int) -> bool:
+    """True if the minutes choose the model. Raises TrainingError for several processes: one of them
+    cannot measure what they do together."""
     if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
         return False
     if processes > 1:
@@ -149,21 +148,26 @@ def chooses(config: TrainingConfig, processes: int) -> bool:
 
 
 def autosize(
-    config: TrainingConfig, measured: Measured, count: Count
+    config: TrainingConfig, measured: Measured, text_bytes: float
 ) -> tuple[TrainingConfig, str]:
-    """The configuration with a model, a length and a recipe filled in, and a notice that explains
-    them."""
+    """The configuration with a model, a length and a recipe filled in, and a notice about them.
+    `text_bytes` is the size of the text, or any number above `enough_bytes`."""
     choice, tokens = measured.choice, measured.tokens
-    chosen = fill_in(config, choice.size, tokens)
-    speeds = ", ".join(f"{speed:,.0f} tok/s with {size}" for size, speed in choice.measured.items())
+    changes, repetition = suit_text(
+        config.given(),
+        measured.published or config.vocab_size or choice.size.vocab_size,
+        tokens,
+        _train_share(config) * text_bytes,
+        learned=measured.published is None,
+    )
+    chosen = fill_in(config.model_copy(update=changes), choice.size, tokens)
+    speeds = ", ".join(f"{speed:,.0f} tok/s with {size}" for size, speed in choice.speeds.items())
     minutes = "a minute" if chosen.minutes == 1 else f"{chosen.minutes:g} minutes"
-    notice = (
+    return chosen, (
         f"measured {speeds}, {measured.computed}\n"
         f"in {minutes} that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
-        f"context {chosen.context_length}, batches of {chosen.batch_size}"
+        f"context {chosen.context_length}, batches of {chosen.batch_size}{repetition}"
     )
-    changes, repetition = suit_text(chosen, config, tokens, measured.vocab_size, count)
-    return chosen.model_copy(update=changes), notice + repetition
 
 
 def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> TrainingConfig:
@@ -188,31 +192,23 @@ def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> 
 
 
 def suit_text(
-    chosen: TrainingConfig,
-    asked: TrainingConfig,
-    tokens: float,
-    published: int | None,
-    count: Count,
+    given: Collection[str], vocab_size: int, tokens: float, train_bytes: float, *, learned: bool
 ) -> tuple[dict[str, int | float], str]:
-    """The vocabulary and the dropout for a text that `tokens` pass often, unless `asked` has them,
-    and a notice that begins with a line break; nothing and "" for another text. `published` is the
-    size of a vocabulary that is not learned."""
-    size = published or chosen.vocab_size
-    share = 1 - resolve(chosen).recipe.val_fraction
-    text_bytes = share * count(enough_bytes(tokens, size) / share)
-    if passes(tokens, text_bytes, size) <= FEW:
+    """The vocabulary and the dropout for a training text of `train_bytes` that `tokens` pass often,
+    except fields that are `given`, and a notice that begins with a line break. Returns nothing and
+    "" for a text that is passed less often. `vocab_size` may become smaller if it is `learned`."""
+    if passes(tokens, train_bytes, vocab_size) <= FEW:
         return {}, ""
-    given = asked.given()
     changes: dict[str, int | float] = {}
-    if published is None and "vocab_size" not in given and size > SMALL_VOCABULARY:
-        changes["vocab_size"] = size = SMALL_VOCABULARY
-    often = passes(tokens, text_bytes, size)
-    if (dropout := dropout_of(often, size)) and "dropout" not in given:
+    if learned and "vocab_size" not in given and vocab_size > SMALL_VOCABULARY:
+        changes["vocab_size"] = vocab_size = SMALL_VOCABULARY
+    often = passes(tokens, train_bytes, vocab_size)
+    if (dropout := dropout_of(often, vocab_size)) and "dropout" not in given:
         changes["dropout"] = dropout
     words = {"vocab_size": "a vocabulary of", "dropout": "dropout"}
     what = " and ".join(f"{words[name]} {value:g}" for name, value in changes.items())
-    notice = f"the text is passed about {often:,.{0 if often >= 10 else 1}f} times in them"
-    return changes, f"\n{notice}" + (f", so it gets {what}" if what else "")
+    notice = f"\nthe text is passed about {often:,.{0 if often >= 10 else 1}f} times in them"
+    return changes, notice + (f", so it gets {what}" if what else "")
 
 
 def search(
@@ -230,39 +226,35 @@ def search(
     """
     allowed = min(MEASURING * seconds, MEASURING_SECONDS)
     began = clock()
-    measured: dict[Size, float] = {}
+    speeds: dict[Size, float] = {}
     size = FIRST_MEASURED if seconds >= SHORT else SIZES[0]
     while True:
-        measured[size] = measure(size)
-        size = _largest(seconds, models, measured)
-        expected = _expected(size, models, measured)
+        speeds[size] = measure(size)
+        size = _largest(seconds, models, speeds)
+        expected = _expected(size, models, speeds)
         takes = (1 + MEASURED_STEPS) * size.batch_size * size.context_length / expected
-        if size in measured or clock() - began + takes > allowed:
-            return Choice(size, expected, measured)
+        if size in speeds or clock() - began + takes > allowed:
+            return Choice(size, expected, speeds)
 
 
 def _largest(
-    seconds: float, models: Mapping[Size, GPTConfig], measured: Mapping[Size, float]
+    seconds: float, models: Mapping[Size, GPTConfig], speeds: Mapping[Size, float]
 ) -> Size:
-    """The largest size that sees enough tokens in the time; the smallest if none does."""
     for size in reversed(SIZES):
-        tokens = seconds * USABLE * _expected(size, models, measured)
+        tokens = seconds * USABLE * _expected(size, models, speeds)
         if tokens >= TOKENS_PER_PARAMETER * count_elements(models[size]).block_matrices:
             return size
     return SIZES[0]
 
 
-def _expected(
-    size: Size, models: Mapping[Size, GPTConfig], measured: Mapping[Size, float]
-) -> float:
-    """Tokens per second."""
+def _expected(size: Size, models: Mapping[Size, GPTConfig], speeds: Mapping[Size, float]) -> float:
     index = SIZES.index(size)
-    nearest = min(measured, key=lambda other: abs(SIZES.index(other) - index))
-    return measured[nearest] * flops_per_token(models[nearest]) / flops_per_token(models[size])
+    nearest = min(speeds, key=lambda other: abs(SIZES.index(other) - index))
+    return speeds[nearest] * flops_per_token(models[nearest]) / flops_per_token(models[size])
 
 
 def bytes_per_token(vocab_size: int) -> float:
-    """About how many bytes of a text a token has: between two sizes by the logarithm."""
+    """Approximate bytes of text per token; between two sizes by the logarithm."""
     smallest, largest = BYTES_PER_TOKEN[0], BYTES_PER_TOKEN[-1]
     if vocab_size >= largest[0]:
         return largest[1]
@@ -272,17 +264,23 @@ def bytes_per_token(vocab_size: int) -> float:
     return fewer + share * (more - fewer)
 
 
-def passes(tokens: float, text_bytes: float, vocab_size: int) -> float:
-    """About how often `tokens` pass a training text of `text_bytes`."""
-    return tokens * bytes_per_token(vocab_size) / max(1.0, text_bytes)
+def passes(tokens: float, train_bytes: float, vocab_size: int) -> float:
+    """Approximate number of times that `tokens` pass a training text of `train_bytes`."""
+    return tokens * bytes_per_token(vocab_size) / max(1.0, train_bytes)
 
 
-def enough_bytes(tokens: float, vocab_size: int) -> float:
-    """Bytes of a training text that `tokens` pass no more than FEW times."""
-    return tokens * bytes_per_token(vocab_size) / FEW
+def enough_bytes(config: TrainingConfig, measured: Measured) -> float:
+    """Bytes of a text, with its held-out part, that the run passes no more than FEW times."""
+    vocab_size = measured.published or config.vocab_size or measured.choice.size.vocab_size
+    return measured.tokens * bytes_per_token(vocab_size) / FEW / _train_share(config)
+
+
+def _train_share(config: TrainingConfig) -> float:
+    val_fraction: float = config.val_fraction or PRESETS[config.preset].recipe.val_fraction
+    return 1 - val_fraction
 
 
 def dropout_of(often: float, vocab_size: int) -> float:
-    """The dropout for `often` passes with a vocabulary."""
+    """The dropout for a text that is passed `often` times."""
     first = DROPOUT[0][1] if vocab_size > SMALL_VOCABULARY and often > FEW else 0.0
     return max([first, *(share for least, share in DROPOUT if often > least)])

@@ -1,13 +1,11 @@
-"""TrainingConfig: everything that a user can set for a training run.
+"""TrainingConfig: the settings of a training run.
 
-One pydantic model, from which the command line's flags, the environment and `--help` are made. The
-fields of a shape and of a recipe are those of `GPTConfig` and of `Recipe`; None takes the preset's
-value. `model/training/configuration/resolve.py` decides every field once, and the trainer works
-with what it returns. Does not import torch and opens no file.
+One pydantic model, from which the command line's flags, the environment and `--help` are made. Its
+fields of a shape and of a recipe are those of `GPTConfig` and `Recipe`; None takes the preset's
+value. `model/training/configuration/resolve.py` decides every field, and the trainer works with
+what it returns. Does not import torch and opens no file.
 """
 
-import shlex
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,10 +18,15 @@ from logitd.model.training.configuration.presets import Compile, Recipe, Shard
 from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 
 _NOT_SET_BY_HAND = ("vocab_size", "padded_vocab_size", "norm_eps")
-"""The vocabulary's size is the recipe's, and eps goes with the kind of norm."""
+"""Fields of a shape without a flag: the vocabulary's size is the recipe's, and eps goes with the
+kind of norm."""
 SHAPE_FIELDS = tuple(f.name for f in fields(GPTConfig) if f.name not in _NOT_SET_BY_HAND)
 SpecialTokens = Literal["auto", "ids", "text"]
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+
+
+class TrainingError(RuntimeError):
+    """Training cannot start or continue; the message says why and what is safe on disk."""
 
 
 class _RunFields(BaseModel):
@@ -36,14 +39,14 @@ class _RunFields(BaseModel):
         (),
         description="text to train on: files, folders and globs (text, JSON, CSV, Parquet, gzip), "
         "http and https addresses, shards of another run (*.tokens), or builtin:python (the "
-        "reference text and sources of this Python; what is read without any)",
+        "reference text and sources of this Python; the default)",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None
     special_tokens: SpecialTokens = Field(
         "auto",
-        description="what the name of a special token in the text becomes: its id, or plain text; "
-        "auto is ids with a chat template, whose names become ids too",
+        description="encoding of a special token's name in the text: ids (as the token) or text "
+        "(as plain text); auto is ids with a chat template, whose names become ids too",
     )
     max_download_mb: MaxDownload = 1000
     data_licence: str | None = Field(
@@ -102,7 +105,7 @@ class _RunFields(BaseModel):
         (), description="beginnings of the samples (default: from the text)"
     )
     chat_template: Path | None = Field(
-        None, description="file with a chat template (Jinja) that the checkpoints carry"
+        None, description="file with a chat template (Jinja) for the checkpoints"
     )
     tensorboard: bool = Field(
         False, description="also write the curves and samples for TensorBoard, into the run"
@@ -130,67 +133,24 @@ class TrainingConfig(_AllFields):
         def __init__(self, **values: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
 
+    @property
+    def run_name(self) -> str:
+        """The name of the run: its preset, or its minutes if they were given without one."""
+        if self.minutes is not None and "preset" not in self.model_fields_set:
+            return f"{self.minutes:g}-minutes"
+        return self.preset
+
+    @property
+    def run_path(self) -> Path:
+        return self.out or Path("runs") / self.run_name
+
     def given(self) -> dict[str, Any]:
         """The fields that were set to something other than None."""
         names = self.model_fields_set & TrainingConfig.model_fields.keys()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that were set, as JSON. `resume` is left out: it belongs to one command, not
-        to the run."""
+        """The fields that were set, as JSON. `resume` is left out, because it belongs to one
+        command instead of the run."""
         names = set(TrainingConfig.model_fields) - {"resume"}
         return self.model_dump(mode="json", include=names, exclude_unset=True)
-
-
-NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "cooldown": ("decay", ("linear",)),
-    "final_lr": ("decay", ("linear", "cosine")),
-    "momentum": ("optimizer", ("muon",)),
-    "rope_theta": ("positions", ("rotary",)),
-    "rotary_dim": ("positions", ("rotary",)),
-    "rope_scaling": ("positions", ("rotary",)),
-    "vocab_size": ("tokenizer", ("own", "the checkpoint's")),
-    "save_dtype": ("lora", (None,)),  # adapters are saved in float32
-}
-"""Fields that do nothing unless another field has one of some values, the usual one first."""
-RESUMABLE = frozenset(
-    (
-        *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
-        *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
-        *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
-        "from_checkpoint",  # it may have moved; the hash of its weights shows that it is the same
-    )
-)
-"""Fields that may change when a run is resumed; any other would make it another run."""
-
-
-class TrainingError(RuntimeError):
-    """Training cannot start or continue; the message says why and what is safe on disk."""
-
-
-def run_name(config: TrainingConfig) -> str:
-    """The name of a run: its preset, or its minutes if they were given without one."""
-    if config.minutes is not None and "preset" not in config.model_fields_set:
-        return f"{config.minutes:g}-minutes"
-    return config.preset
-
-
-def command(config: TrainingConfig) -> str:
-    """The command line of a configuration, without devices and paths that it writes."""
-    words = ["logitd", "train", "--preset", config.preset]
-    for name, field in TrainingConfig.model_fields.items():
-        value = getattr(config, name)
-        if value == field.default or name in _NOT_IN_COMMAND:
-            continue
-        flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-            continue
-        for item in value if isinstance(value, tuple) else (value,):
-            words += [flag, str(item)]
-    return shlex.join(words)
-
-
-_NOT_IN_COMMAND = frozenset(
-    {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
-)

@@ -32,7 +32,8 @@ LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
 CHANGEABLE = frozenset({"dropout", "context_length", "rope_scaling"})
-"""Fields of the shape that no weight depends on; of the context only if positions are computed."""
+"""Fields of the shape that no weight depends on; the context length only if positions are
+computed."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Base:
 
 def lora_shape(given: Mapping[str, Any]) -> LoraShape | None:
     """The adapters to train. Raises TrainingError for their flags without --from or --lora."""
-    asked = sorted({"lora", "lora_alpha", "lora_targets"} & given.keys())
-    if not asked:
+    flags = sorted({"lora", "lora_alpha", "lora_targets"} & given.keys())
+    if not flags:
         return None
     if "from_checkpoint" not in given:
-        raise TrainingError(f"{', '.join(asked)} needs a checkpoint to adapt: name one with --from")
+        raise TrainingError(f"{', '.join(flags)} needs a checkpoint to adapt: name one with --from")
     if "lora" not in given:
-        raise TrainingError(f"{', '.join(asked)} goes with --lora RANK")
+        raise TrainingError(f"{', '.join(flags)} goes with --lora RANK")
     try:
         rank = given["lora"]
         return LoraShape(rank, given.get("lora_alpha", rank), given.get("lora_targets", TARGETS))
@@ -74,42 +75,48 @@ def lora_shape(given: Mapping[str, Any]) -> LoraShape | None:
         raise TrainingError(str(error)) from error
 
 
-def resolve_finetune(
+def finetuned_recipe(
     given: Mapping[str, Any], recipe: Recipe, base: GPTConfig, lora: LoraShape | None
-) -> tuple[Recipe, GPTConfig]:
-    """The recipe and the model of a fine-tuned run; `recipe` is the preset's with what was given.
-
-    Raises TrainingError for a field that contradicts the checkpoint or would change nothing.
-    """
+) -> Recipe:
+    """The recipe of a fine-tuned run, from the preset's with the `given` values. Raises
+    TrainingError for a given field that contradicts the checkpoint or would change nothing."""
     for name in ("tokenizer", "init"):
         if name in given:
             raise TrainingError(
                 f"{name} is {given[name]!r}, but the vocabulary and the initial weights are the "
                 f"checkpoint's: remove {name}"
             )
+    values: dict[str, Any] = {name: getattr(recipe, name) / SLOWER for name in RATES}
+    values["warmup"] = round(WARMUP * recipe.steps)
+    if lora is not None:
+        if given.get("optimizer", "adamw") != "adamw":
+            raise TrainingError(
+                f"optimizer is {given['optimizer']}, but adapters are trained by adamw: one of "
+                "their two matrices begins as zero"
+            )
+        if frozen := sorted(set(given) & set(RATES) - {"matrix_lr"}):
+            raise TrainingError(
+                f"{', '.join(frozen)} goes without --lora, which trains only adapters of block "
+                "matrices; their learning rate is matrix_lr"
+            )
+        values |= {"optimizer": "adamw", "matrix_lr": LORA_RATE, "weight_decay": 0.0}
+    values = {name: value for name, value in values.items() if name not in given}
+    return replace(recipe, **values, tokenizer="the checkpoint's", vocab_size=base.vocab_size)
+
+
+def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | None) -> GPTConfig:
+    """The checkpoint's model with the `given` context, scaling and dropout. Raises TrainingError
+    for a given field that contradicts the checkpoint."""
     for name in sorted(given.keys() & {"vocab_size", *SHAPE_FIELDS} - CHANGEABLE):
         if given[name] != getattr(base, name):
             raise TrainingError(
                 f"{name} is {given[name]}, but the checkpoint has {getattr(base, name)}: remove it"
             )
-    model = _resolve_model(given, base, lora)
-    values: dict[str, Any] = {name: getattr(recipe, name) / SLOWER for name in RATES}
-    values["warmup"] = round(WARMUP * recipe.steps)
-    if lora is not None:
-        _reject_what_adapters_lack(given)
-        values |= {"optimizer": "adamw", "matrix_lr": LORA_RATE, "weight_decay": 0.0}
-    values = {name: value for name, value in values.items() if name not in given}
-    values |= {"tokenizer": "the checkpoint's", "vocab_size": base.vocab_size}
-    return replace(recipe, **values), model
-
-
-def _resolve_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | None) -> GPTConfig:
-    """The checkpoint's model with the given context, scaling and dropout."""
     context = given.get("context_length", base.context_length)
     if base.positions == "learned" and context != base.context_length:
         raise TrainingError(
             f"context_length is {context}, but the checkpoint has {base.context_length} learned "
-            "positions; only with rotary or sinusoidal ones can the context change"
+            "positions; the context can change only with rotary or sinusoidal positions"
         )
     scaling = given.get("rope_scaling", base.rope_scaling)
     if lora is not None and scaling != base.rope_scaling:
@@ -125,16 +132,3 @@ def _resolve_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | 
     except (ConfigError, LoraError) as error:
         raise TrainingError(str(error)) from error
     return model
-
-
-def _reject_what_adapters_lack(given: Mapping[str, Any]) -> None:
-    if given.get("optimizer", "adamw") != "adamw":
-        raise TrainingError(
-            f"optimizer is {given['optimizer']}, but adapters are trained by adamw: one of their "
-            "two matrices begins as zero"
-        )
-    if frozen := sorted(set(given) & set(RATES) - {"matrix_lr"}):
-        raise TrainingError(
-            f"{', '.join(frozen)} goes without --lora, which trains only adapters of block "
-            "matrices; their learning rate is matrix_lr"
-        )

@@ -1,7 +1,7 @@
 """Presets: model shapes and training recipes by name.
 
 A preset is a starting point: every value in it can be replaced on the command line
-(`model/training/configuration/config.py`). Does not import torch, and builds or trains nothing.
+(`model/training/configuration/config.py`). Does not import torch.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,6 @@ Shard = Literal["auto", "on", "off"]
 SaveDType = Literal["float32", "bfloat16"]
 
 
-class PresetError(ValueError):
-    """An unknown preset; the message lists the known ones."""
-
-
 Rate = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -39,15 +35,15 @@ Steps = Annotated[int, Field(ge=1)]
 class Recipe:
     """The training of a model. `TrainingConfig` has the same fields, which may be None there.
 
-    A linear decay is flat, then falls straight over the last `cooldown` share of the run; a cosine
-    falls from the peak on. Both end at `final_lr` times the peak.
+    A linear decay is flat, then falls linearly over the last `cooldown` share of the run; a cosine
+    falls from the start. Both end at `final_lr` times the peak.
     """
 
     steps: Annotated[Steps, Field(description="optimizer steps")]
     batch_size: Annotated[int, Field(ge=1, description="sequences in a forward pass")]
     accumulate: Annotated[int, Field(ge=1, description="forward passes in a step")] = 1
     optimizer: Annotated[
-        Optimizer, Field(description="of the block matrices; AdamW updates everything else")
+        Optimizer, Field(description="optimizer of the block matrices; AdamW updates the rest")
     ] = "muon"
     init: Annotated[
         Init, Field(description="initial weights: GPT-2's, or with zero-initialised projections")
@@ -68,7 +64,7 @@ class Recipe:
     weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
     clip: Annotated[float, Field(ge=0, description="largest gradient norm (0: no limit)")] = 0.0
     dtype: Annotated[
-        TrainingDType, Field(description="of the forward pass; weights are float32")
+        TrainingDType, Field(description="dtype of the forward pass; weights are float32")
     ] = "auto"
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="seed of initial weights, batches and dropout")
@@ -95,7 +91,8 @@ class Recipe:
     ] = None
     checkpoint_every: Annotated[Steps, Field(description="steps between checkpoints")]
     keep: Annotated[
-        int, Field(ge=1, description="number of recent checkpoints to keep, besides the best")
+        int,
+        Field(ge=1, description="number of recent checkpoints to keep; the best is always kept"),
     ] = 2
     save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"
     patience: Annotated[
@@ -103,24 +100,9 @@ class Recipe:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rewarming:
-    """A rise of the learning rate in a run that was made longer, from where it was to where the
-    longer schedule has it, so that it does not jump.
-
-    done   share of the longer run at which it begins
-    scale  the learning rate there, as a share of the peak
-    span   share of the longer run that it takes
-    """
-
-    done: float
-    scale: float
-    span: float
-
-
 @dataclass(frozen=True)
 class Preset:
-    """A model shape (all arguments of `gpt2_shape` but the vocabulary) and its recipe."""
+    """A recipe and a model shape: all arguments of `gpt2_shape` except the vocabulary."""
 
     shape: Mapping[str, Any]
     recipe: Recipe
@@ -130,15 +112,8 @@ class Preset:
         return gpt2_shape(vocab_size=vocab_size, **{**self.shape, **overrides})
 
 
-def preset(name: str) -> Preset:
-    """A preset by its name. Raises PresetError."""
-    if name not in PRESETS:
-        raise PresetError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
 def _adamw(lr: float, **values: Any) -> Recipe:
-    """GPT-2's way: AdamW with one learning rate for everything."""
+    """A recipe in GPT-2's style: AdamW with one learning rate for everything."""
     rates: Any = {"matrix_lr": lr, "embedding_lr": lr, "head_lr": lr, "scalar_lr": lr}
     return Recipe(optimizer="adamw", init="gpt2", **rates, **values)
 
@@ -164,10 +139,9 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "small": Preset(
         shape={**MODERN, "n_layer": 6, "n_head": 4, "d_model": 256, "context_length": 512},
-        # Four passes over the text that Python 3.11 carries, 568 steps each, evaluated twice in
-        # each. A fifth one lowered the loss of training alone. It ends with a pass: soon after the
-        # beginning of one, some windows come again that are still known by heart, and validation is
-        # 2 % worse for a while.
+        # Four passes over the text that Python 3.11 carries, of 568 steps and two evaluations each.
+        # A fifth pass lowered only the training loss. The run ends with a pass, because early in
+        # the next one the model still knows some windows by heart, and validation is 2 % worse.
         recipe=Recipe(
             steps=2272,
             batch_size=8,
@@ -224,9 +198,9 @@ PRESETS: Mapping[str, Preset] = {
             checkpoint_every=1000,
         ),
     ),
-    # nanoGPT's model and AdamW at the size of `tiny`. Of the learning rates 1e-3, 2e-3, 3e-3,
-    # 4e-3 and 6e-3 and of batches of 0.5, 1 and 2 thousand tokens, with each of which it was
-    # trained for 75 s on one core, 2e-3 with the smallest gave the fewest bits per byte.
+    # nanoGPT's model and AdamW at the size of `tiny`. Learning rates of 1e-3, 2e-3, 3e-3, 4e-3 and
+    # 6e-3 were tried with batches of 0.5, 1 and 2 thousand tokens, for 75 s on one core: 2e-3 with
+    # the smallest batch has the fewest bits per byte.
     "nanogpt": Preset(
         shape={**NANOGPT, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
         recipe=_adamw(
@@ -245,9 +219,9 @@ PRESETS: Mapping[str, Preset] = {
     ),
     # train.py config/train_shakespeare_char.py --device=cpu --block_size=64 --batch_size=12
     # --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
-    # --eval_iters=20, for which nanoGPT's README gives a validation loss of 1.88 nats per
-    # character of tiny-shakespeare. Its vocabulary is the characters of the text; here it is
-    # the 256 bytes, which on plain ASCII is the same with rows that are never used.
+    # --eval_iters=20, with a validation loss of 1.88 nats per character of tiny-shakespeare in
+    # nanoGPT's README. Its vocabulary is the characters of the text. Here it is the 256 bytes,
+    # which on plain ASCII is the same, with rows that are never used.
     "nanogpt-char": Preset(
         shape={**NANOGPT, "n_layer": 4, "n_head": 4, "d_model": 128, "context_length": 64},
         recipe=_adamw(

@@ -1,11 +1,11 @@
-"""Resolve: from what the user set to a run with everything decided, once and before set-up.
+"""Resolve: from the user's settings to a run with everything decided, once and before set-up.
 
     TrainingConfig     the fields that the user set; most are None
     ResolvedTraining   the preset's or the checkpoint's values, and the user's over them. run.json
                        keeps it; a resumed run takes it from there
 
-`model/training/setup/begin.py` opens what a ResolvedTraining names. Pure functions: nothing here
-opens a file or asks a device.
+`model/training/setup/begin.py` opens what a ResolvedTraining names. Pure functions: none opens a
+file or asks a device.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,48 +15,68 @@ from typing import Any
 from logitd.model.convert.family import nearest, objections
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.training.configuration.config import (
-    NEEDS,
     RECIPE_FIELDS,
-    RESUMABLE,
     SHAPE_FIELDS,
     TrainingConfig,
     TrainingError,
-    run_name,
 )
-from logitd.model.training.configuration.finetune import Base, lora_shape, resolve_finetune
-from logitd.model.training.configuration.presets import Recipe, Rewarming, preset
+from logitd.model.training.configuration.finetune import (
+    Base,
+    finetuned_model,
+    finetuned_recipe,
+    lora_shape,
+)
+from logitd.model.training.configuration.presets import PRESETS, Recipe
+from logitd.model.training.optim.schedule import Rewarming, lr_scale
 from logitd.model.training.step.flops import flops_per_token
-from logitd.model.training.stopping.length import Length
+from logitd.model.training.stopping.length import Counters, Length
 from logitd.model.transformer.config import GPTConfig, padded
 from logitd.model.transformer.lora import LoraShape
 
+NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "cooldown": ("decay", ("linear",)),
+    "final_lr": ("decay", ("linear", "cosine")),
+    "momentum": ("optimizer", ("muon",)),
+    "rope_theta": ("positions", ("rotary",)),
+    "rotary_dim": ("positions", ("rotary",)),
+    "rope_scaling": ("positions", ("rotary",)),
+    "vocab_size": ("tokenizer", ("own", "the checkpoint's")),
+    "save_dtype": ("lora", (None,)),  # adapters are saved in float32
+}
+"""Fields that do nothing unless another field has one of some values, the usual one first."""
+RESUMABLE = frozenset(
+    (
+        *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
+        *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
+        *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
+        "from_checkpoint",  # it may have moved; the hash of its weights shows that it is the same
+    )
+)
+"""Fields that may change when a run is resumed; any other would make it another run."""
+REWARMING = 0.05
+"""Share of the rest of a lengthened run in which its learning rate rises."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""Length from which a run on a CPU is compiled: by the clock one and a half times, by steps twice
-what it takes to earn the compiling back, on two AVX-512 cores in bfloat16. It is in operations, as
-a slower machine also compiles more slowly."""
+"""Length from which a run on a CPU is compiled: one and a half times the length that earns the
+compiling back if the clock ends the run, twice that length if steps do, measured on two AVX-512
+cores in bfloat16. The lengths are in operations, because a slower machine also compiles more
+slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTraining:
-    """A run with everything decided but where each of its processes computes.
+    """A run with everything decided except where its processes compute.
 
-    config  the settings of all commands that this run was given to
+    config  settings of all commands that this run was given to
+    lora    adapters to train instead of the whole model
     base    the checkpoint that it fine-tunes
     """
 
     config: TrainingConfig
     recipe: Recipe
     model: GPTConfig
+    lora: LoraShape | None = None
     base: Base | None = None
-    rewarming: Rewarming | None = None  # of a run that was made longer
-
-    @property
-    def name(self) -> str:
-        return run_name(self.config)
-
-    @property
-    def lora(self) -> LoraShape | None:
-        return lora_shape(self.config.given())
+    rewarming: Rewarming | None = None  # set in a run that was made longer
 
     @property
     def length(self) -> Length:
@@ -75,10 +95,10 @@ class ResolvedTraining:
         return by_clock and self.config.compile == "auto"
 
     def with_vocabulary(self, size: int, speed: float = 0.0) -> "ResolvedTraining":
-        """The same run with the vocabulary's size, which is known when the text is tokenised. A
-        long run is compiled, and `compile` auto is replaced, so that a resumed run computes with
-        the same kernels; in a short one auto stays, and compiles on CUDA. `speed`: measured tokens
-        per second of a run that the clock ends (`needs_speed`)."""
+        """The same run with the vocabulary's size, which is known when the text is tokenised. In a
+        long run, `compile` auto becomes on, so that a resumed run computes with the same kernels;
+        in a short one auto stays, and compiles on CUDA. `speed`: measured tokens per second of a
+        run that the clock ends (`needs_speed`)."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))
@@ -109,13 +129,15 @@ class ResolvedTraining:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ResolvedTraining":
-        """Read what `to_dict` returned. Raises KeyError, TypeError or ValueError for anything
+        """Read the result of `to_dict`. Raises KeyError, TypeError or ValueError for anything
         else."""
         base, rewarming = document.get("base"), document.get("rewarming")
+        config = TrainingConfig(**document["config"])
         return cls(
-            config=TrainingConfig(**document["config"]),
+            config=config,
             recipe=Recipe(**document["recipe"]),
             model=GPTConfig.from_dict(document["model"]),
+            lora=lora_shape(config.given()),
             base=None if base is None else Base(base["record"], base["chat_template"]),
             rewarming=None if rewarming is None else Rewarming(**rewarming),
         )
@@ -123,29 +145,58 @@ class ResolvedTraining:
 
 def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTraining:
     """Resolve a new run, for a vocabulary of the recipe's size. `base` is the opened checkpoint of
-    a fine-tuned one. Raises PresetError, ConfigError and TrainingError."""
+    a fine-tuned one. Raises ConfigError and TrainingError."""
     given = config.given()
-    start = preset(config.preset)
-    recipe = replace(start.recipe, **_only(given, RECIPE_FIELDS))
+    if config.preset not in PRESETS:
+        raise TrainingError(f"unknown preset {config.preset!r}; known are {', '.join(PRESETS)}")
+    preset = PRESETS[config.preset]
+    recipe = replace(preset.recipe, **_only(given, RECIPE_FIELDS))
     lora = lora_shape(given)
-    if base is not None:
-        recipe, model = resolve_finetune(given, recipe, base.opened.config, lora)
-        if config.exportable and (found := objections(model)):
-            raise TrainingError(
-                "--exportable: the shape of the checkpoint stays, and cannot be exported: "
-                + "; ".join(map(str, found))
-            )
-    else:
-        model = start.config(recipe.vocab_size, **_only(given, SHAPE_FIELDS))
+    if base is None:
+        model = preset.config(recipe.vocab_size, **_only(given, SHAPE_FIELDS))
         if config.exportable:
-            model = replace(model, **_exportable_changes(model, given))
-    resolved = ResolvedTraining(config=config, recipe=recipe, model=model, base=base)
+            model = _exportable_model(model, given)
+    else:
+        recipe = finetuned_recipe(given, recipe, base.opened.config, lora)
+        model = finetuned_model(given, base.opened.config, lora)
+        if config.exportable:
+            _require_exportable(model)
+    resolved = ResolvedTraining(config=config, recipe=recipe, model=model, lora=lora, base=base)
     _refuse_idle(given, resolved)
     return resolved
 
 
+def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
+    """The nearest shape that can be exported. A given width of the feed-forward stays; any other
+    `given` value that would have to change raises TrainingError."""
+    try:
+        wanted = nearest(model)
+    except ConvertError as error:
+        raise TrainingError(f"--exportable: {error}") from error
+    values = {field.name: getattr(wanted, field.name) for field in fields(GPTConfig)}
+    changes = {name: value for name, value in values.items() if value != getattr(model, name)}
+    if "d_ff" in given:
+        changes.pop("d_ff", None)
+    if refused := sorted(changes.keys() & given.keys()):
+        reasons = {each.key: f": {each.reason}" for each in objections(model)}
+        listed = "; ".join(
+            f"{name} is {given[name]!r}, but must be {changes[name]!r}{reasons.get(name, '')}"
+            for name in refused
+        )
+        raise TrainingError(f"--exportable: {listed}")
+    return replace(model, **changes)
+
+
+def _require_exportable(model: GPTConfig) -> None:
+    """Raise TrainingError if a checkpoint's model, whose shape stays, cannot be exported."""
+    if found := objections(model):
+        raise TrainingError(
+            "--exportable: the shape of the checkpoint stays, and cannot be exported: "
+            + "; ".join(map(str, found))
+        )
+
+
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
-    """Raise TrainingError for a given field that does nothing next to the others."""
     recipe, steps = training.recipe, training.length.steps
     values = {**training.model.to_dict(), **asdict(recipe), "lora": given.get("lora")}
     for name in sorted(given.keys() & NEEDS.keys()):
@@ -163,9 +214,12 @@ def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
         )
 
 
-def resolve_resumed(config: TrainingConfig, before: ResolvedTraining) -> ResolvedTraining:
-    """Resolve a run that exists, with the fields that may be set again. Raises TrainingError for
-    any other field that is set and differs."""
+def resolve_resumed(
+    config: TrainingConfig, before: ResolvedTraining, saved: Counters
+) -> ResolvedTraining:
+    """Resolve a run that exists and was `saved` at some step, with the fields that may be set
+    again. If its new length raises the learning rate, it rises gradually, as in Ibrahim et al.
+    (2024). Raises TrainingError for any other field that is set and differs."""
     given = config.given()
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}
@@ -176,37 +230,18 @@ def resolve_resumed(config: TrainingConfig, before: ResolvedTraining) -> Resolve
                 f"{name} cannot change when a run is resumed: it is {given[name]!r} now and was "
                 f"{values[name]!r}"
             )
-    return replace(
+    training = replace(
         before,
         config=TrainingConfig(**{**before.config.to_dict(), **config.to_dict()}),
         recipe=replace(before.recipe, **_only(given, RECIPE_FIELDS)),
     )
-
-
-def _exportable_changes(model: GPTConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a shape that `logitd export` needs to differ (`model/convert/family.py`). A
-    given width of the feed-forward stays; another `given` value raises TrainingError."""
-    try:
-        wanted = nearest(model)
-    except ConvertError as error:
-        raise TrainingError(f"--exportable: {error}") from error
-    names = [field.name for field in fields(GPTConfig)]
-    changes = {
-        name: getattr(wanted, name)
-        for name in names
-        if getattr(wanted, name) != getattr(model, name)
-    }
-    if "d_ff" in given:
-        changes.pop("d_ff", None)
-    if refused := sorted(changes.keys() & given.keys()):
-        reasons = {objection.key: objection.reason for objection in objections(model)}
-        listed = "; ".join(
-            f"{name} is {given[name]!r}, but must be {changes[name]!r}"
-            + (f": {reasons[name]}" if name in reasons else "")
-            for name in refused
-        )
-        raise TrainingError(f"--exportable: {listed}")
-    return changes
+    if training.length == before.length or not saved.step:
+        return training
+    done = training.length.done(saved)
+    was = lr_scale(before.recipe, saved.step, before.length.done(saved), before.rewarming)
+    if lr_scale(training.recipe, saved.step, done) <= was:
+        return replace(training, rewarming=None)
+    return replace(training, rewarming=Rewarming(done=done, scale=was, span=REWARMING * (1 - done)))
 
 
 def _only(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -4,16 +4,16 @@ A process keeps some rows of every parameter, of its gradient and of its optimiz
 compute, the parameters of a block are gathered, used and freed, and again in the backward pass,
 after which the gradients are added up and each process keeps its rows of them. Embeddings and head
 stay gathered from the forward to the backward pass. torch's `fully_shard` does all of that. This
-module decides how a model is divided (`shard_model`), knows which rows are here (`ParamShard`), and
-gathers whole tensors: a matrix for Muon (`all_gather`), or everything for a file (`gather`).
+module divides a model (`shard_model`), knows which rows are here (`ParamShard`), and gathers whole
+tensors: a matrix for Muon (`all_gather`), or everything for a file (`gather`).
 
-Matrices travel in the dtype that they are multiplied in: in float32, autocast's bfloat16 copies of
-all layers would stay in memory from the forward to the backward pass. Other parameters travel in
-float32. So if two processes compute one pass each, the gradients are the same bits as with copies
-of the model; else they are added up in another order, and so is the norm that clips them.
+Matrices travel in the dtype of their products: in float32, autocast's bfloat16 copies of all layers
+would stay in memory from the forward to the backward pass. Other parameters travel in float32. So
+if two processes compute one pass each, the gradients are the same bits as with copies of the model;
+else they are added up in another order, and so is the norm that clips them.
 
 Does not cover a model that is larger than the memory of one CPU: each process builds it whole there
-before it is divided (two of them to fine-tune one), and to save, the main process has the whole
+before it is divided (two models to fine-tune one), and to save, the main process holds the whole
 weights and optimizer states.
 
 Source: Zhao et al., PyTorch FSDP (2023), as implemented in torch.distributed.fsdp.
@@ -49,8 +49,7 @@ MODEL_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """Rows [first, last) of a tensor of `shape`, which this process has: all unless it is
-    divided."""
+    """Rows [first, last) of a tensor of `shape`, which this process has; all unless `divided`."""
 
     shape: tuple[int, ...]
     first: int
@@ -62,8 +61,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Rows [first, last) as a tensor of their own: the location in this shard of the part that
-        is here, and that part as a shard of it."""
+        """Rows [first, last) as a tensor of their own: its part in this shard, as a location here
+        and as a shard."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -72,7 +71,7 @@ class ParamShard:
 
 
 def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, adapted: bool) -> bool:
-    """Whether a copy in each process would leave too little memory for activations. `adapted`: only
+    """True if a copy in each process would leave too little memory for activations. `adapted`: only
     adapters are trained."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -104,7 +103,7 @@ def is_sharded(gpt: GPT) -> bool:
 
 
 def without_backward(gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A forward without a backward pass after it, which frees the parameters that it gathered."""
+    """A forward that frees the parameters that it gathered, for calls without a backward pass."""
     if not isinstance(gpt, FSDPModule):
         return forward
 
@@ -117,7 +116,6 @@ def without_backward(gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Callable[
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rows of a parameter or its gradient that are here, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -127,7 +125,7 @@ def shard_of(parameter: Tensor) -> ParamShard:
     if not isinstance(parameter, DTensor):
         return ParamShard(shape, 0, shape[0], divided=False)
     mesh = parameter.device_mesh
-    height = -(-shape[0] // mesh.size())  # of every shard but the last ones
+    height = -(-shape[0] // mesh.size())  # rows of every shard except the last ones
     first = min(mesh.get_local_rank() * height, shape[0])
     return ParamShard(shape, first, min(first + height, shape[0]), divided=True)
 
@@ -147,10 +145,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 def all_gather(
     tensors: Sequence[Tensor], shards: Sequence[ParamShard], ranks: Ranks
 ) -> list[Tensor]:
-    """Whole tensors from shards of one dtype, on all processes. All have to call it.
-
-    Each adds its rows to zeros where the others' rows are, which changes no bits.
-    """
+    """Whole tensors from shards of one dtype, on all processes, which all have to call it. Each
+    fills the others' rows with zeros, so that adding them up changes no bits."""
     if not any(shard.divided for shard in shards):
         return list(tensors)
     wholes = []
@@ -163,8 +159,8 @@ def all_gather(
 
 
 def gather(tensor: Tensor, shard: ParamShard, ranks: Ranks) -> Tensor:
-    """The whole tensor of a shard on the main process's CPU, and an empty one on the others. All
-    have to call it."""
+    """The whole tensor of a shard on the main process's CPU, and an empty one on the others, which
+    all have to call it."""
     if not shard.divided:
         return tensor
     (whole,) = all_gather([tensor], [shard], ranks)
@@ -172,7 +168,6 @@ def gather(tensor: Tensor, shard: ParamShard, ranks: Ranks) -> Tensor:
 
 
 def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:
-    """The weights that training changes, by name, each as from `gather`."""
     return {
         name: gather(local(tensor), shard_of(tensor), ranks)
         for name, tensor in trained_weights(gpt).items()

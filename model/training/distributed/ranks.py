@@ -7,8 +7,8 @@ before the update, so all take the same step. Rank 0, the main process, writes, 
 Gradients travel by the backend of their device: NCCL on CUDA, gloo on a CPU. Counts, flags and
 barriers travel by gloo on the CPU, without a time limit, because the main process may prepare a
 text for hours while the others wait. When a process ends, its connections close and the others
-notice at once. The run directory is read in every process, so several machines need a shared file
-system. Does not divide the model (`model/training/distributed/fsdp.py`).
+notice at once. Every process reads the run directory, so several machines need a shared file
+system. `model/training/distributed/fsdp.py` divides the model.
 """
 
 import math
@@ -43,11 +43,11 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main process, which writes and reports."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device of this process: of several, CUDA device LOCAL_RANK for "cuda" and "auto"."""
+        """The device of this process. With several processes, "cuda" and "auto" are the CUDA device
+        LOCAL_RANK."""
         if self.size > 1 and name.startswith("cuda:"):
             raise DeviceError(
                 f"device {name!r} is one device for {self.size} processes: set 'cuda', and each "
@@ -88,7 +88,6 @@ class Ranks:
         return numbers
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
-        """The maximum over all ranks of each number."""
         if self.size == 1:
             return list(numbers)
         maxima = torch.tensor(numbers, dtype=torch.float64)
@@ -97,11 +96,9 @@ class Ranks:
         return maxima.tolist()
 
     def broadcast(self, number: float) -> float:
-        """The number of the main process, on all ranks."""
         return self.all_reduce_max([number if self.is_main else -math.inf])[0]
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
         self.all_reduce_cpu(torch.zeros(1))
 
     @contextmanager
@@ -196,7 +193,6 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors that travel in one message."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:

@@ -1,14 +1,14 @@
 """Muon: one step of torch's Muon over all matrices, those of one shape at a time.
 
 `torch.optim.Muon` goes through its matrices one by one, and at the widths of small models each call
-costs more than its arithmetic: stacked, the sixteen 64 x 64 matrices of a model took a
-twelfth of the time, those of 128 x 128 half, and from 192 on there was nothing to gain on a CPU, so
-wider ones are multiplied one by one as before. The optimizer itself stays torch's: it holds the
-learning rates and the momentum, so a state saved by either continues with the other.
+costs more than its arithmetic. Stacked, the sixteen 64 x 64 matrices of a model took a twelfth of
+the time, those of 128 x 128 half. From 192 on nothing is gained on a CPU, so wider ones are
+multiplied one by one. The optimizer itself stays torch's: it holds the learning rates and the
+momentum, so a state saved by either continues with the other.
 
 Sources: Muon by Keller Jordan (2024), https://kellerjordan.github.io/posts/muon/, with the
-coefficients and the learning-rate adjustment of torch.optim.Muon. Not covered: `adjust_lr_fn`,
-because the trainer has learning rates of its own.
+coefficients and the learning-rate adjustment of torch.optim.Muon. Covers torch's defaults, which
+the trainer uses: Nesterov momentum and no `adjust_lr_fn`.
 
 Shapes: M matrices of one shape, R rows, S columns, R <= S.
 """
@@ -37,20 +37,16 @@ def step(
     """`optimizer.step()` in `dtype`: bfloat16 as in torch, or float32 if the processor does not
     multiply bfloat16. Parameters without a gradient are left alone.
 
-    `shards` has the rows of its matrix that each parameter is. The update of a divided matrix is
+    `shards` has the rows of a matrix that each parameter is. The update of a divided matrix is
     gathered and orthogonalised in every process, and each takes its rows.
     """
     for group in optimizer.param_groups:
-        if group["adjust_lr_fn"] is not None:
-            raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; only None is computed")
         for parameters in _stacks([p for p in group["params"] if p.grad is not None], shards):
             # 1) Momentum.
             momenta = [_momentum(optimizer, parameter) for parameter in parameters]
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            updates: Sequence[Tensor] = momenta
-            if group["nesterov"]:
-                updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            updates: Sequence[Tensor] = torch._foreach_lerp(gradients, momenta, group["momentum"])
             # 2) Orthogonalise whole matrices, wide ones as a stack.
             own = [shards[parameter] for parameter in parameters]
             if own[0].divided:
@@ -98,7 +94,6 @@ def _iterate(
 def _stacks(
     parameters: Sequence[Tensor], shards: Mapping[Tensor, ParamShard]
 ) -> Iterator[list[Tensor]]:
-    """Parameters of matrices of one shape on one device, as many as are computed at once."""
     by_shape: defaultdict[tuple[tuple[int, ...], torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         by_shape[shards[parameter].shape, parameter.device].append(parameter)

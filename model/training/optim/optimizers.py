@@ -1,9 +1,10 @@
-"""Optimizers: initial weights, optimizers and the learning-rate schedule of a recipe.
+"""Optimizers: the initial weights and the optimizers of a recipe.
 
 Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
 embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
 Muon's and the others AdamW's; with `adamw` all are AdamW's. Adapters (`model/transformer/lora.py`)
-count as matrices, and frozen parameters belong to no optimizer. Computes no losses.
+count as matrices, and frozen parameters belong to no optimizer. The learning rate of a step is in
+`model/training/optim/schedule.py`.
 
 Sources: Muon by Keller Jordan (2024) from torch.optim, stepped by `model/training/optim/muon.py`;
 zero-initialised projections and separate learning rates from modded-nanogpt and nanochat.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from logitd.model.training.configuration.presets import Recipe, Rewarming
+from logitd.model.training.configuration.presets import Recipe
 from logitd.model.training.distributed.fsdp import ParamShard, gather, local, shard_of
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.optim import muon
@@ -64,7 +65,6 @@ def _into_residual(name: str) -> bool:
 
 
 def kind_of(gpt: GPT, name: str) -> Kind:
-    """The kind of a parameter."""
     leaf = name.removesuffix(".weight")
     if leaf.endswith(NARROW):
         return "matrix"
@@ -81,9 +81,9 @@ def kind_of(gpt: GPT, name: str) -> Kind:
 class _View:
     """Rows of a parameter, in the same memory, which an optimizer updates in its place."""
 
-    tensor: nn.Parameter  # what the optimizer updates
+    tensor: nn.Parameter  # updated by the optimizer
     parameter: nn.Parameter  # the model's
-    rows: slice  # of the parameter's local part
+    rows: slice  # rows of the parameter's local part
     shard: ParamShard  # which rows of a map these are
 
 
@@ -92,8 +92,8 @@ class Optimizers:
 
     Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
     key and value; the two halves of SwiGLU). Muon has each as a parameter of its own that shares
-    the fused one's storage; `step` hands it its rows of the gradient. Of a sharded model every
-    optimizer has only the rows that are here.
+    the fused one's storage; `step` hands it its rows of the gradient. If the model is sharded,
+    every optimizer has only the rows that are here.
     """
 
     def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:
@@ -159,8 +159,8 @@ class Optimizers:
             view.parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as one process would have them, on the main process. Of a sharded model all
-        processes have to call it."""
+        """The states as one process would have them, on the main process. All processes of a
+        sharded model have to call it."""
 
         def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
             return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
@@ -181,7 +181,6 @@ class Optimizers:
             optimizer.load_state_dict(self._map_state(optimizer, state[name], rows))
 
     def _local_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, or the rows of a divided one that are here."""
         shard = shard_of(parameter)
         if not shard.divided:
             return parameter
@@ -195,8 +194,8 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state with every tensor changed that belongs to a divided parameter: its
-        moments, which have its rows, and its count of steps, which has no dimension."""
+        """An optimizer's state with `change` applied to the tensors of divided parameters: moments,
+        which have their rows, and counts of steps, which have no dimension."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {
@@ -211,7 +210,7 @@ class Optimizers:
 
 
 def _maps(gpt: GPT) -> Iterator[_View]:
-    """The block matrices as maps of one thing each."""
+    """The maps in the block matrices."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
         for name, heights in gpt.config.maps().items():
@@ -226,29 +225,6 @@ def _maps(gpt: GPT) -> Iterator[_View]:
 
 
 def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
-    """With Muon only the matrices decay; with AdamW alone everything but the scalars, as in
+    """With Muon only the matrices decay; with AdamW alone everything except the scalars, as in
     GPT-2."""
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay
-
-
-def lr_scale(recipe: Recipe, step: int, done: float, rewarming: Rewarming | None = None) -> float:
-    """The learning rate of a step as a share of its peak. `done` is the share of the run that is
-    done."""
-    scale = _scheduled(recipe, step, done)
-    if rewarming is None:
-        return scale
-    share = min(1.0, max(0.0, done - rewarming.done) / rewarming.span)
-    return rewarming.scale + (scale - rewarming.scale) * share
-
-
-def _scheduled(recipe: Recipe, step: int, done: float) -> float:
-    rise = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
-    fall = 0.0
-    match recipe.decay:
-        case "linear":
-            fall = min(1.0, max(0.0, done - (1 - recipe.cooldown)) / max(recipe.cooldown, 1e-9))
-        case "cosine":
-            fall = (1 - math.cos(math.pi * min(done, 1.0))) / 2
-        case "constant":
-            pass
-    return rise * (1 - fall * (1 - recipe.final_lr))

@@ -1,11 +1,11 @@
 """Card: the README.md of a checkpoint, written from its run.
 
-Says what a stranger needs to know of the weights before using them: the data and its licence, the
-model's size, how it was trained, its scores, and the command that reproduces them. Measures
-nothing.
+Tells a stranger about the weights: the data and its licence, the model's size, how it was trained,
+its scores, and the command that reproduces them. Measures nothing.
 """
 
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -13,18 +13,25 @@ from typing import Any
 import torch
 
 from logitd.model.device import describe
-from logitd.model.training.configuration.config import command
-from logitd.model.training.recording.sample_writer import TEMPERATURE, SampleWriter
+from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.recording.samples import TEMPERATURE
 from logitd.model.training.run.run import Run
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.size import parameter_count
 
+Records = Sequence[Mapping[str, Any]]
 ROWS = 12
 """Rows of the curve at most."""
+_NOT_IN_COMMAND = frozenset(
+    {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
+)
 
 
-def write_card(run: Run, counters: Counters, samples: SampleWriter) -> str:
-    """The card as Markdown."""
+def write_card(
+    run: Run, counters: Counters, samples: Sequence[tuple[str, str]], sample_step: int | None
+) -> str:
+    """The card as Markdown. `samples` are prompts, each with the text that the model wrote after it
+    at `sample_step`."""
     metrics = run.directory.metrics()
     evals = [record for record in metrics if record["kind"] == "eval"]
     reports = [record for record in metrics if record["kind"] == "train"]
@@ -35,13 +42,29 @@ def write_card(run: Run, counters: Counters, samples: SampleWriter) -> str:
     ]
     if evals:
         sections.append("## Curve\n\n" + _curve(evals))
-    if samples.latest:
+    if samples:
         sections.append(
-            f"## Samples\n\nDrawn at step {samples.step:,}, temperature {TEMPERATURE}. "
+            f"## Samples\n\nDrawn at step {sample_step:,}, temperature {TEMPERATURE}. "
             "The prompt is everything before the mark ▸."
         )
-        sections += [_fenced(f"{prompt}▸{text}") for prompt, text in samples.latest]
+        sections += [_fenced(f"{prompt}▸{text}") for prompt, text in samples]
     return "\n\n".join(sections) + "\n"
+
+
+def command(config: TrainingConfig) -> str:
+    """The command line of a configuration, without devices and paths that it writes."""
+    words = ["logitd", "train", "--preset", config.preset]
+    for name, field in TrainingConfig.model_fields.items():
+        value = getattr(config, name)
+        if value == field.default or name in _NOT_IN_COMMAND:
+            continue
+        flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            words += [flag, str(item)]
+    return shlex.join(words)
 
 
 def _head(run: Run, counters: Counters) -> str:
@@ -50,7 +73,7 @@ def _head(run: Run, counters: Counters) -> str:
     if model.n_kv_head != model.n_head:
         heads += f" ({model.n_kv_head} for keys and values)"
     return (
-        f"# {run.training.name}, {run.directory.checkpoint(counters.step).name}\n\n"
+        f"# {run.training.config.run_name}, {run.directory.checkpoint(counters.step).name}\n\n"
         f"A GPT of {parameter_count(model):,} parameters: {model.n_layer} layers, {heads}, "
         f"width {model.d_model}, context {model.context_length}, "
         f"vocabulary {model.vocab_size:,}. {_origin(run)}\n\n"
@@ -61,7 +84,6 @@ def _head(run: Run, counters: Counters) -> str:
 
 
 def _origin(run: Run) -> str:
-    """The origin of the weights."""
     if run.training.base is None:
         return (
             "Trained from scratch on one text; it continues text of that kind and knows nothing "
@@ -82,15 +104,9 @@ def _origin(run: Run) -> str:
     return text + "."
 
 
-def _training(
-    run: Run,
-    counters: Counters,
-    evals: Sequence[Mapping[str, Any]],
-    reports: Sequence[Mapping[str, Any]],
-) -> str:
-    """A table of the training."""
-    recipe, data, share = run.training.recipe, run.text.record, run.share
-    processes = f"processes: {share.ranks.size}, " if share.ranks.size > 1 else ""
+def _training(run: Run, counters: Counters, evals: Records, reports: Records) -> str:
+    recipe, data = run.training.recipe, run.text.record
+    processes = f"processes: {run.ranks.size}, " if run.ranks.size > 1 else ""
     rows = {
         "training tokens": f"{data['train_tokens']:,} ({data['train_bytes']:,} bytes)",
         "validation tokens": f"{data['val_tokens']:,} ({data['val_bytes']:,} bytes)",
@@ -99,16 +115,15 @@ def _training(
         "optimizer": recipe.optimizer,
         "seed": str(recipe.seed),
         "time": f"{counters.seconds / 60:.1f} minutes",
-        "machine": f"{platform.machine()}, {describe(share.placement.device)}, "
-        f"{share.placement.dtype_name}, {processes}threads: {share.placement.threads}, "
+        "machine": f"{platform.machine()}, {describe(run.placement.device)}, "
+        f"{run.placement.dtype_name}, {processes}threads: {run.placement.threads}, "
         f"torch {torch.__version__}",
     }
     if reports:
         speed = median(record["tokens_per_second"] for record in reports)
         rows["speed"] = f"{speed:,.0f} tokens per second"
-        # Runs from before the share was measured have none.
-        if shares := [record["matrix_share"] for record in reports if "matrix_share" in record]:
-            rows["speed"] += f", {median(shares):.0%} of the machine's rate of matrix products"
+        share = median(record["matrix_share"] for record in reports)
+        rows["speed"] += f", {share:.0%} of the machine's rate of matrix products"
     if evals:
         last = evals[-1]
         rows["validation loss"] = f"{last['val_loss']:.4f} nats per token"
@@ -117,7 +132,7 @@ def _training(
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {v} |" for name, v in rows.items())])
 
 
-def _curve(evals: Sequence[Mapping[str, Any]]) -> str:
+def _curve(evals: Records) -> str:
     every = max(1, -(-len(evals) // ROWS))
     shown = list(evals[::every])
     if shown[-1] is not evals[-1]:

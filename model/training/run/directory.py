@@ -1,18 +1,18 @@
 """RunDirectory: the files of a training run, and the errors that name them.
 
-  run.json         what was asked for, and what that was resolved to
+  run.json         the user's settings, and the resolved ones
   data/            the tokenised text (`model/data/prepare.py`)
   metrics.jsonl    one JSON object a line: {"kind": "train" | "eval", "step": ..., ...}
   loss.png         the curves, redrawn at each evaluation
-  samples.txt      what the model wrote, oldest first
+  samples.txt      samples of the model, oldest first
   step-000500/     checkpoints, ready to be served
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
-  run.lock         who trains it now
+  run.lock         names the process that trains it now
 
 Everything is written under another name and renamed, so a kill at any moment leaves a directory
-that can be served and resumed. One trainer at a time writes a run: of several processes the main
-one, which has the lock. Readers need none. Does not decide what is written or when.
+that can be served and resumed. One trainer at a time writes a run: its main process, which has the
+lock. Readers need none.
 """
 
 import errno
@@ -42,8 +42,6 @@ SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 
 
 class RunDirectory:
-    """Paths and bookkeeping of one run."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data = path / DATA
@@ -58,15 +56,10 @@ class RunDirectory:
         """Create a run, locked. Raises TrainingError for a directory that is not empty, that
         another process trains in, or that cannot be made."""
         directory = cls(path)
-        try:
-            directory.require_free()  # nothing is written where no run is
+        directory.require_free()  # first, so that nothing is written into another folder
+        with directory.preparing():
             path.mkdir(parents=True, exist_ok=True)
             directory.lock()
-        except OSError as error:
-            raise TrainingError(
-                f"the run cannot be written to {path}: {error.strerror or error}. Choose another "
-                "--out"
-            ) from error
         try:
             _require_empty(path)
         except BaseException:
@@ -75,25 +68,27 @@ class RunDirectory:
         return directory
 
     def require_free(self) -> None:
-        """Raise TrainingError if the directory exists and is not empty, or another process trains
-        in it; OSError if that cannot be seen."""
+        """Raise TrainingError if the directory exists and is not empty, if another process trains
+        in it, or if it cannot be read."""
         path = self.path
-        if path.exists() and not path.is_dir():
-            raise TrainingError(f"{path} exists already and is not a folder: choose another --out")
-        if (path / LOCK).exists():
-            self.lock()
-            self.release()
-        if path.is_dir():
-            _require_empty(path)
+        with self.preparing():
+            if path.exists() and not path.is_dir():
+                raise TrainingError(
+                    f"{path} exists already and is not a folder: choose another --out"
+                )
+            if (path / LOCK).exists():
+                self.lock()
+                self.release()
+            if path.is_dir():
+                _require_empty(path)
 
     def discard(self) -> None:
-        """Remove a run that did not begin."""
         shutil.rmtree(self.path)
         self.release()
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Open a run that exists, to be read; a writer locks it."""
+        """Open a run that exists, without a lock."""
         if not is_run(path):
             raise TrainingError(f"there is nothing to resume: {path} has no {RUN}")
         return cls(path)
@@ -110,7 +105,6 @@ class RunDirectory:
             ) from error
 
     def release(self) -> None:
-        """Let other trainers in; does nothing if it is not locked."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -129,7 +123,7 @@ class RunDirectory:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Turn an error of the disk into a TrainingError that says how to continue."""
+        """Turn an error of the disk into a TrainingError with the way to continue."""
         try:
             yield
         except OSError as error:
@@ -146,7 +140,7 @@ class RunDirectory:
         return TrainingError(f"{reason}. {self.last_good()} Try lower learning rates or a warmup")
 
     def last_good(self) -> str:
-        """The checkpoint that is safe on the disk, as a sentence."""
+        """A sentence about the checkpoint that is safe on the disk."""
         step = self.linked_step(self.latest)
         if step is None:
             return "Nothing was saved before."
@@ -166,13 +160,12 @@ class RunDirectory:
             return ResolvedTraining.from_dict(document)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise TrainingError(f"{path} does not describe a run: {reason}") from error
+            raise TrainingError(f"{path} is not the description of a run: {reason}") from error
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"step-{step:06d}"
 
     def checkpoints(self) -> dict[int, Path]:
-        """Checkpoints by step, oldest first."""
         by_step = {
             int(match[1]): child
             for child in self.path.iterdir()
@@ -186,7 +179,7 @@ class RunDirectory:
         return int(match[1]) if match and link.exists() else None
 
     def prune(self, keep: int, state_step: int | None) -> None:
-        """Remove all checkpoints but the newest `keep`, the linked ones, and that of the saved
+        """Remove all checkpoints except the newest `keep`, the linked ones, and that of the saved
         state, to which a resumed run would go back."""
         kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
         for step, path in list(self.checkpoints().items())[:-keep]:
@@ -194,12 +187,10 @@ class RunDirectory:
                 _remove(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line to the metrics."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All complete lines of the metrics."""
         path = self.path / METRICS
         if not path.is_file():
             return []
@@ -212,8 +203,13 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Remove everything that was written after the state of `step`, because it will be written
-        again, and unfinished files of a kill."""
-        self._sweep()
+        again, and unfinished files of a killed process."""
+        state = self.state.parent.glob(f".{self.state.name}.*")
+        for left in {*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state}:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         kept = [record for record in self.metrics() if record["step"] <= step]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_whole(self.path / METRICS, text.encode())
@@ -223,17 +219,7 @@ class RunDirectory:
             if later > step:
                 _remove(path)
 
-    def _sweep(self) -> None:
-        """Remove files and folders that were being written when a process was killed."""
-        state = self.state.parent.glob(f".{self.state.name}.*")
-        for left in {*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state}:
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
-
     def _cut_samples(self, last: int) -> None:
-        """Keep the samples up to step `last`."""
         path = self.path / SAMPLES
         if not path.is_file():
             return
@@ -245,7 +231,7 @@ class RunDirectory:
                 return
 
     def link_newest_and_best(self, last: int | None = None) -> None:
-        """Point `latest` and `best` to checkpoints that are there, up to step `last`."""
+        """Point `latest` and `best` to existing checkpoints, up to step `last`."""
         steps = [step for step in self.checkpoints() if last is None or step <= last]
         scores = {
             record["step"]: record["val_loss"]
@@ -256,7 +242,6 @@ class RunDirectory:
         self._link(self.best, min(scores, key=scores.__getitem__) if scores else None)
 
     def _link(self, link: Path, step: int | None) -> None:
-        """Move a link atomically."""
         if step is None:
             link.unlink(missing_ok=True)
             return
@@ -267,19 +252,19 @@ class RunDirectory:
 
 
 def _require_empty(path: Path) -> None:
-    """Raise TrainingError for a folder with anything but the lock."""
+    """Raise TrainingError for a folder with more than the lock."""
     if all(child.name == LOCK for child in path.iterdir()):
         return
     if not (path / RUN).exists():
         raise TrainingError(
-            f"{path} exists already and has no {RUN}: if it is what a run left that was killed "
-            "while it prepared its text, remove it, else choose another --out"
+            f"{path} exists already and has no {RUN}: if a run left it that was killed while it "
+            "prepared its text, remove it, else choose another --out"
         )
     raise TrainingError(f"{path} exists already: resume it with --resume, or choose another --out")
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; a folder of its name is always complete."""
+    """Remove a checkpoint so that a folder of its name is always complete."""
     aside = path.with_name(f".{path.name}.gone")
     path.rename(aside)
     shutil.rmtree(aside)

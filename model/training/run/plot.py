@@ -10,8 +10,8 @@ from typing import Any
 
 
 def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
-    """Draw losses, bits per byte and learning rate, one below the other. Returns whether
-    matplotlib is there to do it."""
+    """Draw losses, bits per byte and learning rate, one below the other. Returns False without
+    matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
     loss.legend(loc="upper right")
     loss.grid(alpha=0.3)
     loss.set_title(title)
-    # Without the untrained model, whose value would flatten all others.
+    # The value of the untrained model would flatten all others.
     trained = [record for record in evals if record["step"]] or evals
     bits.plot(*_columns(trained, "val_bits_per_byte"), color="tab:green", marker=".")
     if trained:

@@ -1,4 +1,4 @@
-"""State: everything that a run needs to continue exactly where it stopped.
+"""State: the saved state of a run, for an exact resume.
 
 One file, `state/state.pt`: float32 weights (only those of adapters, with adapters), the states of
 all optimizers, the counters, and the state of the step log and the divergence monitor. Neither a
@@ -6,15 +6,15 @@ position in the data nor a random state is in it: batches and the noise of dropo
 the seed and the step (`model/data/batches.py`). It is written under another name, synced and
 renamed, and read with `weights_only=True`, so reading never executes code.
 
-A resumed run has the same bits if the recorded environment is the same; `differences` says where it
-is not. Does not cover checkpoints (`model/checkpoint/checkpoint.py`): those are for serving.
+A resumed run has the same bits if the recorded environment is the same; `differences` names what
+changed. Checkpoints, which are for serving, are in `model/checkpoint/checkpoint.py`.
 """
 
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ VERSION = 2
 def environment(
     placement: Placement, processes: int = 1, *, sharded: bool = False
 ) -> dict[str, Any]:
-    """Everything but the run that the bits of a training step depend on."""
+    """Everything outside the run that the bits of a training step depend on."""
     return {
         "torch": str(torch.__version__),  # a plain string: weights_only reads no other
         "device": describe(placement.device),
@@ -46,7 +46,6 @@ def environment(
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     """Changes of an environment, such as "threads 2, was 4"; "" if there are none."""
-    before = {"sharded": False, **before}  # older states lack it
     return ", ".join(
         f"{name} {value}, was {before.get(name)}"
         for name, value in now.items()
@@ -64,11 +63,8 @@ def save_state(
     reports: Mapping[str, Any],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replace the state file, atomically. Raises OSError if it cannot be written.
-
-    Of several processes the main one writes. All have to call it: each has a part of a sharded
-    model.
-    """
+    """Replace the state file, atomically. The main process writes; all have to call it, because
+    each has a part of a sharded model. Raises OSError if it cannot be written."""
     document = {
         "version": VERSION,
         "counters": asdict(counters),
@@ -80,23 +76,19 @@ def save_state(
     if ranks.is_main:
         path.parent.mkdir(exist_ok=True)  # fails if the run was removed meanwhile
         with whole_file(path) as file:
-            _write(document, file)
-
-
-def _write(document: Mapping[str, Any], file: BinaryIO) -> None:
-    try:
-        torch.save(document, file)
-    except RuntimeError as error:
-        # torch's writer raises an error of its own with the file's as its context.
-        cause = error.__context__
-        raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
+            try:
+                torch.save(document, file)
+            except RuntimeError as error:
+                # torch's writer raises an error of its own with the file's as its context.
+                cause = error.__context__
+                raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
 
 
 def load_state(
     path: Path, *, gpt: GPT, optimizers: Optimizers
 ) -> tuple[Counters, dict[str, Any], dict[str, Any]]:
-    """Restore weights and optimizers. Returns the counters, the environment that it was saved in,
-    and the state of the run's reports."""
+    """Restore weights and optimizers. Returns the counters, the `environment` of the saved run, and
+    the state of its reports. Raises TrainingError."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
         scatter_weights(gpt, document["weights"])
@@ -108,8 +100,8 @@ def load_state(
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The file's contents. Raises TrainingError. `mapped` leaves tensors on the disk, for callers
-    that read a counter."""
+    """The file's contents. `mapped` leaves tensors on the disk, for callers that read a counter.
+    Raises TrainingError."""
     try:
         require_regular(path)
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

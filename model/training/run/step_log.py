@@ -1,7 +1,7 @@
 """StepLog: the figures of the steps since the last report.
 
 Losses stay on the device and are read only when a report is due, so that a step does not wait for
-the one before it. Writes and prints nothing.
+the one before it.
 """
 
 import time
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-
-from logitd.model.training.step.flops import Meter
 
 SMOOTHING = 0.8
 """Share of the past in the smoothed loss, at each report."""
@@ -23,18 +21,18 @@ class Figures:
 
     loss: float
     smoothed_loss: float
-    learning_rate: float  # as a share of the peak
+    learning_rate: float  # share of the peak
     gradient_norm: float  # before clipping
     tokens_per_second: float
-    matrix_share: float  # of the machine's matrix rate (`model/training/step/flops.py`)
+    matrix_share: float  # model FLOPs utilisation; above 1 if the measurement was disturbed
     seconds_per_step: float
 
 
 class StepLog:
-    """Collects steps until a report takes them."""
+    """Collects steps until a report takes them. `machine_rate` are operations per second."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, flops_per_token: float, machine_rate: float) -> None:
+        self._flops_per_token, self._machine_rate = flops_per_token, machine_rate
         self._smoothed: float | None = None
         self._clear()
         self.start()
@@ -46,7 +44,7 @@ class StepLog:
         self._lr_scale = 0.0
 
     def state(self) -> dict[str, Any]:
-        """The steps that no report has taken yet, to be saved."""
+        """The steps that no report has taken yet."""
         return {
             "smoothed": self._smoothed,
             "steps": self.steps,
@@ -58,14 +56,13 @@ class StepLog:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
         self._smoothed = state["smoothed"]
         self.steps, self._tokens = state["steps"], state["tokens"]
         self._loss, self._norm, self._lr_scale = state["loss"], state["norm"], state["share"]
         self._since = time.monotonic() - state["seconds"]
 
     def start(self) -> None:
-        """Start the clock, unless it runs: time between steps does not count as training."""
+        """Start the clock, unless it is running: time between steps is not training time."""
         if not self.steps:
             self._since = time.monotonic()
 
@@ -78,15 +75,12 @@ class StepLog:
     def take(self) -> Figures:
         """The figures of the steps since the last call; there is at least one."""
         figures = self.figures()
-        assert figures is not None
         self._smoothed = figures.smoothed_loss
         self._clear()
         return figures
 
-    def figures(self) -> Figures | None:
-        """The same without taking them; None if there was no step."""
-        if not self.steps:
-            return None
+    def figures(self) -> Figures:
+        """The figures that `take` would return."""
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
         before = loss if self._smoothed is None else self._smoothed
@@ -97,6 +91,6 @@ class StepLog:
             learning_rate=self._lr_scale,
             gradient_norm=float(self._norm),
             tokens_per_second=speed,
-            matrix_share=self._meter.share(speed),
+            matrix_share=speed * self._flops_per_token / self._machine_rate,
             seconds_per_step=seconds / self.steps,
         )

@@ -15,24 +15,23 @@ from typing import Any
 from logitd.model.checkpoint.beside import METRICS
 from logitd.model.checkpoint.run_folder import RUN, is_run
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.presets import PresetError, preset
+from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.run.directory import SAMPLE, SAMPLES, RunDirectory
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.lora import LoraShape
 from logitd.model.transformer.size import parameter_count
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run, as far as its files tell. None: not happened yet, or not known."""
+    """A run, as its files describe it. None: not happened yet, or not known."""
 
     path: Path
     preset: str
-    base: Mapping[str, Any] | None  # what it was fine-tuned from
-    parameters: int  # of the model, adapters not counted
+    base: Mapping[str, Any] | None  # the checkpoint that it fine-tunes
+    parameters: int  # without adapters
     settings: Mapping[str, Any]  # recipe, shape and adapters
-    changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, where they differ
+    changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, if they differ
     finished: bool
     idle_seconds: float  # since something was last written
     step: int
@@ -47,8 +46,8 @@ class RunSummary:
     best_bits_per_byte: float | None
     tokens_per_second: float | None  # the median of the reports
     sampled_at: int | None
-    samples: tuple[str, ...]  # of that step, each with its prompt
-    notes: tuple[str, ...]  # what is damaged, in sentences
+    samples: tuple[str, ...]  # texts of that step with their prompts
+    notes: tuple[str, ...]  # sentences about damage
 
 
 def summarise(path: Path) -> RunSummary:
@@ -61,11 +60,14 @@ def summarise(path: Path) -> RunSummary:
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
-    best = min(evals, key=lambda record: float(record["val_loss"]), default=None)
-    ending = train[-1].get("ending", 0.0) if train else 0.0
+    best = min(evals, key=lambda record: float(record["val_loss"]), default={})
+    report, evaluation = train[-1] if train else {}, evals[-1] if evals else {}
+    ending = report.get("ending", 0.0)
     done = length.done(Counters(step=last["step"], seconds=last["seconds"], ending=ending))
     sampled_at, samples = _samples(path / SAMPLES)
-    settings = {**asdict(training.recipe), **model.to_dict(), **_adapters(training.lora)}
+    settings = {**asdict(training.recipe), **model.to_dict()}
+    if (lora := training.lora) is not None:
+        settings |= {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": [*lora.targets]}
     base = None if training.base is None else training.base.record
     return RunSummary(
         path=path,
@@ -78,14 +80,14 @@ def summarise(path: Path) -> RunSummary:
         idle_seconds=max(0.0, time.time() - _last_written(path)),
         step=last["step"],
         steps=length.steps,
-        tokens=train[-1]["tokens"] if train else 0,
+        tokens=report.get("tokens", 0),
         seconds=last["seconds"],
-        loss=train[-1]["smoothed_loss"] if train else None,
-        val_loss=evals[-1]["val_loss"] if evals else None,
-        val_bits_per_byte=evals[-1]["val_bits_per_byte"] if evals else None,
-        best_step=None if best is None else best["step"],
-        best_val_loss=None if best is None else best["val_loss"],
-        best_bits_per_byte=None if best is None else best["val_bits_per_byte"],
+        loss=report.get("smoothed_loss"),
+        val_loss=evaluation.get("val_loss"),
+        val_bits_per_byte=evaluation.get("val_bits_per_byte"),
+        best_step=best.get("step"),
+        best_val_loss=best.get("val_loss"),
+        best_bits_per_byte=best.get("val_bits_per_byte"),
         tokens_per_second=(
             statistics.median(record["tokens_per_second"] for record in train) if train else None
         ),
@@ -144,24 +146,16 @@ def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
 def _changes(
     config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Differences from the preset; a fine-tuned run has its shape from the checkpoint."""
-    try:
-        start = preset(config.preset)
-        built = start.config(model.vocab_size).to_dict() if shape else {}
-        before = {**built, **asdict(start.recipe)}
-    except PresetError:  # of another version
+    preset = PRESETS.get(config.preset)
+    if preset is None:  # a preset of another version
         return {}
+    built = preset.config(model.vocab_size).to_dict() if shape else {}
+    before = {**built, **asdict(preset.recipe)}
     return {
         name: (before[name], value)
         for name, value in settings.items()
         if name in before and before[name] != value
     }
-
-
-def _adapters(lora: LoraShape | None) -> dict[str, Any]:
-    if lora is None:
-        return {}
-    return {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": list(lora.targets)}
 
 
 def _last_written(path: Path) -> float:

@@ -1,7 +1,7 @@
 """TensorBoard: the curves and samples of a run, written next to metrics.jsonl.
 
-A reporter around another one: every event goes to both. Event files are in the folder `tensorboard`
-of the run; when it is resumed, those after the saved state are purged. Needs the optional package
+Writes events and hands each on to another handler. Event files are in the folder `tensorboard` of
+the run; when it is resumed, those after the saved state are purged. Needs the optional package
 tensorboard, and writes nothing that metrics.jsonl and samples.txt do not have.
 """
 
@@ -18,7 +18,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Writes events, and hands each on. `Started` is the first one that is written."""
+    """Writes events from `Started` on, and hands each on."""
 
     def __init__(self, report: EventHandler) -> None:
         self._report = report
@@ -34,12 +34,15 @@ class TensorBoard:
         if self._writer is None:
             return
         match event:
-            case Progress(step=step):
-                self._writer.add_scalar("loss/train", event.loss, step)
-                self._writer.add_scalar("loss/train_smoothed", event.smoothed_loss, step)
-                self._writer.add_scalar("learning_rate/share_of_peak", event.learning_rate, step)
-                self._writer.add_scalar("gradient_norm", event.gradient_norm, step)
-                self._writer.add_scalar("tokens_per_second", event.tokens_per_second, step)
+            case Progress(step, _, figures):
+                for tag, value in (
+                    ("loss/train", figures.loss),
+                    ("loss/train_smoothed", figures.smoothed_loss),
+                    ("learning_rate/share_of_peak", figures.learning_rate),
+                    ("gradient_norm", figures.gradient_norm),
+                    ("tokens_per_second", figures.tokens_per_second),
+                ):
+                    self._writer.add_scalar(tag, value, step)
             case Evaluated(step, loss, bits):
                 self._writer.add_scalar("loss/validation", loss, step)
                 self._writer.add_scalar("bits_per_byte/validation", bits, step)
@@ -49,8 +52,6 @@ class TensorBoard:
                 self._sampled = step, count
                 indented = "    " + (prompt + text).replace("\n", "\n    ")  # shown as it is
                 self._writer.add_text(f"sample/{count}", indented, step)
-            case _:
-                pass
 
     def close(self) -> None:
         if self._writer is not None:

@@ -1,7 +1,7 @@
 """Base: opens the checkpoint that a fine-tuned run begins with, and builds the initial model.
 
-The rules of fine-tuning are in `model/training/configuration/finetune.py`. Does not train, and does
-not write adapters (`model/checkpoint/adapter.py`).
+The rules of fine-tuning are in `model/training/configuration/finetune.py`; adapters are written by
+`model/checkpoint/adapter.py`.
 """
 
 from dataclasses import replace
@@ -47,21 +47,21 @@ def open_base(path: Path) -> Base:
 
 
 def reopen_base(base: Base, path: Path) -> Base:
-    """Open the base of a run that exists. `path` is its present place; it has to be the same
-    checkpoint."""
+    """Open the base of a run that exists, at its present `path`. Raises TrainingError if it is
+    another checkpoint."""
     info, record = _read(path), base.record
     if info.weights_sha256 != record["weights_sha256"]:
         raise TrainingError(
             f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., but "
-            f"{path} has {info.weights_sha256[:12]}...: name the present place of the former with "
-            "--from"
+            f"{path} has {info.weights_sha256[:12]}...: set --from to the present place of the "
+            "former"
         )
     return replace(base, checkpoint=info)
 
 
 def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
     """The model of a run before its first step, in float32: with random weights or the base's, and
-    with adapters if they are to be trained."""
+    with the adapters to train."""
     gpt = GPT(training.model)
     generator = torch.Generator().manual_seed(training.recipe.seed)
     if (base := training.base) is None:

@@ -1,19 +1,16 @@
 """Setup: opens a run, ready to be trained.
 
-There are three ways to one: `_create` a new run, `_resume` one that exists, and in every process
-but the main one `_join` what the main one has set up. Whatever can be rejected is rejected here,
-before the first step, and before anything is written unless the vocabulary is needed to see it.
-Reads and writes files; `model/training/configuration/resolve.py` decides what is in them. Does not
-build the model and takes no steps.
+There are three ways: `_create` a new run, `_resume` one that exists, and in every process except
+the main one `_join` the run that the main one has set up. Setup rejects a bad run before the first
+step, and before anything is written unless that takes the vocabulary. Reads and writes files;
+`model/training/configuration/` decides their contents. Builds no model and takes no steps.
 """
 
-import math
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from logitd.model.data.batches import RankBatch, rank_batch
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import (
     PreparedText,
@@ -25,39 +22,38 @@ from logitd.model.data.prepare import (
 from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import ReadOptions
-from logitd.model.device import use_threads
+from logitd.model.device import Placement, use_threads
 from logitd.model.files import CONFIG_BYTES, read_text
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import TokenizerError
-from logitd.model.training.configuration.autosize import MANY, autosize, chooses, dropout_of
-from logitd.model.training.configuration.config import TrainingConfig, TrainingError, run_name
-from logitd.model.training.configuration.presets import Rewarming
+from logitd.model.training.configuration.autosize import autosize, enough_bytes, wants_size
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import (
+    REWARMING,
     ResolvedTraining,
     resolve,
     resolve_resumed,
 )
+from logitd.model.training.distributed.fsdp import worth_sharding
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.events import EventHandler, Noticed, Prepared
-from logitd.model.training.optim.optimizers import lr_scale
+from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.run.directory import RunDirectory
-from logitd.model.training.run.run import Run, Share
+from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import read_state
 from logitd.model.training.setup.base import open_base, reopen_base
 from logitd.model.training.setup.measure import measure, measure_machine
+from logitd.model.training.setup.notices import notices, special_tokens_notice
+from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
 
-REWARMING = 0.05
-"""Share of the rest of a run that was made longer, in which its learning rate rises."""
-_MEASURING = "measuring how fast this machine trains, for some seconds"
+_MEASURING = "measuring the training speed of this machine, for some seconds"
 
 
-def setup_run(
-    config: TrainingConfig, ranks: Ranks, report: EventHandler, seconds_left: float = math.inf
-) -> Run:
+def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
     """Open a new run in a directory of its own, or with `resume` one that exists. Every process
-    calls this, and all return the same run, each with its own share. The main one has locked the
-    directory, and the caller releases it. `seconds_left` are those of the minutes."""
+    calls this and gets the same run with its own part of it. The main one has locked the directory,
+    and the caller releases it. `deadline` is the end of the minutes, by the monotonic clock."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard is on, but there is one process, which has the whole model: start several with "
@@ -68,12 +64,12 @@ def setup_run(
         if config.resume:
             run = _resume(config, ranks, report)
         else:
-            run = _create(config, ranks, report, time.monotonic() + seconds_left)
+            run = _create(config, ranks, report, deadline)
     try:
         ranks.barrier()  # from here on, run.json and the text are there for the others to read
         opened = run or _join(config, ranks)
         # The model is sharded if any process has no room for a copy.
-        sharded = bool(ranks.all_reduce_max([opened.wants_sharding()])[0])
+        sharded = bool(ranks.all_reduce_max([_wants_sharding(opened)])[0])
         return replace(opened, sharded=sharded)
     except BaseException:
         if run is not None:
@@ -82,21 +78,17 @@ def setup_run(
 
 
 def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
-    """Create a new run. On an error it leaves no directory behind. `deadline` is the end of the
-    minutes, by the monotonic clock."""
     # 1) Reject all that can be rejected without the text, which may have to be downloaded.
-    by_minutes = chooses(config, ranks.size)
+    by_minutes = wants_size(config, ranks.size)
     base = None
     if config.from_checkpoint is not None:
         base = open_base(config.from_checkpoint)
-        # Of a run the checkpoint that is its best now: a resumed run needs the same.
+        # The checkpoint itself instead of the run whose best it is now: a resumed run needs it.
         config = config.model_copy(update={"from_checkpoint": base.opened.path})
     training = resolve(config, base)
     chat_template = _chat_template(training)
-    share = Share.of(training, ranks)
-    directory = RunDirectory(_path(config))
-    with directory.preparing():
-        directory.require_free()
+    placement, _ = _share(training, ranks)
+    RunDirectory(config.run_path).require_free()
 
     # 2) Open the text. If the minutes choose the model, its length counts too.
     text = _open_text(config, report)
@@ -106,18 +98,17 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         )
     speed = 0.0
     if by_minutes:
-        seconds = max(1.0, deadline - time.monotonic())
         report(Noticed(_MEASURING))
-        measured = measure_machine(config, seconds)
+        measured = measure_machine(config, placement, max(1.0, deadline - time.monotonic()))
         speed = measured.choice.tokens_per_second
-        config, notice = autosize(config, measured, text.count_bytes)
+        text_bytes = text.count_bytes(enough_bytes(config, measured))
+        config, notice = autosize(config, measured, text_bytes)
         report(Noticed(notice))
         training = resolve(config)
-        share = Share.of(training, ranks)
     recipe = training.recipe
 
     # 3) Tokenise it. Now the size of the vocabulary is known, and with it the model.
-    directory = RunDirectory.create(_path(config))
+    directory = RunDirectory.create(config.run_path)
     try:
         report(Noticed("tokenising the text"))
         with directory.preparing():
@@ -131,18 +122,17 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
                 or (config.special_tokens == "auto" and chat_template is not None),
             )
         vocab_size = prepared.tokenizer.vocab_size
-        if training.needs_speed and not speed and share.placement.device.type == "cpu":
+        if training.needs_speed and not speed and placement.device.type == "cpu":
             report(Noticed(_MEASURING))
-            model = training.with_vocabulary(vocab_size)
-            use_threads(share.placement.threads)
-            speed = ranks.size * measure(model, share.placement, deadline - time.monotonic())
+            use_threads(placement.threads)
+            left = deadline - time.monotonic()
+            speed = ranks.size * measure(training.with_vocabulary(vocab_size), placement, left)
         training = training.with_vocabulary(vocab_size, speed)
         require_window(prepared, training.model.context_length)
         _check_prompts(config.prompts, prepared)
-        report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-        _warn_of_share(recipe.val_fraction, prepared, report)
-        _tell_of_special_tokens(prepared, report)
-        _warn_of_steps(training, prepared, report)
+        report(Prepared(prepared.record, vocab_size))
+        for notice in notices(training, prepared):
+            report(Noticed(notice))
 
         # 4) Write down what was decided.
         with directory.preparing():
@@ -150,13 +140,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
     except BaseException:
         directory.discard()
         raise
-    return Run(
-        training=training,
-        share=share,
-        directory=directory,
-        text=prepared,
-        chat_template=chat_template,
-    )
+    return _opened(training, ranks, directory, prepared, chat_template)
 
 
 def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
@@ -176,43 +160,83 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
 
     A run that was killed before it first saved begins again at step 0.
     """
-    directory = RunDirectory.open(_path(config))
+    directory = RunDirectory.open(config.run_path)
     with directory.preparing():
         directory.lock()
     try:
         before = directory.read_training()
         saved = _saved_counters(directory)
-        training = _without_jump(resolve_resumed(config, before), before, saved, report)
+        training = resolve_resumed(config, before, saved)
+        if training.rewarming is not None and training.rewarming is not before.rewarming:
+            scale = lr_scale(training.recipe, saved.step, training.rewarming.done)
+            report(
+                Noticed(
+                    f"the run is longer now: the learning rate rises from x "
+                    f"{training.rewarming.scale:.2f} to x {scale:.2f} of its peak within "
+                    f"{REWARMING:.0%} of what is left, and falls to the new end"
+                )
+            )
         training = _with_open_base(training, directory)
         chat_template = _chat_template(training)
-        share = Share.of(training, ranks)
         text = read_prepared(directory.data)
+        run = _opened(training, ranks, directory, text, chat_template)
         if config.data:
             _refuse_changed_text(training.config, text, report)
         _check_prompts(training.config.prompts, text)
         report(Prepared(text.record, text.tokenizer.vocab_size))
-        _tell_of_special_tokens(text, report)
+        for notice in special_tokens_notice(text):
+            report(Noticed(notice))
         with directory.preparing():
             directory.rewind(saved.step)
             directory.write_training(training)
     except BaseException:
         directory.release()
         raise
-    return Run(
-        training=training, share=share, directory=directory, text=text, chat_template=chat_template
-    )
+    return run
 
 
 def _join(config: TrainingConfig, ranks: Ranks) -> Run:
     """Open what the main process has decided and written."""
-    directory = RunDirectory.open(_path(config))
+    directory = RunDirectory.open(config.run_path)
     training = _with_open_base(directory.read_training(), directory)
+    return _opened(training, ranks, directory, read_prepared(directory.data))
+
+
+def _opened(
+    training: ResolvedTraining,
+    ranks: Ranks,
+    directory: RunDirectory,
+    text: PreparedText,
+    chat_template: str | None = None,
+) -> Run:
+    placement, batch = _share(training, ranks)
     return Run(
         training=training,
-        share=Share.of(training, ranks),
+        ranks=ranks,
+        placement=placement,
+        batch=batch,
         directory=directory,
-        text=read_prepared(directory.data),
-        chat_template=None,  # the main process writes the checkpoints
+        text=text,
+        chat_template=chat_template,
+    )
+
+
+def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBatch]:
+    """The device and the batches of this process. Raises DeviceError, and DataError if the
+    processes cannot share a step evenly."""
+    config, recipe = training.config, training.recipe
+    device, threads = str(ranks.device(config.device)), ranks.threads(config.threads)
+    batch = rank_batch(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
+    return training_placement(device, recipe.dtype, threads), batch
+
+
+def _wants_sharding(run: Run) -> bool:
+    """True if this process would divide the model among all."""
+    option, training = run.training.config.shard, run.training
+    if run.ranks.size == 1 or option == "off":
+        return False
+    return option == "on" or worth_sharding(
+        training.model, run.placement.device, run.ranks, adapted=training.lora is not None
     )
 
 
@@ -226,7 +250,6 @@ def _open_text(config: TrainingConfig, report: EventHandler) -> Text:
 
 
 def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: EventHandler) -> None:
-    """Raise TrainingError if the named text is not the one that the run has tokenised."""
     go_on = "leave --data out to go on with the text that the run has tokenised"
     try:
         now, before = text_sha256(_open_text(config, report), text.tokenizer), text.record["sha256"]
@@ -240,58 +263,7 @@ def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: Eve
         )
 
 
-def _warn_of_share(asked: float, text: PreparedText, report: EventHandler) -> None:
-    share = text.record["val_bytes"] / max(1, text.record["bytes"])
-    if abs(share - asked) > asked / 4:
-        report(
-            Noticed(
-                f"{share:.1%} of the text is held out, and val_fraction is {asked:.1%}: documents "
-                "that are not larger are held out whole, and shards keep their sides"
-            )
-        )
-
-
-def _tell_of_special_tokens(text: PreparedText, report: EventHandler) -> None:
-    """Say what became of the names of special tokens in the text, if there are any."""
-    if not (names := text.record.get("special_names")):
-        return
-    first = shlex.quote(next(iter(names)))
-    became = "is encoded as the tokens"
-    if not text.special_ids:
-        became = (
-            f"is plain text. --split-at {first} makes documents of the text between two of them, "
-            "--special-tokens ids encodes them as the tokens, as a chat template does"
-        )
-    listed = ", ".join(f"{name} {count:,} times" for name, count in list(names.items())[:4])
-    report(Noticed(f"the text has the names of special tokens ({listed}), and that {became}"))
-
-
-def _warn_of_steps(training: ResolvedTraining, text: PreparedText, report: EventHandler) -> None:
-    """Say how often the steps pass the text, if that is too often for a model without dropout, and
-    if a preset's warmup is longer than the run. Without a number of steps it is not known yet."""
-    steps, model, warmup = training.length.steps, training.model, training.recipe.warmup
-    if steps is not None and warmup >= steps:
-        report(
-            Noticed(
-                f"the warmup of the preset is {warmup:,} steps and the run has {steps:,}, so the "
-                "learning rate never reaches its peak: give --warmup"
-            )
-        )
-    if steps is None or model.dropout:
-        return
-    often = steps * training.tokens_per_step / text.train.count
-    if often > MANY:
-        report(
-            Noticed(
-                f"{steps:,} steps pass the text {often:.1f} times, without dropout: it may be "
-                "learned by heart, and validation then gets worse. Fewer --steps help or --dropout "
-                f"{dropout_of(often, model.vocab_size):g}; --minutes without a preset chooses by it"
-            )
-        )
-
-
 def _check_prompts(prompts: Sequence[str], text: PreparedText) -> None:
-    """Raise TrainingError for a prompt that the vocabulary cannot encode."""
     for prompt in prompts:
         try:
             text.tokenizer.encode(prompt, special_ids=text.special_ids)
@@ -316,30 +288,9 @@ def _saved_counters(directory: RunDirectory) -> Counters:
     return Counters(**read_state(directory.state, mapped=True)["counters"])
 
 
-def _without_jump(
-    training: ResolvedTraining, before: ResolvedTraining, saved: Counters, report: EventHandler
-) -> ResolvedTraining:
-    """A resumed run whose learning rate rises gradually if its new length puts it higher, as in
-    Ibrahim et al. (2024)."""
-    if training.length == before.length or not saved.step:
-        return training
-    old, new = before.length.done(saved), training.length.done(saved)
-    was = lr_scale(before.recipe, saved.step, old, before.rewarming)
-    scale = lr_scale(training.recipe, saved.step, new)
-    if scale <= was:
-        return replace(training, rewarming=None)
-    report(
-        Noticed(
-            f"the run is longer now: the learning rate rises from x {was:.2f} to x {scale:.2f} of "
-            f"its peak within {REWARMING:.0%} of what is left, and falls to the new end"
-        )
-    )
-    return replace(training, rewarming=Rewarming(done=new, scale=was, span=REWARMING * (1 - new)))
-
-
 def _chat_template(training: ResolvedTraining) -> str | None:
-    """The chat template for the checkpoints, read once, so that one that does not compile is
-    rejected before hours of training. The default is the base's."""
+    """The chat template of the checkpoints; the base's by default. It is read before training, so
+    that one that does not compile is rejected early."""
     path, base = training.config.chat_template, training.base
     if path is None:
         return None if base is None else base.chat_template
@@ -349,7 +300,3 @@ def _chat_template(training: ResolvedTraining) -> str | None:
         raise TrainingError(f"the chat template {path} cannot be read: {error}") from error
     except ChatTemplateError as error:
         raise TrainingError(f"{path}: {error}") from error
-
-
-def _path(config: TrainingConfig) -> Path:
-    return config.out or Path("runs") / run_name(config)

@@ -1,6 +1,6 @@
 """Measure: how fast this machine trains, by real steps on random ids.
 
-Chooses a size for `--minutes` by that (`model/training/configuration/autosize.py`).
+The speed chooses a size for `--minutes` (`model/training/configuration/autosize.py`).
 """
 
 import time
@@ -23,7 +23,7 @@ from logitd.model.training.configuration.autosize import (
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
 from logitd.model.training.optim.optimizers import Optimizers, initialise
-from logitd.model.training.step.forward import Forward, training_placement
+from logitd.model.training.step.forward import Forward
 from logitd.model.transformer.gpt import GPT
 
 MOST_MEASURED_STEPS = 40
@@ -33,21 +33,14 @@ any case. A few steps in a row may be one bad moment, in which other programs ha
 and would decide the size of the whole run."""
 AGREEMENT = 1.05
 """Largest ratio of two steps that agree."""
-PUBLISHED = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
-"""Tokens of published encodings."""
 
 
-def measure_machine(config: TrainingConfig, seconds: float | None = None) -> Measured:
-    """Choose the size for the minutes of a configuration, or for the `seconds` that are left of
-    them, by measurements."""
-    assert config.minutes is not None
-    placement = training_placement(config.device, config.dtype or "auto", config.threads)
+def measure_machine(config: TrainingConfig, placement: Placement, seconds: float) -> Measured:
+    """Choose the size for the `seconds` that are left of a configuration's minutes, by
+    measurements."""
     use_threads(placement.threads)
-    seconds = config.minutes * 60 if seconds is None else seconds
     tokenizer = config.tokenizer or "own"
-    published = None
-    if tokenizer != "own":
-        published = PUBLISHED.get(tokenizer) or published_vocabulary(tokenizer).vocab_size
+    published = None if tokenizer == "own" else published_vocabulary(tokenizer).vocab_size
     candidates = {}
     for size in SIZES:
         candidate = resolve(fill_in(config, size))
@@ -63,9 +56,9 @@ def measure_machine(config: TrainingConfig, seconds: float | None = None) -> Mea
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
-    """Tokens per second of real steps on random ids: by the fastest of them, the first not counted,
-    as other programs only make steps slower. Takes no more steps than a run of `seconds` has time
-    for, but at least one."""
+    """Tokens per second of the fastest of several real steps on random ids, because other programs
+    only make steps slower. The first is not counted. Takes no more steps than a run of `seconds`
+    has time for, but at least one."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -88,8 +81,8 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """Whether to measure another step after counted ones of these seconds and a share of the
-    allowed time."""
+    """True if another step is measured, after `times` of counted steps that took the share `spent`
+    of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1
     if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:

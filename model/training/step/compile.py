@@ -34,9 +34,9 @@ class CompiledLoss:
     The first call compiles: it runs forward and backward once before the call that counts, and
     drops earlier gradients. An error of training itself occurs again in that call, and is raised.
 
-    `peers` are processes of which none computes without the others. With them the first call would
-    never end if some went on eagerly: so each tries its compiler by itself first, and if one fails,
-    all are eager.
+    `peers` are processes that share a model, so that none computes alone. The first call would
+    never end if some of them went on eagerly. So each tries its compiler alone first, and if one
+    fails, all are eager.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class CompiledLoss:
         return self._forward.loss
 
     def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:
-        """Compute once. Returns why that failed, or None."""
         devices = [token_ids.device] if token_ids.is_cuda else []
         # While it is imported it warns that a CPU has no CUDA runtime.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -88,8 +87,8 @@ class CompiledLoss:
         return None
 
     def _try_alone(self, device: torch.device) -> str | None:
-        """Compile a function without collective calls. Returns why that failed here or elsewhere,
-        or None."""
+        """Compile a function without collective calls. Returns why that failed here or in another
+        process, or None."""
         failure = None
         try:
             values = torch.ones(8, device=device, requires_grad=True)
@@ -110,12 +109,11 @@ def _reason(error: RuntimeError) -> str:
 
 
 def choose_loss(forward: Forward, notice: Notice, *, compiled: bool, peers: Ranks = ALONE) -> Loss:
-    """The loss of training. `peers`: processes of which none computes without the others."""
     return CompiledLoss(forward, notice, peers=peers) if compiled else forward.loss
 
 
 def compiles(option: Compile, device: torch.device, minutes: float | None = None) -> bool:
-    """Whether a run compiles here; `auto`, which a short run keeps, does on CUDA alone, and if the
-    clock ends the run only from SHORTEST_MINUTES on."""
+    """True if a run compiles its loss. `auto`, which a short run keeps, does so only on CUDA, and
+    if the clock ends the run, only from SHORTEST_MINUTES on."""
     long = minutes is None or minutes >= SHORTEST_MINUTES
     return option == "on" or (option == "auto" and device.type == "cuda" and long)

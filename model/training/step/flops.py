@@ -3,14 +3,12 @@
 Counts the matrix products of the model's definition: for every token the block matrices and the
 head, and its attention over the positions that it sees. The backward pass takes twice the
 forward's. Does not count norms, activations, softmax, the optimizer, or discarded results, such as
-attention to positions that the causal mask hides. So the share is how much of the machine goes into
-training, not how busy it is.
+attention to positions that the causal mask hides. So the share is the part of the machine that goes
+into training, not its load.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole
 window instead, and has larger shares at long contexts.
 """
-
-from dataclasses import dataclass
 
 from logitd.model.device import Placement
 from logitd.model.machine import matrix_rate
@@ -34,26 +32,9 @@ def flops_per_token(config: GPTConfig) -> float:
     return 3 * (2 * matrices + attention)
 
 
-@dataclass(frozen=True)
-class Meter:
-    """Turns tokens per second into a share of the machine's rate.
-
-    flops_per_token   of the model in training
-    matrix_rate       operations per second of a matrix product in the dtype of training
-    """
-
-    flops_per_token: float
-    matrix_rate: float
-
-    @classmethod
-    def measure(cls, config: GPTConfig, placement: Placement) -> "Meter":
-        """Measure the machine with torch's present threads: in some hundredths of a second, or in
-        two seconds if torch has no fast products of the dtype (bfloat16 on AVX2)."""
-        width = RATE_WIDTH if placement.device.type == "cpu" else None
-        rate = matrix_rate(placement.device, placement.dtype, width)
-        return cls(flops_per_token(config), rate)
-
-    def share(self, tokens_per_second: float) -> float:
-        """Model flops utilisation, 0 to 1 (above 1 if the machine was disturbed while it was
-        measured)."""
-        return tokens_per_second * self.flops_per_token / self.matrix_rate
+def machine_rate(placement: Placement) -> float:
+    """Operations per second of matrix products in the dtype of training, with torch's present
+    threads. Measured in some hundredths of a second, or in two seconds if torch has no fast
+    products of the dtype (bfloat16 on AVX2)."""
+    width = RATE_WIDTH if placement.device.type == "cpu" else None
+    return matrix_rate(placement.device, placement.dtype, width)

@@ -3,8 +3,8 @@ fastest here.
 
 Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16,
 attention is computed by `model/training/step/matrix_attention.py`. That costs memory for the
-attention weights of every head and layer, so long windows use torch's fused kernel. Does not decide
-whether the loss is compiled (`model/training/step/compile.py`), and has no KV cache.
+attention weights of every head and layer, so long windows use torch's fused kernel.
+`model/training/step/compile.py` compiles the loss.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
@@ -52,7 +52,6 @@ class Forward:
         )
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that the loss has gradients for."""
         return [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
 
     def _hidden(self, token_ids: Tensor) -> Tensor:
@@ -76,7 +75,6 @@ def training_placement(device: str, dtype: TrainingDType, threads: int) -> Place
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 itself."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -2,11 +2,11 @@
 
 The logits of a batch are the largest tensor of a step: B * T * V elements, of which
 `F.cross_entropy` and its backward pass hold three in float32. Here a chunk of rows is multiplied by
-the head, turned into its loss and at once into its gradients, and dropped. What is kept is as large
-as the hidden states and the head.
+the head, turned into its loss and at once into its gradients, and dropped. Only gradients as large
+as the hidden states and the head are kept.
 
-Covers the mean loss, of a head with or without a bias, and one backward pass. Does not cover
-evaluation, which needs no gradients (`model/training/step/validate.py`).
+Covers the mean loss, of a head with or without a bias, and one backward pass. Evaluation needs no
+gradients (`model/training/step/validate.py`).
 
 Shapes: N = B * T positions, C = d_model, V = vocab_size.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
-"""Logits of a chunk. On a CPU 8 MB in float32: near the size of a processor's cache, and the next
-chunk uses the same memory. On a GPU 1 GB, because each chunk adds to the gradient of the whole
-head. The latter is chosen, not measured."""
+"""Logits of a chunk. On a CPU 8 MB in float32, near the size of a processor's cache; the next chunk
+uses the same memory. On a GPU 1 GB, because each chunk adds to the gradient of the whole head; that
+value is chosen, not measured."""
 MIN_ROWS = 512
 """Fewest rows of a chunk: each adds to the gradient of the whole head."""
 

@@ -2,10 +2,9 @@
 
 There, torch's fused kernel takes about twice as long, forward and backward, as two products with a
 softmax between them. Queries are processed in blocks, each against the keys up to the block's own
-end, so most of what the causal mask hides is never computed: at 512 positions, the products, the
-softmax and their gradients take three fifths of the time they take without blocks. The price is
-memory: the probabilities of every head and layer are kept for the backward pass. Does not read a
-KV cache: inference has attention of its own.
+end, so most positions that the causal mask hides are never computed: at 512 positions, the
+products, the softmax and their gradients take three fifths of the time they take without blocks.
+The price is memory: the probabilities of every head and layer are kept for the backward pass.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).
@@ -33,8 +32,8 @@ class MatrixAttend:
         b, h, t, d = q.shape
         kv = k.shape[1]
         groups = h // kv
-        # Queries that share a key head stand below each other, so keys need no copies, and position
-        # by position, so that a block of positions is one piece of memory.
+        # Queries that share a key head follow each other, so keys need no copies, and positions are
+        # the outer order, so that a block of positions is contiguous in memory.
         q = q.to(self.dtype).view(b, kv, groups, t, d).transpose(2, 3)  # (B, K, T, G, D)
         k, v = k.to(self.dtype), v.to(self.dtype)
         with torch.autocast(q.device.type, enabled=False):  # it would choose other numbers
@@ -69,7 +68,7 @@ class _BlockedAttention(torch.autograd.Function):
             probs = scores.softmax(dim=-1)  # (B * K, (e - a) * G, e)
             kept.append(probs)
             if dropout:
-                # What survives is scaled up, what does not is 0: the factor says which.
+                # The factor scales up the probabilities that survive, and is 0 for the others.
                 factor = F.dropout(torch.ones_like(probs), dropout)
                 kept.append(factor)
                 probs = probs * factor

@@ -4,10 +4,9 @@ It has two units. Training lowers nats per token, which depend on the vocabulary
 not: the nats of all predicted tokens, over the bytes of their text, over ln 2. The end of a
 document is predicted like any token, and has zero bytes.
 
-Draws no random numbers and leaves the model as it was, so it does not disturb training. Of several
-processes each computes some of the batches. The sums are added up batch by batch in one order, so
-the bits of the result do not depend on their number. Does not choose the windows
-(`model/data/windows.py`).
+Draws no random numbers and leaves the model unchanged, so it does not disturb training. Each
+process computes some of the batches. The sums are added up batch by batch in one order, so the bits
+of the result do not depend on the number of processes. `model/data/windows.py` chooses the windows.
 """
 
 import math
@@ -40,12 +39,12 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """Number of equally likely tokens that are as hard to guess; inf above MOST_NATS."""
+        """The number of equally likely tokens that are as hard to predict; inf above MOST_NATS."""
         return math.inf if self.loss >= MOST_NATS else math.exp(self.loss)
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float:
-    """inf for tokens without text, such as the end of a document alone."""
+    """Bits per byte; inf for tokens without text, such as only the end of a document."""
     return nats / math.log(2) / text_bytes if text_bytes else math.inf
 
 
@@ -63,7 +62,7 @@ def validate(
     """
     training = gpt.training
     gpt.eval()
-    sums = torch.zeros(len(windows), 3, dtype=torch.float64)  # of each batch: nats, tokens, bytes
+    sums = torch.zeros(len(windows), 3, dtype=torch.float64)  # nats, tokens, bytes of each batch
     device = gpt.token_embedding.weight.device
     try:
         with torch.no_grad():
@@ -90,6 +89,7 @@ def validate(
 
 
 def _own_batches(batches: int, ranks: Ranks, sharded: bool) -> range:
-    """The batches of one process. `sharded`: as many for each, so some may be beyond the last."""
+    """The batches of one process. If `sharded`, each has the same number, so the last may not
+    exist."""
     end = -(-batches // ranks.size) * ranks.size if sharded else batches
     return range(ranks.rank, end, ranks.size)

@@ -1,4 +1,5 @@
-"""DivergenceMonitor: whether a run still learns, so that bad weights never replace good ones.
+"""DivergenceMonitor: detects a run that no longer learns, so that bad weights never replace good
+ones.
 
 Training goes wrong in two ways. A loss or gradient norm that is not finite ends the run at once. A
 loss that has exploded may be finite: it stays far above its best. "Far above" is half the way from
@@ -23,8 +24,6 @@ MARGIN = 1.0
 
 
 class DivergenceMonitor:
-    """Follows the reports of a run."""
-
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
         self._first = self._best = math.inf
@@ -46,11 +45,10 @@ class DivergenceMonitor:
         self._since, self._reports = state["since"], state["reports"]
 
     def start(self, loss: float) -> None:
-        """Take the first step's loss: that of weights that have not learned anything here."""
+        """Take the first step's loss, that of weights that have not learned anything here."""
         self._first = self._best = loss
 
     def observe(self, step: int, figures: Figures) -> None:
-        """Take a report."""
         self._last = step, figures
         if step <= self._warmup or figures.smoothed_loss <= self._limit():
             self._since, self._reports = None, 0
@@ -60,13 +58,12 @@ class DivergenceMonitor:
         self._best = min(self._best, figures.smoothed_loss)
 
     def _limit(self) -> float:
-        """The smoothed loss above which a run is suspect."""
         margin = (self._first - self._best) / 2 if math.isfinite(self._first) else 0.0
         return self._best + max(MARGIN, margin)
 
     @property
     def suspect(self) -> bool:
-        """Whether the loss is far above its best, so that its weights are not to be saved."""
+        """True if the loss is far above its best, so that the weights are not to be saved."""
         return self._since is not None
 
     def diagnosis(self, *, last: bool = False) -> str | None:
@@ -81,10 +78,10 @@ class DivergenceMonitor:
             )
         if self._since is None:
             return None
-        if last or (self._reports >= REPORTS and step - self._since >= STEPS):
-            return (
-                f"training diverged: since step {self._since} the smoothed loss is above "
-                f"{self._limit():.2f}, at step {step} it is {figures.smoothed_loss:.2f}, and its "
-                f"best was {self._best:.2f}"
-            )
-        return None
+        if not last and (self._reports < REPORTS or step - self._since < STEPS):
+            return None
+        return (
+            f"training diverged: since step {self._since} the smoothed loss is above "
+            f"{self._limit():.2f}, at step {step} it is {figures.smoothed_loss:.2f}, and its "
+            f"best was {self._best:.2f}"
+        )

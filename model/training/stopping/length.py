@@ -1,9 +1,9 @@
-"""Length: progress of a run and its end, by steps, by the clock, or by whichever comes first.
+"""Length: progress of a run and its end, by steps, by the clock, or by the first of both.
 
-The minutes are those of the whole command: setting up and saving the last step are inside. The
-learning rate falls with the share of the run that is done (`model/training/optim/optimizers.py`),
-so a run that only the clock ends cools down in time as well. But its number of steps depends on the
-machine's speed: only a run of a given number of steps can be repeated exactly.
+The minutes are those of the whole command, with setup and saving the last step. The learning rate
+falls with the share of the run that is done (`model/training/optim/schedule.py`), so a run that
+only the clock ends cools down in time as well. But its number of steps depends on the machine's
+speed: only a run of a given number of steps can be repeated exactly.
 """
 
 import math

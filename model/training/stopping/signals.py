@@ -1,9 +1,8 @@
-"""Signals: Ctrl-C asks a run to stop instead of breaking it off.
+"""Signals: Ctrl-C asks a run to stop, instead of ending it in the middle of a step.
 
 While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so that a step is
 always finished; the second of either raises KeyboardInterrupt. A cluster sends SIGTERM before it
-takes a machine away. Outside the main thread signals cannot be caught, and nothing is changed. The
-trainer reads the flag.
+takes a machine away. Outside the main thread signals cannot be caught, and nothing changes.
 """
 
 import os
@@ -17,7 +16,7 @@ from typing import Any
 
 
 class StopSignals:
-    """A context manager whose `asked` says whether the run is to stop."""
+    """A context manager whose `asked` becomes True when the run is to stop."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.asked = False
@@ -43,9 +42,9 @@ class StopSignals:
 
 @contextmanager
 def errors_outlive_sigterm(kind: type[Exception]) -> Iterator[None]:
-    """SIGTERM ends the process as usual, but not while an error of this kind is being handled, so
-    that its message is printed. torchrun sends SIGTERM to all processes of a run within moments of
-    the end of one, while the others still handle its loss."""
+    """Keep SIGTERM from ending the process while it handles an error of this kind, so that the
+    message is printed. torchrun sends SIGTERM to all processes of a run within moments of the end
+    of one, while the others still handle its loss."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         if not isinstance(sys.exc_info()[1], kind):

@@ -1,64 +1,58 @@
 """Worsening: notices of a run whose validation loss rises, from its metrics.
 
-A text that is passed too often is learned by heart: the loss of training keeps falling and that of
-validation rises. Only time is lost, because the best checkpoint stays. Reports it once in a row of
-worse evaluations, and at the end. Does not end a run: `patience` does, and is left to the user,
-because the fall of the learning rate at the end often brings a new best after a while without.
+A model that sees a text too often learns it by heart: the training loss keeps falling and the
+validation loss rises. Only time is lost, because the best checkpoint stays. Reported once in a row
+of worse evaluations, and at the end. `patience` ends such a run; it is off by default, because the
+fall of the learning rate at the end often brings a new best.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 EVALUATIONS = 2
-"""Evaluations in a row without a new best, after which it is reported."""
+"""Evaluations in a row without a new best, after which they are reported."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
 
 def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
-    """The notice that is due after the last evaluation of a run with this `patience`, or None."""
-    evaluations = _evaluations(metrics)
-    best = _best(evaluations)
-    if len(evaluations) - 1 - best != EVALUATIONS or evaluations[best]["step"] == 0:
+    """The notice that is due after the last evaluation, or None."""
+    since_best = _since_best(metrics)
+    if len(since_best) != 1 + EVALUATIONS or since_best[0]["step"] == 0:
         return None
-    rising = ", ".join(f"{e['val_bits_per_byte']:.4f} at step {e['step']:,}"
-                       for e in evaluations[best:])  # fmt: skip
-    before, now = (_training_loss(metrics, evaluations[at]["step"]) for at in (best, -1))
+    rising = ", ".join(f"{e['val_bits_per_byte']:.4f} at step {e['step']:,}" for e in since_best)
+    before, now = (_training_loss(metrics, since_best[at]["step"]) for at in (0, -1))
     meanwhile = ""
     if before is not None and now is not None and now < before:
         meanwhile = (
-            f", while the loss of training fell from {before:.3f} to {now:.3f} nats per token: the "
+            f", while the training loss fell from {before:.3f} to {now:.3f} nats per token: the "
             "text is being learned by heart"
         )
     advice = f"; --patience {EVALUATIONS} would end such a run" if patience is None else ""
     return (
         f"validation gets worse: {rising} bits per byte{meanwhile}. Step "
-        f"{evaluations[best]['step']:,} stays as `best`, which is what is served{advice}"
+        f"{since_best[0]['step']:,} stays as `best`, which is served{advice}"
     )
 
 
 def ended_worse(metrics: Sequence[Record]) -> str | None:
     """The notice at the end of a run whose last evaluation is not its best, or None."""
-    evaluations = _evaluations(metrics)
-    if not evaluations or (at := _best(evaluations)) == len(evaluations) - 1:
+    since_best = _since_best(metrics)
+    if len(since_best) < 2:
         return None
-    best, last = evaluations[at], evaluations[-1]
+    best, last = since_best[0], since_best[-1]
     return (
         f"the best evaluation is that of step {best['step']:,}, "
-        f"{best['val_bits_per_byte']:.4f} bits per byte; the {last['step'] - best['step']:,} steps "
-        f"after it made that {last['val_bits_per_byte']:.4f}. `best` is the former, and is what "
-        "is served"
+        f"{best['val_bits_per_byte']:.4f} bits per byte; {last['step'] - best['step']:,} steps "
+        f"later it is {last['val_bits_per_byte']:.4f}. `best` is the former, and is served"
     )
 
 
-def _evaluations(metrics: Sequence[Record]) -> list[Record]:
-    return [record for record in metrics if record["kind"] == "eval"]
-
-
-def _best(evaluations: Sequence[Record]) -> int:
-    """The index of the first with the lowest loss."""
+def _since_best(metrics: Sequence[Record]) -> list[Record]:
+    """The evaluations from the first with the lowest loss on."""
+    evaluations = [record for record in metrics if record["kind"] == "eval"]
     losses = [record["val_loss"] for record in evaluations]
-    return losses.index(min(losses))
+    return evaluations[losses.index(min(losses)) :] if losses else []
 
 
 def _training_loss(metrics: Sequence[Record], step: int) -> float | None:

@@ -48,8 +48,8 @@ def _log(line: str) -> None:
 
 
 def facts(result: TextLoss) -> dict[str, Any]:
-    """What --json prints; a number that is not finite is null."""
-    checkpoint, loss = result.checkpoint, result.evaluation
+    """The members that --json prints; a number that is not finite is null."""
+    checkpoint, loss, options = result.checkpoint, result.evaluation, result.options
     values = {
         "checkpoint": str(checkpoint.path),
         "name": checkpoint.name,
@@ -63,11 +63,11 @@ def facts(result: TextLoss) -> dict[str, Any]:
         "bits_per_byte": loss.bits_per_byte,
         "window": result.window,
         "stride": result.stride,
-        "dtype": result.dtype,
-        "quantize": result.quantize,
-        "kv_cache_dtype": result.kv_cache_dtype,
-        "device": result.device,
-        "threads": result.threads,
+        "dtype": result.placement.dtype_name,
+        "quantize": options.quantize,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "device": str(result.placement.device),
+        "threads": result.placement.threads,
         "seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
     }
@@ -79,9 +79,15 @@ def facts(result: TextLoss) -> dict[str, Any]:
 
 def _rows(result: TextLoss) -> list[tuple[str, str]]:
     loss, checkpoint = result.evaluation, result.checkpoint
-    precision = result.dtype if result.quantize == "none" else f"{result.quantize} weights"
-    if result.kv_cache_dtype != "auto":
-        precision += f", {result.kv_cache_dtype} keys and values"
+    placement, options = result.placement, result.options
+    precision = placement.dtype_name
+    if options.quantize != "none":
+        precision = f"{options.quantize} weights"
+    if options.kv_cache_dtype != "auto":
+        precision += f", {options.kv_cache_dtype} keys and values"
+    bits = f"{loss.bits_per_byte:.4f} bits per byte"
+    if not loss.text_bytes:
+        bits = "no bits per byte: the counted tokens have no bytes of text"
     return [
         ("checkpoint", f"{checkpoint.name}, step {checkpoint.training.step:,}"),
         ("text", result.text),
@@ -89,10 +95,10 @@ def _rows(result: TextLoss) -> list[tuple[str, str]]:
         ("windows", f"of {result.window} tokens, {result.stride} apart"),
         ("loss", f"{loss.loss:.4f} nats per token"),
         ("perplexity", f"{loss.perplexity:.2f}"),
-        ("", f"{loss.bits_per_byte:.4f} bits per byte"),
+        ("", bits),
         (
             "speed",
             f"{result.tokens_per_second:,.0f} tokens per second in {result.seconds:.1f} s "
-            f"({precision}, {result.device}, threads: {result.threads})",
+            f"({precision}, {placement.device}, threads: {placement.threads})",
         ),
     ]

@@ -7,7 +7,6 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.sources.progress import Downloading
 from logitd.model.device import DeviceError, keep_freed_memory
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.configuration.presets import PresetError
 from logitd.model.training.events import Event, Noticed, Progress, line
 from logitd.model.training.stopping.signals import errors_outlive_sigterm
 from logitd.model.training.trainer import train
@@ -17,18 +16,17 @@ from logitd.service.cli.program_name import command
 from logitd.service.cli.terminal import redraw, say
 from logitd.service.settings.train import TrainSettings
 
-ERRORS = DataError, TrainingError, PresetError, ConfigError, DeviceError
+ERRORS = DataError, TrainingError, ConfigError, DeviceError
 
 
 class TerminalReporter:
-    """Draws the trainer's events: one line each, and a progress line that is redrawn in place on
-    a terminal and printed as it is elsewhere."""
+    """Prints the trainer's events, one line each. A terminal redraws the progress line in place."""
 
     def __init__(self) -> None:
         self._in_place = sys.stdout.isatty()
         self._open_line = False
 
-    def __call__(self, event: Event, /) -> None:
+    def __call__(self, event: Event) -> None:
         if isinstance(event, Progress | Downloading) and self._in_place:
             redraw(line(event), sys.stdout)
             self._open_line = True
@@ -39,13 +37,10 @@ class TerminalReporter:
         say(line(event))
 
 
+@errors_outlive_sigterm(TrainingError)
 def run(settings: TrainSettings, began: float) -> int:
-    """Train; the exit code. `began` is the start of the command by the monotonic clock."""
-    with errors_outlive_sigterm(TrainingError):
-        return _run(settings, began)
-
-
-def _run(settings: TrainSettings, began: float) -> int:
+    """Train and return the exit code. `began` is the start of the command by the monotonic
+    clock."""
     keep_freed_memory()  # each step takes and frees the same pieces again
     reporter = TerminalReporter()
     if os.environ.get("RANK", "0") == "0" and (notice := busy_notice()):
@@ -58,12 +53,13 @@ def _run(settings: TrainSettings, began: float) -> int:
     except KeyboardInterrupt:  # the second one: the first lets the trainer save
         print("logitd train: stopped without saving", file=sys.stderr)
         return 130
-    if result.rank == 0:  # of several processes, one speaks
-        if result.reason == "interrupted":
-            say(f"\nstopped at step {result.step:,}: go on with")
-            say(f"           {command('train', '--resume', '--out', result.run)}")
-        if result.adapter_of is not None:
-            say(f"\nmerge it:  {command('merge', result.adapter_of, result.best, 'DEST')}")
-        else:
-            say(f"\nserve it:  {command('serve', result.run)}")
+    if result.rank > 0:  # only the main process prints
+        return 0
+    if result.reason == "interrupted":
+        say(f"\nstopped at step {result.step:,}: go on with")
+        say(f"           {command('train', '--resume', '--out', result.run)}")
+    if result.adapter_of is not None:
+        say(f"\nmerge it:  {command('merge', result.adapter_of, result.best, 'DEST')}")
+    else:
+        say(f"\nserve it:  {command('serve', result.run)}")
     return 0

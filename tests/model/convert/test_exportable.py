@@ -16,7 +16,7 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import resolve
-from logitd.model.training.events import Event, Started
+from logitd.model.training.events import Event, Started, line
 from logitd.model.training.trainer import train
 from logitd.model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
 from tests.model.convert.theirs import loaded
@@ -135,10 +135,12 @@ def test_gguf_objections_are_added_to_the_line() -> None:
     found = gguf_objections(scaled, byte_tokenizer(), None)
     assert [each[:12] for each in found] == ["rope_scaling", "llama.cpp ha", "the vocabula"]
     assert hf_objections(scaled, byte_tokenizer()) == []
-    line = describe(scaled, merging_tokenizer())
-    assert line.startswith("export: --to hf writes this model, as Llama, and --to gguf does not: ")
-    assert "rope_scaling" in line
-    assert "--pre" not in line
+    described = describe(scaled, merging_tokenizer())
+    assert described.startswith(
+        "export: --to hf writes this model, as Llama, and --to gguf does not: "
+    )
+    assert "rope_scaling" in described
+    assert "--pre" not in described
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +161,13 @@ def test_exportable_run_exports_to_every_promised_format(
         **{**SMALL, **RUNS[name]}, data=(str(text),), out=tmp_path / "run", steps=3
     )
     run = train(config, events.append).run
-    (line,) = (event.export for event in events if isinstance(event, Started))
+    (export,) = (event.export for event in events if isinstance(event, Started))
     info, gpt = loaded(run / "best")
     # 1) As a Hugging Face folder: the same logits.
     export_model(run / "best", tmp_path / "theirs", to="hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     assert model.config.model_type == name.partition("-")[0]
-    assert line.startswith("export: --to hf writes this model, as ")
+    assert export.startswith("export: --to hf writes this model, as ")
     ids = info.tokenizer.encode("She said: 12 days.\n")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")("She said: 12 days.\n")[
         "input_ids"
@@ -173,7 +175,7 @@ def test_exportable_run_exports_to_every_promised_format(
     row = torch.tensor([ids])
     assert_close(model(row).logits, gpt(row).logits, atol=1e-4, rtol=1e-4)
     # 2) As GGUF if and only if it was promised.
-    promised = "--to gguf with --pre" in line
+    promised = "--to gguf with --pre" in export
     assert promised is (name in ("qwen3", "llama", "llama-biased", "gpt2-gelu_tanh"))
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     if not promised:
@@ -188,16 +190,14 @@ def test_exportable_run_exports_to_every_promised_format(
     assert torch.equal(torch.tensor(tensors["token_embd.weight"].data), embedding)
 
 
-def test_run_that_cannot_be_exported_says_why_at_its_start(text: Path, tmp_path: Path) -> None:
+def test_export_is_mentioned_only_with_the_flag_which_fine_tuning_refuses(
+    text: Path, tmp_path: Path
+) -> None:
     events: list[Event] = []
     values = {**SMALL, "exportable": False}
     train(TrainingConfig(**values, data=(str(text),), out=tmp_path / "run", steps=1), events.append)
-    (line,) = (event.export for event in events if isinstance(event, Started))
-    assert line == (
-        "export: not possible with this model: value_embeddings is True: no other architecture "
-        "adds embeddings to values; activation is 'gelu_tanh': Llama's feed-forward is swiglu. "
-        "--exportable trains one that can"
-    )
+    (started,) = (event for event in events if isinstance(event, Started))
+    assert "export" not in line(started)
     config = TrainingConfig(from_checkpoint=tmp_path / "run" / "best", exportable=True, steps=1)
     with pytest.raises(TrainingError, match="the shape of the checkpoint stays, and cannot"):
         train(config.model_copy(update={"out": tmp_path / "tuned", "data": (str(text),)}))

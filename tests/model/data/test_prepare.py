@@ -16,11 +16,11 @@ from logitd.model.data.sources.document import Text, TextError, text_document
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.text.chat_template import ChatTemplate
 from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.training.configuration.presets import preset
+from logitd.model.training.configuration.presets import PRESETS
 from tests.model.conftest import story
 from tests.model.factories import CHAT_TEMPLATE, chat_tokenizer
 
-RECIPE = preset("tiny").recipe
+RECIPE = PRESETS["tiny"].recipe
 
 
 def prepare(text: Text, folder: Path, **given: Any) -> PreparedText:
@@ -149,7 +149,7 @@ def test_eighty_kilobytes_are_enough_for_the_smallest_preset(tmp_path: Path) -> 
     path = tmp_path / "notes.md"
     path.write_text(story(2_000))
     assert 70_000 < path.stat().st_size < 90_000
-    start = preset("tiny")
+    start = PRESETS["tiny"]
     prepared = prepare(
         open_text((str(path),)), tmp_path / "data", vocab_size=start.recipe.vocab_size
     )

@@ -1,4 +1,4 @@
-"""Held-out text: from a file, a run or Python itself; and a sentence where there is none."""
+"""Held-out text of a file, of a run, or of Python itself."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ import pytest
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import read_prepared
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.sources.document import TextError, text_document
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import sides, split_text
 from logitd.model.evaluation import held_out as module
@@ -57,25 +57,25 @@ def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_pa
     assert places[-1] > 9000
 
 
-def test_a_short_context_has_shorter_windows(tmp_path: Path) -> None:
+def test_short_context_has_shorter_windows(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(context_length=16))
     info = save_tiny_checkpoint(tmp_path / "classroom", gpt=gpt)
     (batch,) = held_out_windows(info, write(tmp_path / "text.txt", 10_000)).windows
     assert batch[0].shape == (WINDOW_TOKENS // 16, 16)
 
 
-def test_of_a_long_text_the_beginning_is_looked_at(
+@pytest.mark.parametrize("before", ["", "a"])
+def test_only_whole_characters_of_the_first_bytes_are_read(
+    checkpoint: CheckpointInfo, before: str
+) -> None:
+    document = text_document("long", before + "é" * 1000)
+    shard = module._tokenised([document], checkpoint, 1000)
+    assert shard.count == 1000 - len(before)
+
+
+def test_named_text_may_be_compressed_or_json_lines(
     checkpoint: CheckpointInfo, tmp_path: Path
 ) -> None:
-    path = tmp_path / "long.txt"
-    path.write_text("é" * module.READ_BYTES, encoding="utf-8")
-    shard = module._text(checkpoint, path)[1]
-    assert shard.count == module.READ_BYTES
-    path.write_text("a" + "é" * module.READ_BYTES, encoding="utf-8")
-    assert module._text(checkpoint, path)[1].count == module.READ_BYTES - 1, "no half characters"
-
-
-def test_a_named_text_may_be_packed_or_in_lines(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
     content = story(200)
     (tmp_path / "a.txt").write_text(content)
     (tmp_path / "a.gz").write_bytes(gzip.compress(content.encode()))
@@ -97,7 +97,7 @@ def test_a_named_text_may_be_packed_or_in_lines(checkpoint: CheckpointInfo, tmp_
         (None, "text.txt is not a file"),
     ],
 )
-def test_a_named_text_that_will_not_do_is_refused(
+def test_unusable_named_text_is_refused(
     checkpoint: CheckpointInfo, tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "text.txt"
@@ -107,12 +107,14 @@ def test_a_named_text_that_will_not_do_is_refused(
         held_out_windows(checkpoint, path)
 
 
-def test_one_token_more_than_too_few_is_enough(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
+def test_text_with_just_enough_tokens_is_accepted(
+    checkpoint: CheckpointInfo, tmp_path: Path
+) -> None:
     (batch,) = held_out_windows(checkpoint, write(tmp_path / "text.txt", MIN_TOKENS)).windows
     assert batch[0].numel() == MIN_TOKENS
 
 
-def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
+def test_run_has_its_own_held_out_text(configure: Configure, tmp_path: Path) -> None:
     data = tmp_path / "story.txt"
     data.write_text(story(800), encoding="utf-8")
     config = configure(data=(str(data),), val_fraction=0.3, steps=6)
@@ -133,13 +135,13 @@ def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
         held_out_windows(info)
 
 
-def test_a_checkpoint_of_unknown_text_has_none(checkpoint: CheckpointInfo) -> None:
+def test_checkpoint_of_unknown_text_has_no_held_out_text(checkpoint: CheckpointInfo) -> None:
     with pytest.raises(TextError, match="lies in no run directory and was not trained on Python"):
         held_out_windows(checkpoint)
 
 
 def documents(val_fraction: float) -> list[bytes]:
-    """What the trainer holds out of each document of Python's own text."""
+    """The part of each document of Python's own text that the trainer holds out."""
     text = python_text(Path(sysconfig.get_path("stdlib")))
     split = split_text(text.documents, val_fraction)
     sorted_out = [
@@ -150,8 +152,8 @@ def documents(val_fraction: float) -> list[bytes]:
 
 
 @pytest.mark.parametrize("val_fraction", [0.02, 0.1])
-def test_pythons_own_text_is_what_the_trainer_held_out(tmp_path: Path, val_fraction: float) -> None:
-    """Also of a checkpoint that held out little: its record tells how much."""
+def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fraction: float) -> None:
+    # The record of a checkpoint that held out little limits the bytes.
     try:
         expected = documents(val_fraction)
     except TextError as reason:
@@ -165,5 +167,5 @@ def test_pythons_own_text_is_what_the_trainer_held_out(tmp_path: Path, val_fract
     for window in texts(windows, info):
         for piece in window.split(b"<|endoftext|>"):
             assert piece in whole
-    shard = module._text(info, None)[1]
+    shard = module.held_out_text(info, module.READ_BYTES)[1]
     assert shard.text_bytes == min(size, module.READ_BYTES)

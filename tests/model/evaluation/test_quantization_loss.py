@@ -1,4 +1,4 @@
-"""What rounding costs: the arithmetic of an evaluation, and a planted loss is seen."""
+"""The loss of quantization: the arithmetic of an evaluation, and a planted loss."""
 
 import ctypes
 from pathlib import Path
@@ -34,7 +34,7 @@ def windows(window: int = 48, rows: int = 5) -> Windows:
 
 
 def rounded_to(bits: int) -> Any:
-    """A maker of decoders whose weights have so many bits left."""
+    """A maker of decoders with weights rounded to `bits`."""
 
     def make(gpt: GPT, cache: KVCache) -> PlainDecoder:
         largest = 2 ** (bits - 1) - 1
@@ -48,7 +48,7 @@ def rounded_to(bits: int) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_a_text_costs_what_an_evaluation_of_it_does(family: str) -> None:
+def test_decoding_has_the_nats_of_an_evaluation(family: str) -> None:
     gpt, text = tiny_gpt(tiny_config(**FAMILIES[family])), windows()
     (batch,) = text
     expected = validate(gpt, text, lambda ids: gpt(ids).logits)
@@ -57,7 +57,7 @@ def test_decoding_a_text_costs_what_an_evaluation_of_it_does(family: str) -> Non
     )
 
 
-def test_bits_per_byte_are_those_of_an_evaluation() -> None:
+def test_quantization_loss_has_the_bits_per_byte_of_an_evaluation() -> None:
     gpt, text = tiny_gpt(), windows()
     (batch,) = text
     expected = validate(gpt, text, lambda ids: gpt(ids).logits)
@@ -69,7 +69,7 @@ def test_bits_per_byte_are_those_of_an_evaluation() -> None:
     assert loss.tokens == expected.tokens == 240
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_quantization_loss_leaves_the_model_unchanged() -> None:
     gpt, text = tiny_gpt(), windows()
     (batch,) = text
     before = {name: value.clone() for name, value in gpt.state_dict().items()}
@@ -79,7 +79,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert [parameter.data_ptr() for parameter in gpt.parameters()] == places
 
 
-def test_windows_without_a_byte_of_text_are_refused() -> None:
+def test_windows_without_text_bytes_are_refused() -> None:
     gpt = tiny_gpt()
     ends = torch.full((2, 4), 256)
     with pytest.raises(ValueError, match="no bytes of text"):
@@ -97,7 +97,7 @@ def bundled() -> tuple[GPT, Windows]:
         pytest.skip(str(reason))
 
 
-def test_three_bits_are_seen(bundled: tuple[GPT, Windows]) -> None:
+def test_rounding_to_three_bits_shows(bundled: tuple[GPT, Windows]) -> None:
     gpt, text = bundled
     ((inputs, targets),) = text
     loss = quantization_loss(
@@ -108,15 +108,13 @@ def test_three_bits_are_seen(bundled: tuple[GPT, Windows]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("quantize", "most"), [("int8", 0.005), ("int4", 0.01)])
-def test_quantizing_costs_little(
+def test_quantizing_costs_little_but_not_nothing(
     library: ctypes.CDLL,
     bundled: tuple[GPT, Windows],
     quantize: Quantization,
     most: float,
     dtype: torch.dtype,
 ) -> None:
-    """Less than `most` on the bundled checkpoint; and something, or it was not rounded."""
-
     def maker(kind: Quantization) -> Any:
         return lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=1, quantize=kind)
 

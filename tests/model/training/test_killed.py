@@ -1,5 +1,5 @@
-"""Training processes that are really killed: whatever the moment, a resumed run ends in the same
-bits, and what is on the disk in between can be served.
+"""Training processes that are killed at any moment: a resumed run ends in the same bits, and the
+files on the disk can be served in between.
 
 Two kinds of moments: before a change of the run directory (files opened for writing, renames,
 links, removals), counted by an audit hook in the process that is killed; and while a file is being
@@ -32,7 +32,7 @@ CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink
 
 
 def _kind(event: str, path: str) -> str:
-    """What is changed, and how: without a step or what makes a temporary name unique."""
+    """A change and its path, without a step or the unique part of a temporary name."""
     return f"{event} {re.sub(r'[0-9]+(?:[.][^/.]+)?|(?<=state.pt)[.].*', '*', path)}"
 
 
@@ -84,7 +84,7 @@ def _contents(run: Path) -> set[str]:
 
 
 def _check_links(run: Path) -> None:
-    """What can be served is whole."""
+    """The linked checkpoints are whole."""
     for link in (run / "latest", run / "best"):
         if link.exists():
             load_checkpoint(link, device=torch.device("cpu"), dtype=torch.float32)
@@ -131,7 +131,7 @@ def kill_at(
 
 
 def _check_kill(change: int, kill: Kill) -> bool:
-    """False: it was before the run began, which is told."""
+    """Returns False if the kill was before the run began."""
     killed, straight = kill(change)
     if not (killed / "run.json").exists():
         with pytest.raises(TrainingError, match=r"has no run\.json"):
@@ -142,7 +142,7 @@ def _check_kill(change: int, kill: Kill) -> bool:
     return True
 
 
-def test_a_run_killed_before_some_change_of_its_folder_ends_in_the_same_bits(
+def test_run_killed_before_a_change_of_its_folder_ends_in_the_same_bits(
     kill_at: tuple[list[str], Kill],
 ) -> None:
     changes, kill = kill_at
@@ -151,7 +151,7 @@ def test_a_run_killed_before_some_change_of_its_folder_ends_in_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_each_kind_of_change_of_its_folder_ends_in_the_same_bits(
+def test_run_killed_before_each_kind_of_change_ends_in_the_same_bits(
     kill_at: tuple[list[str], Kill],
 ) -> None:
     """The first of one kind, the last of the next: with the run still empty, and with checkpoints
@@ -168,7 +168,7 @@ def test_a_run_killed_before_each_kind_of_change_of_its_folder_ends_in_the_same_
 def _kill_while_it_writes(
     processes: ForkServerContext, config: TrainingConfig, aside: str, delay: float
 ) -> bool:
-    """Whether it was really in the middle: the file or folder aside is still there."""
+    """Returns True if the kill was in the middle: the temporary file or folder still exists."""
     assert config.out is not None
     process = processes.Process(target=_train_and_die, args=(config, 0, None))
     process.start()
@@ -182,7 +182,7 @@ def _kill_while_it_writes(
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_it_writes_ends_in_the_same_bits(
+def test_run_killed_while_it_writes_ends_in_the_same_bits(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> None:
     """A model of 2 MB, so that writing takes its time."""

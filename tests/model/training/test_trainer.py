@@ -1,10 +1,8 @@
-"""The whole loop, on a model of some thousand parameters."""
+"""The whole training loop, on a model of some thousand parameters."""
 
 import hashlib
-import json
 import math
 import os
-import random
 import shutil
 import signal
 import time
@@ -20,7 +18,6 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.document import TextError
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.presets import PresetError
 from logitd.model.training.events import (
     Evaluated,
     Event,
@@ -32,7 +29,7 @@ from logitd.model.training.events import (
     Started,
     line,
 )
-from logitd.model.training.recording import evaluator
+from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
 from logitd.model.training.run.summary import summarise
@@ -43,7 +40,7 @@ from tests.model.conftest import Configure, story
 
 
 def _hash(value: Any) -> str:
-    """Of tensors and everything around them, bit for bit."""
+    """A hash of tensors and of the values around them."""
     digest = hashlib.sha256()
 
     def feed(part: Any) -> None:
@@ -64,7 +61,7 @@ def _hash(value: Any) -> str:
 
 
 def _state(run: Path) -> dict[str, str]:
-    """Hashes of everything in a run's state but the clock."""
+    """Hashes of everything in a run's state except the clock."""
     document = read_state(run / "state" / "state.pt")
     for clock in ("seconds", "setup", "ending"):
         document["counters"].pop(clock)
@@ -72,17 +69,11 @@ def _state(run: Path) -> dict[str, str]:
     return {name: _hash(part) for name, part in document.items()}
 
 
-def _losses(run: Path) -> list[tuple[str, int, float]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(each) for each in lines]
+def _losses(run: Path) -> list[tuple[str, int, Any]]:
     return [
-        (each["kind"], each["step"], each.get("loss", each.get("val_loss"))) for each in records
+        (each["kind"], each["step"], each.get("loss", each.get("val_loss")))
+        for each in RunDirectory(run).metrics()
     ]
-
-
-def _gradient_norms(run: Path) -> list[float]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [each["gradient_norm"] for each in records if each["kind"] == "train"]
 
 
 class StopAt:
@@ -113,7 +104,7 @@ def _train_until(step: int, config: TrainingConfig) -> TrainingResult:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_run_learns_and_leaves_everything_where_it_belongs(configure: Configure) -> None:
+def test_run_learns_and_writes_its_files(configure: Configure) -> None:
     events: list[Event] = []
     config = configure(steps=40, eval_every=10, checkpoint_every=20, sample_every=20, keep=1)
     result = train(config, events.append)
@@ -147,7 +138,7 @@ def test_a_run_learns_and_leaves_everything_where_it_belongs(configure: Configur
     assert all(line(event) for event in events)
 
 
-def test_the_card_tells_what_a_stranger_needs(configure: Configure) -> None:
+def test_card_describes_the_run(configure: Configure) -> None:
     result = train(configure(data_licence="CC0", prompts=("the cat ", "a dog")))
     card = (result.checkpoint / "README.md").read_text()
     data = read_checkpoint(result.checkpoint).training.data
@@ -167,7 +158,7 @@ def test_the_card_tells_what_a_stranger_needs(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
+def test_stopped_and_resumed_run_has_the_bits_of_one_run(
     configure: Configure, tmp_path: Path, dtype: str
 ) -> None:
     """Stopped twice by Ctrl-C, between two checkpoints and between two reports; dropout draws
@@ -200,27 +191,22 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     assert straight == [each for each in broken if each[:2] in there]
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6])
-def test_a_run_stopped_where_it_reports_reports_the_same_as_one_that_was_not(
-    configure: Configure, tmp_path: Path, stop: int
-) -> None:
-    """Ctrl-C in step 4, with a report due after it, once left that report out: the next one was of
-    four steps instead of two, and the smoothed loss another from there on."""
+def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_path: Path) -> None:
+    """Ctrl-C in step 4, with a report due after it, once left that report out, and the smoothed
+    loss differed from there on."""
     shared = {"steps": 8, "log_every": 2, "eval_every": 5, "sample_every": 1000}
     train(configure(out=tmp_path / "straight", **shared))
-    broken = configure(out=tmp_path / "broken", **shared)
-    assert _train_until(stop, broken).reason == "interrupted"
-    train(TrainingConfig(out=broken.out, resume=True))
-    assert _state(tmp_path / "straight") == _state(tmp_path / "broken")
-    reported = [
-        [each for each in _losses(tmp_path / run) if each[0] == "train"]
-        for run in ("straight", "broken")
-    ]
-    assert reported[0] == reported[1]
+    reported = [each for each in _losses(tmp_path / "straight") if each[0] == "train"]
+    for stop in (4, 5, 6):
+        broken = tmp_path / f"broken-{stop}"
+        assert _train_until(stop, configure(out=broken, **shared)).reason == "interrupted"
+        train(TrainingConfig(out=broken, resume=True))
+        assert _state(tmp_path / "straight") == _state(broken)
+        assert [each for each in _losses(broken) if each[0] == "train"] == reported
 
 
 @pytest.mark.usefixtures("pictures")
-def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> None:
+def test_ctrl_c_finishes_the_step_and_saves(configure: Configure) -> None:
     reporter = StopAt(2)
     before = signal.getsignal(signal.SIGINT)
     result = train(configure(log_every=1), reporter)
@@ -228,12 +214,12 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> Non
     assert read_checkpoint(result.checkpoint).training.step == 2
     notices = [event.message for event in reporter.events if isinstance(event, Noticed)]
     assert notices[1:] == [
-        "stopping after this step, then saving; once more to stop without saving"
+        "stopping after this step, then saving; interrupt again to stop without saving"
     ]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_evaluating_and_sampling_do_not_change_what_is_learned(
+def test_evaluating_and_sampling_do_not_change_training(
     configure: Configure, tmp_path: Path
 ) -> None:
     seldom = configure(out=tmp_path / "seldom", dropout=0.2, eval_every=12)
@@ -247,22 +233,25 @@ def test_evaluating_and_sampling_do_not_change_what_is_learned(
 
 
 def test_accumulated_gradients_are_averaged(configure: Configure, tmp_path: Path) -> None:
-    """Summed instead, they would be `accumulate` times too large. Losses hardly tell, because AdamW
-    and Muon do not feel the scale of a gradient: the recorded norm does, which `clip` bounds."""
+    """A sum would be `accumulate` times too large. Losses hardly show it, because AdamW and Muon do
+    not depend on the scale of a gradient; the recorded norm does."""
     shared = {"optimizer": "adamw", "steps": 3, "log_every": 1, "clip": 1000.0}
     big = train(configure(out=tmp_path / "big", batch_size=8, **shared))
     parts = train(configure(out=tmp_path / "parts", batch_size=4, accumulate=2, **shared))
-    norms = [_gradient_norms(result.run) for result in (big, parts)]
+    norms = [
+        [each["gradient_norm"] for each in RunDirectory(run).metrics() if each["kind"] == "train"]
+        for run in (big.run, parts.run)
+    ]
     assert len(norms[0]) == 3
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     weights = [read_state(result.run / "state" / "state.pt")["weights"] for result in (big, parts)]
     for name, weight in weights[0].items():
-        # But for one in a thousand whose gradient is nearly nothing: AdamW goes by its sign.
+        # Except one in a thousand whose gradient is nearly zero: AdamW follows its sign.
         far = (weights[1][name] - weight).abs() > 1e-4
         assert far.float().mean() <= 1e-3, name
 
 
-def test_the_callers_random_state_and_threads_are_left_alone(configure: Configure) -> None:
+def test_train_restores_random_state_and_threads(configure: Configure) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     train(configure(steps=2, threads=threads + 1))
     assert torch.equal(torch.get_rng_state(), state)
@@ -292,7 +281,7 @@ def test_one_batch_can_be_learned_by_heart(
     assert losses[-1] < 0.4
 
 
-def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
+def test_diverging_run_stops_and_names_the_last_good_checkpoint(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Trainer._step
@@ -316,24 +305,25 @@ def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
 
 
-def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
-    """Minutes alone set the length, the learning rate falls with the clock; with steps besides,
-    whichever comes first ends the run."""
-    config = configure(minutes=0.05, log_every=1, eval_every=10_000, checkpoint_every=10_000)
+def test_minutes_end_a_run(configure: Configure) -> None:
+    """Minutes alone set the length, and the learning rate falls with the clock. With steps too, the
+    first of both ends the run."""
+    config = configure(minutes=0.03, log_every=1, eval_every=10_000, checkpoint_every=10_000)
     given = {k: v for k, v in config.model_dump(exclude_unset=True).items() if k != "steps"}
     events: list[Event] = []
     result = train(TrainingConfig(**given), events.append)
     assert result.reason == "time is up"
-    assert result.seconds < 3 + 1
-    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
+    assert result.seconds < 60 * 0.03 + 1
+    rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.6
-    assert train(configure(minutes=60, out=result.run.with_name("long"))).reason == "finished"
+    long = configure(minutes=60, steps=2, out=result.run.with_name("long"))
+    assert train(long).reason == "finished"
 
 
-@pytest.mark.parametrize("used", [27.0, 60.0])
+@pytest.mark.parametrize("used", [28.5, 60.0])
 def test_minutes_count_from_the_start_of_the_command(configure: Configure, used: float) -> None:
-    """Importing and reading the text are inside, and so is saving the last step."""
+    """Importing and reading the text count, and so does saving the last step."""
     given = configure(minutes=0.5, log_every=1).model_dump(exclude_unset=True)
     del given["steps"]
     events: list[Event] = []
@@ -345,12 +335,12 @@ def test_minutes_count_from_the_start_of_the_command(configure: Configure, used:
     assert any("one step is taken" in each for each in said) == (used == 60)
     if used == 60:
         assert result.step == 1
-    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
+    rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates[0] == 1  # the schedule begins with the first step
     assert summarise(result.run).finished
 
 
-def test_checkpoints_and_samples_are_early_and_then_rarer(configure: Configure) -> None:
+def test_checkpoints_and_samples_become_rarer(configure: Configure) -> None:
     events: list[Event] = []
     far = {"eval_every": 1000, "checkpoint_every": 1000, "sample_every": 1000, "keep": 9}
     result = train(configure(steps=100, sample_tokens=1, **far), events.append)
@@ -359,24 +349,18 @@ def test_checkpoints_and_samples_are_early_and_then_rarer(configure: Configure) 
     assert list(RunDirectory(result.run).checkpoints()) == steps
 
 
-def test_learning_rate_of_a_run_that_is_made_longer_does_not_jump(
-    configure: Configure, tmp_path: Path
+def test_lengthened_run_reports_and_keeps_the_rise_of_its_learning_rate(
+    configure: Configure,
 ) -> None:
-    """It rises within a twentieth of the rest, also where the run is stopped meanwhile."""
-    straight, broken = (
-        train(configure(steps=40, log_every=1, sample_tokens=1, out=tmp_path / name)).run
-        for name in ("straight", "broken")
-    )
+    """The rise itself is tested in configuration/test_resolve.py."""
+    first = train(configure(steps=4, log_every=1, sample_tokens=1)).run
     events: list[Event] = []
-    train(TrainingConfig(out=straight, resume=True, steps=120), events.append)
-    (said,) = (e.message for e in events if isinstance(e, Noticed) and "longer" in e.message)
-    assert "from x 0.00 to x 1.00" in said
-    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
-    assert rates[:6] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
-    assert rates[-1] < 0.02
-    _train_until(42, TrainingConfig(out=broken, resume=True, steps=120))
-    train(TrainingConfig(out=broken, resume=True))
-    assert _state(straight) == _state(broken)
+    train(TrainingConfig(out=first, resume=True, steps=24), events.append)
+    (notice,) = (e.message for e in events if isinstance(e, Noticed) and "longer" in e.message)
+    assert "from x 0.00 to x 1.00" in notice
+    rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
+    assert rates[:3] == pytest.approx([0, 1, 1])
+    assert RunDirectory(first).read_training().rewarming is not None
 
 
 def test_patience_ends_a_run_that_no_longer_improves(
@@ -384,7 +368,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
-        evaluator,
+        recorder,
         "validate",
         lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1),
     )
@@ -394,10 +378,8 @@ def test_patience_ends_a_run_that_no_longer_improves(
     assert result.step == 10
 
 
-def test_every_checkpoint_of_a_run_carries_its_chat_template(
-    configure: Configure, tmp_path: Path
-) -> None:
-    """As it was when the run began, or went on."""
+def test_every_checkpoint_has_the_chat_template(configure: Configure, tmp_path: Path) -> None:
+    """The template at the start of the run, or at its resume."""
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }} é", encoding="utf-8")
     train(configure(chat_template=file), StopAt(8))
@@ -421,7 +403,7 @@ def _template(checkpoint: Path) -> str | None:
     [(b"{% for %}", r"chat\.jinja: line 1 of the chat template: "), (b"\xff", "cannot be read: "),
      (None, "cannot be read: .*No such file")],
 )  # fmt: skip
-def test_a_bad_chat_template_is_refused_before_anything_is_done(
+def test_bad_chat_template_is_refused_before_anything_is_written(
     configure: Configure, tmp_path: Path, written: bytes | None, sentence: str
 ) -> None:
     file = tmp_path / "chat.jinja"
@@ -435,14 +417,14 @@ def test_a_bad_chat_template_is_refused_before_anything_is_done(
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({"preset": "huge"}, PresetError, "unknown preset 'huge'"),
+        ({"preset": "huge"}, TrainingError, "unknown preset 'huge'"),
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
         ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is not a file"),
         ({"context_length": 50_000}, TextError, "a window takes 50001"),
         ({"tokenizer": "gpt3", "vocab_size": None}, DataError, "neither 'own' nor"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_a_sentence(
+def test_impossible_run_is_refused(
     configure: Configure, given: dict[str, Any], error: type[Exception], sentence: str
 ) -> None:
     config = configure(**given)
@@ -453,7 +435,7 @@ def test_what_cannot_be_trained_is_refused_with_a_sentence(
 
 
 def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
-    """What is slow comes after it: the text, and the measurement that --minutes needs."""
+    """The slow parts, the text and the measurement for --minutes, come later."""
     config = configure(data=("is-not-there.txt",))
     assert config.out is not None
     config.out.mkdir()
@@ -462,14 +444,14 @@ def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure)
         train(config)
 
 
-def test_a_warning_about_the_speed_of_guards_is_not_shown(configure: Configure) -> None:
+def test_warning_about_the_speed_of_guards_is_not_shown(configure: Configure) -> None:
     def warn(_: object) -> None:
         warnings.warn("Guards may run slower on Python 3.13.0.", RuntimeWarning, stacklevel=2)
 
     train(configure(steps=1), warn)
 
 
-def test_a_run_is_never_overwritten(configure: Configure, straight: Path, tmp_path: Path) -> None:
+def test_run_is_never_overwritten(configure: Configure, straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, tmp_path / "run", symlinks=True)
     before = _state(tmp_path / "run")
     with pytest.raises(TrainingError, match="exists already"):
@@ -511,7 +493,7 @@ def test_decoder_8x64_learns_below_the_unigram_entropy(
     assert gpt(torch.tensor([info.tokenizer.encode("the cat")])).logits.isfinite().all()
 
 
-def test_what_neox_is_made_of_is_trained_and_saved(tmp_path: Path, story_file: Path) -> None:
+def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Path) -> None:
     """Every weight moves: head and norms have their biases, a part of each head turns."""
     shape: dict[str, Any] = {
         "positions": "rotary", "rotary_dim": 4, "residual": "parallel", "norm": "layernorm",
@@ -536,16 +518,15 @@ def test_what_neox_is_made_of_is_trained_and_saved(tmp_path: Path, story_file: P
 @pytest.mark.first
 @pytest.mark.slow
 def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
-    """`logitd train` with no arguments but the place, a tenth of its 1,200 steps, and one thread
-    for the reason above. It comes to 2.15 bits per byte; all of them, to less than 1.45."""
-    result = train(TrainingConfig(out=tmp_path / "run", steps=120, threads=1))
-    assert result.val_bits_per_byte < 2.25
+    """`logitd train` with a twentieth of its 1,200 steps, which comes to 2.43 bits per byte."""
+    result = train(TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1))
+    assert result.val_bits_per_byte < 2.55
 
 
-def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
+def test_exploding_loss_ends_the_run_without_a_bad_state(
     configure: Configure,
 ) -> None:
-    """The loss explodes and stays finite. Nothing is saved while it stands far above its best."""
+    """The loss explodes and stays finite. Nothing is saved while it is far above its best."""
     events: list[Event] = []
     config = configure(
         optimizer="adamw",
@@ -570,7 +551,7 @@ def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
     assert steps[-1] < 120
 
 
-def test_a_run_killed_before_it_first_saved_begins_again(
+def test_run_killed_before_its_first_save_begins_again(
     configure: Configure, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configure(out=tmp_path / "killed")
@@ -590,9 +571,7 @@ def test_a_run_killed_before_it_first_saved_begins_again(
     assert _losses(straight) == _losses(tmp_path / "killed")
 
 
-def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
-    straight: Path, tmp_path: Path
-) -> None:
+def test_run_without_its_state_keeps_its_checkpoints(straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "state" / "state.pt").unlink()
     with pytest.raises(TrainingError, match=r"nothing to resume: .*state\.pt does not exist"):
@@ -600,39 +579,24 @@ def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
     assert read_checkpoint(tmp_path / "run" / "latest").training.step == 12
 
 
-def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
-    configure: Configure, tmp_path: Path
+def test_rising_validation_loss_is_reported_meanwhile_and_at_the_end(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Letters by chance: all that can be learned of them is these letters."""
-    draw = random.Random(0)
-    text = tmp_path / "letters.txt"
-    text.write_text("".join(draw.choice("abcdefgh ") for _ in range(900)))
+    losses = iter([3.0, 2.5, 2.0, 2.5, 2.6, 2.7, 2.8])
+    monkeypatch.setattr(
+        recorder, "validate", lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1)
+    )
     events: list[Event] = []
-    values = {
-        "data": (str(text),),
-        "vocab_size": 257,
-        "context_length": 16,
-        "steps": 240,
-        "batch_size": 8,
-    }
-    config = configure(**values, eval_every=40, checkpoint_every=240, val_fraction=0.3)
-    result = train(config, events.append)
+    result = train(configure(steps=8, eval_every=2, checkpoint_every=100), events.append)
     notices = [event.message for event in events if isinstance(event, Noticed)]
-    (before,) = (each for each in notices if "pass the text" in each)
-    assert before.startswith("240 steps pass the text ")
-    assert "--dropout 0.3; " in before
-    evaluations = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
-    best = min(evaluations, key=lambda step: evaluations[step])
-    assert 0 < best < 160
+    bits = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
+    best = min(bits, key=lambda step: bits[step])
+    rising = [step for step in bits if step >= best][:3]
     (meanwhile,) = (each for each in notices if each.startswith("validation gets worse"))
-    assert f"{evaluations[best]:.4f} at step {best}" in meanwhile
-    second = [step for step in evaluations if step > best][1]
-    assert f"{evaluations[second]:.4f} at step {second} bits per byte, while" in meanwhile
-    assert "the text is being learned by heart" in meanwhile
-    assert notices[-1] == (
-        f"the best evaluation is that of step {best}, {evaluations[best]:.4f} bits per byte; the "
-        f"{240 - best} steps after it made that {evaluations[240]:.4f}. `best` is the former, and "
-        "is what is served"
+    assert all(f"{bits[step]:.4f} at step {step}" in meanwhile for step in rising)
+    assert notices[-1].startswith(
+        f"the best evaluation is that of step {best}, {bits[best]:.4f} bits per byte; "
+        f"{8 - best} steps later it is {bits[8]:.4f}"
     )
     assert read_checkpoint(result.best).training.step == best
 
@@ -640,7 +604,7 @@ def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
 @pytest.mark.parametrize(
     ("values", "warned"), [({}, True), ({"dropout": 0.1}, False), ({"steps": 15}, False)]
 )
-def test_many_passes_without_dropout_are_warned_of_before_the_first_step(
+def test_many_passes_without_dropout_are_reported_before_the_first_step(
     values: dict[str, Any], warned: bool, configure: Configure, tmp_path: Path
 ) -> None:
     text = tmp_path / "short.txt"

@@ -1,4 +1,4 @@
-"""Which model so many minutes get."""
+"""The model and the recipe that `--minutes` choose."""
 
 import json
 import math
@@ -20,24 +20,22 @@ from logitd.model.training.configuration.autosize import (
     TOKENS_PER_PARAMETER,
     USABLE,
     Choice,
+    Measured,
     Size,
+    autosize,
     bytes_per_token,
-    chooses,
     dropout_of,
     enough_bytes,
     fill_in,
     passes,
     search,
     suit_text,
+    wants_size,
 )
-from logitd.model.training.configuration.config import (
-    TrainingConfig,
-    TrainingError,
-    command,
-    run_name,
-)
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Noticed
+from logitd.model.training.recording.card import command
 from logitd.model.training.setup import measure
 from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.trainer import train
@@ -54,12 +52,11 @@ tokens of 6.7 million operations in 170 s."""
 
 
 def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
-    """On a machine that does as many operations per second whatever the size, and measures in no
-    time."""
+    """The choice of a machine with one rate for all sizes, which measures in no time."""
     return search(seconds, MODELS, lambda size: operations / FLOPS[size], lambda: 0.0)
 
 
-def test_sizes_go_up_by_steps() -> None:
+def test_each_size_is_a_step_larger_than_the_one_before() -> None:
     matrices = list(MATRICES.values())
     ratios = [above / below for below, above in pairwise(matrices)]
     assert all(1.3 < ratio < 3.5 for ratio in ratios)
@@ -70,15 +67,15 @@ def test_sizes_go_up_by_steps() -> None:
     ("seconds", "expected"),
     [(75, (4, 128)), (170, (4, 128)), (2 * 1800, (6, 256)), (0.5, (2, 64)), (1e12, (16, 1024))],
 )
-def test_it_is_the_model_that_was_best_where_that_was_measured(
+def test_chosen_size_is_the_one_that_measured_best(
     seconds: float, expected: tuple[int, int]
 ) -> None:
-    """Half an hour of two cores counts as an hour of one."""
+    # Half an hour of two cores counts as an hour of one.
     size = _chosen(seconds).size
     assert (size.n_layer, size.d_model) == expected
 
 
-def test_more_time_and_more_speed_never_give_a_smaller_model() -> None:
+def test_more_time_or_speed_never_chooses_a_smaller_model() -> None:
     indices = [SIZES.index(_chosen(10 * 1.5**n).size) for n in range(36)]
     assert indices == sorted(indices)
     assert indices[0] < 3
@@ -86,7 +83,7 @@ def test_more_time_and_more_speed_never_give_a_smaller_model() -> None:
     assert _chosen(600, 6 * ONE_CORE).size == _chosen(3600).size
 
 
-def test_a_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
+def test_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
     for seconds in (60.0, 300.0, 7200.0):
         choice = _chosen(seconds)
         index = SIZES.index(choice.size)
@@ -97,19 +94,18 @@ def test_a_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
         assert fewer < TOKENS_PER_PARAMETER * MATRICES[above]
 
 
-def test_what_is_measured_counts_more_than_what_is_expected() -> None:
-    """A machine that is slow with all but the first size stays with a small one."""
-
+def test_measured_speed_overrides_the_expected_one() -> None:
+    # A machine that is slow with all sizes except the first.
     def measure(size: Size) -> float:
         fast = ONE_CORE * (20 if size == FIRST_MEASURED else 0.5)
         return fast / FLOPS[size]
 
     choice = search(600, MODELS, measure, lambda: 0.0)
-    assert len(choice.measured) >= 2
+    assert len(choice.speeds) >= 2
     assert choice.size.d_model < _chosen(600, 20 * ONE_CORE).size.d_model
 
 
-def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
+def test_measuring_stays_within_its_share() -> None:
     seconds, now = 60.0, 0.0
     spent: list[float] = []
 
@@ -121,18 +117,18 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
         return speed
 
     choice = search(seconds, MODELS, take, lambda: now)
-    assert len(spent) == len(choice.measured)
+    assert len(spent) == len(choice.speeds)
     assert sum(spent[1:]) + len(spent[:-1]) <= MEASURING * seconds
 
 
 class _Clock:
-    """Another process has the cores in the second and third step: they take ten times as long."""
+    """Another process has the cores in steps 2 and 3, which take ten times as long."""
 
     def __init__(self, step_seconds: float) -> None:
         self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
 
     def __call__(self) -> float:
-        """Of three looks one is after a step, and two are before it."""
+        """Every third look is after a step."""
         self._looks += 1
         if self._looks > 1 and self._looks % 3 == 1:
             step = self._looks // 3
@@ -141,10 +137,10 @@ class _Clock:
 
 
 @pytest.mark.parametrize(("step_seconds", "said"), [(0.01, 0.01), (3.0, 30.0), (20.0, 200.0)])
-def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more_steps(
+def test_measurement_ignores_a_short_disturbance_if_there_is_time_for_more_steps(
     monkeypatch: pytest.MonkeyPatch, step_seconds: float, said: float
 ) -> None:
-    """With three steps two of them decided, for the whole run, which size it had."""
+    # Once three steps were measured, and two disturbed ones decided the size of the run.
     monkeypatch.setattr(
         "logitd.model.training.setup.measure.time.perf_counter", _Clock(step_seconds)
     )
@@ -166,17 +162,17 @@ def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more
         TrainingConfig(minutes=5, from_checkpoint=Path("base")),
     ],
 )
-def test_whoever_names_a_preset_a_size_or_a_base_keeps_it(config: TrainingConfig) -> None:
-    assert not chooses(config, 1)
+def test_given_preset_size_or_base_disables_autosizing(config: TrainingConfig) -> None:
+    assert not wants_size(config, 1)
 
 
-def test_several_processes_have_to_name_a_preset() -> None:
-    assert chooses(TrainingConfig(minutes=5), 1)
+def test_autosizing_refuses_several_processes() -> None:
+    assert wants_size(TrainingConfig(minutes=5), 1)
     with pytest.raises(TrainingError, match="there are 2: name one with --preset"):
-        chooses(TrainingConfig(minutes=5), 2)
+        wants_size(TrainingConfig(minutes=5), 2)
 
 
-def test_values_that_are_given_stay() -> None:
+def test_given_values_stay() -> None:
     size = SIZES[3]
     config = TrainingConfig(minutes=5, context_length=64, batch_size=3, eval_every=7)
     chosen = fill_in(config, size, 1e6)
@@ -187,7 +183,7 @@ def test_values_that_are_given_stay() -> None:
     assert MATRICES[size] == 1769664
 
 
-def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
+def test_run_keeps_its_chosen_size_and_resumes_without_measuring(
     story_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -204,10 +200,10 @@ def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
     first = TrainingConfig(**described["config"])
     assert (first.n_layer, first.d_model) == (SIZES[0].n_layer, SIZES[0].d_model)
     assert described["model"]["d_model"] == SIZES[0].d_model
-    assert run_name(first) == "0.01-minutes"
+    assert first.run_name == "0.01-minutes"
     assert "--d-model 64" in command(first)
     assert first.given().keys() >= {"n_layer", "batch_size", "eval_every", "minutes"}
-    monkeypatch.setattr(measure, "measure", None)  # whoever measured now would fail
+    monkeypatch.setattr(measure, "measure", None)  # measuring now would fail
     again = train(
         TrainingConfig(minutes=10, steps=result.step + 2, resume=True, out=result.run, threads=1),
         events.append,
@@ -215,26 +211,19 @@ def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
     assert (again.reason, again.step) == ("finished", result.step + 2)
 
 
-def _regularised(
+def _autosized(
     asked: TrainingConfig, tokens: float, text_bytes: int, published: int | None = None
 ) -> tuple[TrainingConfig, str]:
-    """`tiny`'s size for a text of `text_bytes`, and the notice."""
-    chosen = fill_in(asked, SIZES[2], tokens)
-
-    def count(limit: float) -> int:
-        return min(text_bytes, math.ceil(limit) + 1)
-
-    changes, notice = suit_text(chosen, asked, tokens, published, count)
-    return chosen.model_copy(update=changes), notice.removeprefix("\n")
+    """`tiny`'s size for a text of `text_bytes`, and the end of the notice."""
+    measured = Measured(Choice(SIZES[2], 1.0, {}), tokens, published, "float32")
+    config, notice = autosize(asked, measured, text_bytes)
+    return config, notice.partition("batches of")[2].partition("\n")[2]
 
 
 @given(st.floats(1e3, 1e9), st.integers(1, 10**10))
-def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
-    tokens: float, text_bytes: int
-) -> None:
-    """Whatever is not passed more than FEW times is trained exactly as before: the same
-    configuration, and so the same bits."""
-    config, said = _regularised(TrainingConfig(minutes=2), tokens, text_bytes)
+def test_only_a_short_text_changes_the_recipe(tokens: float, text_bytes: int) -> None:
+    # A text that is not passed more than FEW times has the same configuration, hence the same bits.
+    config, said = _autosized(TrainingConfig(minutes=2), tokens, text_bytes)
     often = passes(tokens, 0.9 * text_bytes, 1024)
     if often <= FEW * 0.999:
         assert said == ""
@@ -251,9 +240,9 @@ def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
     }
 
 
-def test_the_recipe_of_a_long_text_is_written_down() -> None:
-    """What any of these becomes changes the bits of everybody's runs."""
-    config, _ = _regularised(TrainingConfig(minutes=2), 1e6, 10**9)
+def test_recipe_of_a_long_text_has_these_values() -> None:
+    # Changing any of them changes the bits of all runs.
+    config, _ = _autosized(TrainingConfig(minutes=2), 1e6, 10**9)
     training = resolve(config)
     recipe, model = training.recipe, training.model
     rates = (recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.scalar_lr)
@@ -264,23 +253,23 @@ def test_the_recipe_of_a_long_text_is_written_down() -> None:
     assert (model.n_layer, model.d_model, model.context_length) == (4, 128, 256)
 
 
-def test_what_was_given_stays_however_often_the_text_is_passed() -> None:
-    config, said = _regularised(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
+def test_short_text_keeps_given_fields() -> None:
+    config, said = _autosized(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.3)
     assert said == "the text is passed about 35 times in them, so it gets dropout 0.3"
-    config, said = _regularised(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
+    config, said = _autosized(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (512, 0.0)
     assert said == "the text is passed about 23 times in them, so it gets a vocabulary of 512"
     both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
-    config, said = _regularised(both, 1e6, 10**5)
+    config, said = _autosized(both, 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.0)
     assert said == "the text is passed about 35 times in them"
     published = TrainingConfig(minutes=2, tokenizer="gpt2")
-    config, said = _regularised(published, 1e6, 10**6, published=50_257)
+    config, said = _autosized(published, 1e6, 10**6, published=50_257)
     assert (config.vocab_size, config.dropout) == (None, 0.1)
 
 
-def test_a_short_texts_recipe_is_told_recorded_and_trained(
+def test_recipe_of_a_short_text_is_reported_recorded_and_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "measure", lambda *_: 13_000.0)  # however busy the machine is
@@ -308,54 +297,38 @@ TOKENS = st.floats(1, 1e12)
 BYTES = st.floats(1, 1e12)
 
 
-def _suited(
-    tokens: float, train_bytes: float, vocab_size: int, *, learned: bool
-) -> tuple[int, float] | None:
-    """The vocabulary and the dropout for a text that is passed often; None for another."""
-    chosen = TrainingConfig(**{"vocab_size": vocab_size} if learned else {"tokenizer": "gpt2"})
-    changes, notice = suit_text(
-        chosen,
-        TrainingConfig(),
-        tokens,
-        None if learned else vocab_size,
-        lambda limit: train_bytes / 0.9,  # type: ignore[arg-type, return-value]
-    )
-    if not notice:
-        assert changes == {}
-        return None
-    return int(changes.get("vocab_size", vocab_size)), changes.get("dropout", 0.0)
-
-
 @given(VOCABULARIES, VOCABULARIES)
-def test_tokens_of_a_larger_vocabulary_have_more_bytes(one: int, other: int) -> None:
+def test_bytes_per_token_rise_with_the_vocabulary(one: int, other: int) -> None:
     smaller, larger = sorted((one, other))
     assert 1 <= bytes_per_token(smaller) <= bytes_per_token(larger) <= 5
 
 
-def test_bytes_per_token_between_measured_sizes_go_by_the_logarithm() -> None:
+def test_bytes_per_token_interpolate_by_the_logarithm() -> None:
     assert [bytes_per_token(size) for size in (257, 512, 1024, 16_384)] == [1, 2.05, 2.65, 4.4]
     assert math.isclose(bytes_per_token(round(1024 * math.sqrt(2))), (2.65 + 3.2) / 2, rel_tol=1e-3)
 
 
 @given(TOKENS, BYTES, VOCABULARIES, st.booleans(), st.floats(1, 1000))
-def test_more_passes_never_get_less_and_few_change_nothing(
+def test_more_passes_never_weaken_the_changes(
     tokens: float, train_bytes: float, vocab_size: int, learned: bool, times: float
 ) -> None:
-    few = _suited(tokens, train_bytes, vocab_size, learned=learned)
-    enough = enough_bytes(tokens, vocab_size)
+    few, notice = suit_text({}, vocab_size, tokens, train_bytes, learned=learned)
+    measured = Measured(Choice(SIZES[2], 1.0, {}), tokens, vocab_size, "float32")
+    enough = 0.9 * enough_bytes(TrainingConfig(), measured)
     if not 0.999 < train_bytes / enough < 1.001:
-        assert (few is None) is (train_bytes > enough)
-    if few is None:
+        assert bool(notice) is (train_bytes < enough)
+    if not notice:
+        assert few == {}
         return
     smaller = min(vocab_size, 512) if learned else vocab_size
-    assert few == (smaller, dropout_of(passes(tokens, train_bytes, smaller), smaller))
-    many = _suited(times * tokens, train_bytes, vocab_size, learned=learned)
-    assert many is not None
-    assert many[0] == few[0]
-    assert many[1] >= few[1]
+    assert few.get("vocab_size", vocab_size) == smaller
+    assert few.get("dropout", 0.0) == dropout_of(passes(tokens, train_bytes, smaller), smaller)
+    many, _ = suit_text({}, vocab_size, times * tokens, train_bytes, learned=learned)
+    assert many.get("vocab_size") == few.get("vocab_size")
+    assert many.get("dropout", 0.0) >= few.get("dropout", 0.0)
 
 
-def test_dropout_goes_by_passes_and_begins_earlier_with_a_large_vocabulary() -> None:
+def test_dropout_rises_with_passes_and_begins_earlier_with_a_large_vocabulary() -> None:
     for index, (least, share) in enumerate(DROPOUT):
         assert dropout_of(least * 1.01, 512) == dropout_of(least * 1.01, 1024) == share
         assert dropout_of(least, 512) == (DROPOUT[index - 1][1] if index else 0)

@@ -1,4 +1,4 @@
-"""What can be said about a run, and what it comes to."""
+"""The settings of a run: their names, their limits, and their command line."""
 
 import json
 import shlex
@@ -9,24 +9,22 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from logitd.model.training.configuration.config import (
-    RESUMABLE,
-    SHAPE_FIELDS,
-    TrainingConfig,
-    command,
-)
+from logitd.model.training.configuration.config import SHAPE_FIELDS, TrainingConfig
 from logitd.model.training.configuration.presets import Recipe
+from logitd.model.training.configuration.resolve import NEEDS, RESUMABLE
+from logitd.model.training.recording.card import command
 from logitd.model.transformer.config import GPTConfig, RopeScaling
 from tests.service.cli.parsed import parsed
 
 
-def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:
+def test_every_field_of_a_recipe_and_a_shape_has_a_described_setting() -> None:
     names = set(TrainingConfig.model_fields)
     assert {field.name for field in fields(Recipe)} <= names
     shape = {field.name for field in fields(GPTConfig)} - {"vocab_size", "padded_vocab_size"}
     shape -= {"norm_eps"}  # goes with the kind of norm
     assert set(SHAPE_FIELDS) == shape
     assert names >= RESUMABLE
+    assert names >= {*NEEDS, *(other for other, _ in NEEDS.values())}
     assert all(field.description for field in TrainingConfig.model_fields.values())
 
 
@@ -48,13 +46,12 @@ def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() ->
         {"rope_scaling": {"kind": "linear", "factor": 2.0, "colour": "red"}},
     ],
 )
-def test_impossible_values_and_unknown_names_are_refused(wrong: dict[str, Any]) -> None:
+def test_config_refuses_impossible_values_and_unknown_names(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TrainingConfig(**wrong)
 
 
-def test_scaled_positions_are_json_on_the_way_in_and_out() -> None:
-    """A run's configuration is written as JSON, and its command is a line that can be given."""
+def test_rope_scaling_round_trips_through_json_and_the_command() -> None:
     given = {"kind": "yarn", "factor": 4, "original_context_length": 64}
     config = TrainingConfig(rope_scaling=given)
     assert config.rope_scaling == RopeScaling.from_dict(given)
@@ -64,7 +61,7 @@ def test_scaled_positions_are_json_on_the_way_in_and_out() -> None:
     assert parsed("train", flag, value).given() == config.given()
 
 
-def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:
+def test_command_has_the_given_settings_and_nothing_of_this_machine() -> None:
     config = TrainingConfig(
         preset="small",
         data=("my text.txt", "b.txt"),

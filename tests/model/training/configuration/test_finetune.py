@@ -1,4 +1,4 @@
-"""Fine-tuning, whole and by adapters: where a run begins, what may change, what is left."""
+"""Fine-tuning of whole models and by adapters: the start, allowed changes, and the files."""
 
 import json
 from collections.abc import Callable
@@ -76,13 +76,13 @@ def evaluations(result: TrainingResult) -> dict[int, float]:
 
 
 def held_out(text: Path, path: Path) -> Path:
-    """What the trainer holds out of one document: the lines that begin behind nine tenths of it."""
+    """The lines that the trainer holds out of one document, those after nine tenths of it."""
     path.write_bytes(text.read_bytes()[-HELD_OUT:])
     return path
 
 
 @pytest.mark.parametrize(("lora", "dtype"), [(None, "float32"), (4, "float32"), (4, "bfloat16")])
-def test_a_run_begins_with_the_loss_of_the_checkpoint_and_lowers_it(
+def test_run_begins_with_the_loss_of_its_base_and_lowers_it(
     tune: Tune, base: Path, text: Path, tmp_path: Path, lora: int | None, dtype: Any
 ) -> None:
     result = train(tune(lora=lora, dtype=dtype))
@@ -95,10 +95,10 @@ def test_a_run_begins_with_the_loss_of_the_checkpoint_and_lowers_it(
     assert losses[12] < losses[6] < losses[0]
 
 
-def test_a_run_killed_before_it_first_saved_begins_with_the_checkpoint_again(
+def test_run_killed_before_its_first_save_begins_with_its_base_again(
     tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went on from random weights, and its card still named the checkpoint."""
+    """Such a run once continued from random weights, and its card still named the checkpoint."""
     straight = train(tune(out=tmp_path / "straight"))
 
     def kill(path: Path, **facts: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_run_killed_before_it_first_saved_begins_with_the_checkpoint_again(
     assert evaluations(resumed) == evaluations(straight)
 
 
-def test_the_checkpoint_says_what_it_comes_from(tune: Tune, base: Path) -> None:
+def test_checkpoint_names_its_base(tune: Tune, base: Path) -> None:
     result = train(tune(data_licence="CC0", steps=2))
     info, was = read_checkpoint(result.best), read_checkpoint(base)
     assert info.training.base == {
@@ -145,7 +145,7 @@ def resolved(config: TrainingConfig) -> tuple[Recipe, GPTConfig]:
     return resolution.recipe, resolution.model
 
 
-def test_the_recipe_is_gentle_unless_it_is_given(tune: Tune) -> None:
+def test_recipe_is_gentle_unless_given(tune: Tune) -> None:
     preset = PRESETS["tiny"].recipe
     recipe, _ = resolved(tune(steps=40, head_lr=0.5))
     assert recipe.matrix_lr == preset.matrix_lr / 10
@@ -160,7 +160,7 @@ def test_the_recipe_is_gentle_unless_it_is_given(tune: Tune) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, 4])
-def test_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
+def test_stopped_and_resumed_run_has_the_bits_of_one_run(
     tune: Tune, tmp_path: Path, lora: int | None
 ) -> None:
     given = {"lora": lora, "dropout": 0.1, "log_every": 1, "eval_batches": 1, "sample_tokens": 1}
@@ -174,7 +174,7 @@ def test_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     assert config["training"]["base"]["name"] == "base"
 
 
-def test_of_adapters_alone_there_is_a_state_and_a_checkpoint(tune: Tune, base: Path) -> None:
+def test_state_and_checkpoint_have_only_adapters(tune: Tune, base: Path) -> None:
     events: list[Event] = []
     result = train(tune(lora=2, lora_alpha=8.0, lora_targets=("qkv", "mlp_up")), events.append)
     state = read_state(result.run / "state" / "state.pt")
@@ -191,7 +191,7 @@ def test_of_adapters_alone_there_is_a_state_and_a_checkpoint(tune: Tune, base: P
     assert "This is an adapter of rank 2, alpha 8" in (result.best / "README.md").read_text()
 
 
-def test_merged_the_adapters_give_the_loss_that_the_run_had(
+def test_merged_adapters_have_the_loss_of_the_run(
     tune: Tune, base: Path, text: Path, tmp_path: Path
 ) -> None:
     result = train(tune(lora=4))
@@ -212,9 +212,7 @@ def test_merged_the_adapters_give_the_loss_that_the_run_had(
     assert len(names) == 2 * 4
 
 
-def test_a_run_of_adapters_goes_on_with_the_very_base(
-    tune: Tune, base: Path, tmp_path: Path
-) -> None:
+def test_run_of_adapters_resumes_only_with_its_base(tune: Tune, base: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=3))
     config = tune(lora=2, log_every=1)
@@ -232,9 +230,7 @@ def test_a_run_of_adapters_goes_on_with_the_very_base(
 
 
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal", "learned"])
-def test_another_context_needs_positions_that_are_computed(
-    tune: Tune, tmp_path: Path, positions: Any
-) -> None:
+def test_other_context_needs_computed_positions(tune: Tune, tmp_path: Path, positions: Any) -> None:
     gpt = tiny_gpt(tiny_config(context_length=32, positions=positions, n_layer=1))
     path = save_tiny_checkpoint(tmp_path / "other", gpt=gpt).path
     for context in (16, 64):
@@ -246,8 +242,8 @@ def test_another_context_needs_positions_that_are_computed(
             assert resolved(config)[1].context_length == context
 
 
-def test_a_longer_context_is_trained_and_may_scale_the_positions(tune: Tune) -> None:
-    """No weight depends on that; the checkpoint says it, and what continues it keeps it."""
+def test_longer_context_may_scale_the_positions(tune: Tune) -> None:
+    """No weight depends on the context; the checkpoint records it, and later runs keep it."""
     scaling = RopeScaling(kind="yarn", factor=2.0, original_context_length=32)
     result = train(tune(context_length=64, steps=2, rope_scaling=scaling))
     info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
@@ -279,7 +275,7 @@ def test_a_longer_context_is_trained_and_may_scale_the_positions(tune: Tune) -> 
         ({"lora": 2, "head_lr": 0.1}, "head_lr .*--lora"),
     ],
 )
-def test_what_contradicts_the_checkpoint_is_refused(
+def test_setting_that_contradicts_the_base_is_refused(
     tune: Tune, given: dict[str, Any], pattern: str
 ) -> None:
     config = tune(**given)
@@ -289,6 +285,6 @@ def test_what_contradicts_the_checkpoint_is_refused(
     assert not config.out.exists()
 
 
-def test_what_agrees_with_the_checkpoint_may_be_said(tune: Tune) -> None:
+def test_setting_that_agrees_with_the_base_is_accepted(tune: Tune) -> None:
     _, model = resolved(tune(d_model=32, vocab_size=257, tied_head=False, dropout=0.5))
     assert model.dropout == 0.5

@@ -1,70 +1,66 @@
 """The presets by name."""
 
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 
-from logitd.model.training.configuration.presets import PRESETS, PresetError, preset
+from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.transformer.gpt import GPT
+
+TINY = PRESETS["tiny"].config(vocab_size=1024)
+SIZE = ("n_layer", "n_head", "d_model", "d_ff", "context_length", "head_dim")
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_a_possible_model(name: str) -> None:
-    config = preset(name).config(vocab_size=1000)
-    assert config.vocab_size == 1000
+def test_preset_is_a_valid_model(name: str) -> None:
+    assert PRESETS[name].config(vocab_size=1000).vocab_size == 1000
 
 
-def test_gpt2_has_gpt2s_shape() -> None:
-    config = preset("gpt2-124m").config(vocab_size=50257)
-    assert (config.n_layer, config.n_head, config.d_model) == (12, 12, 768)
-    assert (config.context_length, config.activation) == (1024, "gelu_tanh")
-    assert config.tied_head
+VALUES: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {
+        "n_layer": 12, "n_head": 12, "d_model": 768, "context_length": 1024,
+        "activation": "gelu_tanh", "tied_head": True,
+    },
+    "decoder-8x64": {
+        "n_layer": 8, "n_head": 4, "d_model": 64, "d_ff": 256, "context_length": 16,
+        "positions": "sinusoidal", "activation": "relu", "norm_position": "post",
+        "qkv_bias": True, "dropout": 0.1, "batch_size": 4, "matrix_lr": 1e-3, "seed": 1337,
+        "steps": 5000, "eval_every": 50, "eval_batches": 20, "val_fraction": 0.2,
+    },
+    "nanogpt": {
+        **{name: getattr(TINY, name) for name in SIZE}, "norm": "layernorm",
+        "positions": "learned", "activation": "gelu", "bias": False, "qkv_bias": False,
+        "tied_head": True, "qk_norm": False, "value_embeddings": False, "dropout": 0.0,
+        "optimizer": "adamw", "decay": "cosine", "init": "gpt2", "matrix_lr": 2e-3,
+        "batch_size": 4, "clip": 1.0,
+    },
+}  # fmt: skip
+"""Values of the models that presets follow; nanoGPT's at the size of `tiny`."""
 
 
-def test_the_decoder_is_the_classroom_model() -> None:
-    config = preset("decoder-8x64").config(vocab_size=1000)
-    assert (config.n_layer, config.n_head, config.d_model, config.d_ff) == (8, 4, 64, 256)
-    assert (config.context_length, config.positions, config.activation) == (
-        16,
-        "sinusoidal",
-        "relu",
-    )
-    assert (config.norm_position, config.qkv_bias, config.dropout) == ("post", True, 0.1)
-    recipe = preset("decoder-8x64").recipe
-    assert (recipe.batch_size, recipe.matrix_lr, recipe.seed) == (4, 1e-3, 1337)
-    assert (recipe.steps, recipe.eval_every, recipe.eval_batches) == (5000, 50, 20)
-    assert recipe.val_fraction == 0.2
-    pre = preset("decoder-8x64").config(vocab_size=1000, norm_position="pre")
-    assert pre.norm_position == "pre"
+@pytest.mark.parametrize("name", VALUES)
+def test_preset_has_the_values_of_its_model(name: str) -> None:
+    preset = PRESETS[name]
+    values = preset.config(vocab_size=1000).to_dict() | asdict(preset.recipe)
+    assert {key: values[key] for key in VALUES[name]} == VALUES[name]
 
 
-def test_the_bundled_checkpoint_stays_below_its_limit() -> None:
+def test_preset_takes_overrides() -> None:
+    assert PRESETS["decoder-8x64"].config(1000, norm_position="pre").norm_position == "pre"
+
+
+def test_small_preset_stays_below_the_size_limit_of_the_bundled_checkpoint() -> None:
     """Two bytes a parameter in bfloat16, 16 MB with everything around."""
-    small = preset("small")
+    small = PRESETS["small"]
     count = GPT(small.config(small.recipe.vocab_size)).parameter_count()
     assert 2 * count < 15.5e6
     assert small.recipe.save_dtype == "bfloat16"
 
 
-def test_an_unknown_preset_is_refused_with_the_list() -> None:
-    with pytest.raises(PresetError, match="unknown preset 'big'; known are tiny, small, gpt2-124m"):
-        preset("big")
-
-
-def test_nanogpt_has_nanogpts_shape_at_the_size_of_tiny() -> None:
-    tiny = preset("tiny").config(vocab_size=1024)
-    config = preset("nanogpt").config(vocab_size=1024)
-    for name in ("n_layer", "n_head", "d_model", "d_ff", "context_length", "head_dim"):
-        assert getattr(config, name) == getattr(tiny, name)
-    assert (config.norm, config.positions, config.activation) == ("layernorm", "learned", "gelu")
-    assert (config.bias, config.qkv_bias, config.tied_head) == (False, False, True)
-    assert (config.qk_norm, config.value_embeddings, config.dropout) == (False, False, 0.0)
-    recipe = preset("nanogpt").recipe
-    assert (recipe.optimizer, recipe.decay, recipe.init) == ("adamw", "cosine", "gpt2")
-    assert (recipe.matrix_lr, recipe.batch_size, recipe.clip) == (2e-3, 4, 1.0)
-
-
-def test_nanogpt_char_is_the_published_command() -> None:
+def test_nanogpt_char_preset_is_the_published_command() -> None:
     """0.80 M parameters in nanoGPT's count, which leaves positions out, with its 65 characters."""
-    start = preset("nanogpt-char")
+    start = PRESETS["nanogpt-char"]
     gpt = GPT(start.config(65, padded_vocab_size=65))
     assert gpt.parameter_count() - 64 * 128 == 795_904
     recipe = start.recipe

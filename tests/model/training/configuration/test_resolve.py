@@ -1,17 +1,21 @@
-"""What a configuration comes to."""
+"""Resolved settings of new and resumed runs."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from logitd.model.training.configuration.config import NEEDS, TrainingConfig, TrainingError
+from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.configuration.resolve import resolve, resolve_resumed
+from logitd.model.training.configuration.resolve import REWARMING, resolve, resolve_resumed
+from logitd.model.training.optim.schedule import lr_scale
+from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import ConfigError, RopeScaling
 
+SAVED = Counters(step=5)
 
-def test_what_is_not_given_is_the_presets() -> None:
+
+def test_resolve_takes_missing_fields_from_the_preset() -> None:
     resolution = resolve(TrainingConfig(preset="decoder-8x64"))
     assert resolution.recipe == PRESETS["decoder-8x64"].recipe
     config = TrainingConfig(preset="decoder-8x64", norm_position="pre", steps=7)
@@ -21,7 +25,7 @@ def test_what_is_not_given_is_the_presets() -> None:
     assert model.vocab_size == 300
 
 
-def test_a_norm_at_the_end_goes_with_the_norms_unless_it_is_said() -> None:
+def test_final_norm_follows_the_norm_position_unless_given() -> None:
     for norm_position, given, final in (
         *(("pre", None, True), ("post", None, False)),
         *(("pre", False, False), ("post", True, True)),
@@ -32,7 +36,7 @@ def test_a_norm_at_the_end_goes_with_the_norms_unless_it_is_said() -> None:
         assert resolve(config).model.final_norm is final
 
 
-def test_what_goes_with_other_positions_alone_is_refused_before_the_text_is_read() -> None:
+def test_resolve_refuses_rotary_fields_with_other_positions() -> None:
     with pytest.raises(ConfigError, match="rotary_dim is 32, but positions are learned"):
         resolve(TrainingConfig(preset="nanogpt", rotary_dim=32))
     assert resolve(TrainingConfig(preset="tiny", rotary_dim=32)).model.rotary_dim == 32
@@ -50,7 +54,7 @@ def test_what_goes_with_other_positions_alone_is_refused_before_the_text_is_read
         ({"warmup": 100, "steps": 6}, "warmup", "6 steps"),
     ],
 )
-def test_a_field_that_does_nothing_next_to_another_is_refused(
+def test_resolve_refuses_a_field_that_does_nothing(
     given: dict[str, Any], field: str, other: str
 ) -> None:
     with pytest.raises(TrainingError, match=f"^{field} is {given[field]}, but .*{other}"):
@@ -60,27 +64,47 @@ def test_a_field_that_does_nothing_next_to_another_is_refused(
     resolve(TrainingConfig(**{field: given[field]}))
 
 
-def test_fields_that_need_another_and_what_they_need_exist() -> None:
-    for name, (other, _) in NEEDS.items():
-        assert {name, other} <= TrainingConfig.model_fields.keys()
-
-
-def test_a_resumed_run_may_be_lengthened_but_not_changed() -> None:
+def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
     first = TrainingConfig(steps=100, d_model=64)
     before = resolve(first).with_vocabulary(1000)
-    longer = resolve_resumed(TrainingConfig(resume=True, steps=200), before)
+    longer = resolve_resumed(TrainingConfig(resume=True, steps=200), before, SAVED)
     assert (longer.recipe.steps, longer.config.steps, longer.config.d_model) == (200, 200, 64)
     assert longer.model == before.model
-    assert resolve_resumed(TrainingConfig(resume=True, d_model=64), before) == before
+    assert resolve_resumed(TrainingConfig(resume=True, d_model=64), before, SAVED) == before
     scaled = RopeScaling(kind="linear", factor=2.0)
     with pytest.raises(TrainingError, match="rope_scaling cannot change when a run is resumed"):
-        resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), before)
+        resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), before, SAVED)
     stretched = replace(before, model=replace(before.model, rope_scaling=scaled))
-    resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), stretched)
+    resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), stretched, SAVED)
     for change, was in (
         ({"d_model": 128}, "it is 128 now and was 64"),
         ({"seed": 2}, "it is 2 now and was 1337"),
         ({"data": ("x.txt",)}, r"was \(\)"),
     ):
         with pytest.raises(TrainingError, match=was):
-            resolve_resumed(TrainingConfig(resume=True, **change), before)
+            resolve_resumed(TrainingConfig(resume=True, **change), before, SAVED)
+
+
+@pytest.mark.parametrize(("steps", "rises"), [(200, True), (100, False), (50, False)])
+def test_learning_rate_of_a_lengthened_run_rises_without_a_jump(steps: int, rises: bool) -> None:
+    before = resolve(TrainingConfig(steps=100))
+    saved = Counters(step=90)
+    was = lr_scale(before.recipe, 90, before.length.done(saved))
+    longer = resolve_resumed(TrainingConfig(resume=True, steps=steps), before, saved)
+    assert (longer.rewarming is not None) is rises
+    if longer.rewarming is None:
+        return
+
+    def scale_at(step: int) -> float:
+        done = longer.length.done(Counters(step=step))
+        return lr_scale(longer.recipe, step, done, longer.rewarming)
+
+    scales = [scale_at(step) for step in range(90, 200)]
+    assert scales[0] == pytest.approx(was)
+    peak = max(scales)
+    assert scales.index(peak) == round(REWARMING * (200 - 90))
+    assert scales[: scales.index(peak) + 1] == sorted(scales[: scales.index(peak) + 1])
+    unbroken = resolve(TrainingConfig(steps=200))
+    assert scale_at(150) == lr_scale(unbroken.recipe, 150, 150 / 200)
+    again = resolve_resumed(TrainingConfig(resume=True, log_every=3), longer, Counters(step=92))
+    assert again.rewarming == longer.rewarming

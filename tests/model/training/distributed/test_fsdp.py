@@ -1,4 +1,4 @@
-"""A model divided among processes, and its twin that is whole in each.
+"""A model divided among processes, and its whole twin.
 
 Whole runs of several processes are tested in tests/e2e/test_torchrun.py.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitd.model.device import Placement
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.configuration.presets import PRESETS, Recipe, preset
+from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.distributed import fsdp as sharding
 from logitd.model.training.distributed.fsdp import (
     ParamShard,
@@ -50,7 +50,7 @@ SIZE = 3
     heights=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     size=st.integers(1, 9),
 )
-def test_pieces_of_all_processes_make_up_every_map(heights: list[int], size: int) -> None:
+def test_shards_of_all_processes_make_up_every_map(heights: list[int], size: int) -> None:
     """A fused matrix is divided without a look at the maps in it."""
     matrix = torch.arange(sum(heights))[:, None]
     part = -(-len(matrix) // size)
@@ -79,22 +79,22 @@ def test_pieces_of_all_processes_make_up_every_map(heights: list[int], size: int
         (2**29, 1, True, True),
     ],
 )
-def test_a_model_is_divided_where_there_is_no_room_for_a_copy(
+def test_model_is_sharded_if_memory_is_too_small_for_copies(
     monkeypatch: pytest.MonkeyPatch, memory: int, local_size: int, adapted: bool, expected: bool
 ) -> None:
     monkeypatch.setattr(sharding, "machine_memory", lambda: memory)
     ranks = Ranks(size=local_size, local_size=local_size)
-    config = preset("gpt2-124m").config(50_257)
+    config = PRESETS["gpt2-124m"].config(50_257)
     assert worth_sharding(config, CPU, ranks, adapted=adapted) == expected
 
 
-def test_one_process_has_nobody_to_share_with(configure: Configure, tmp_path: Path) -> None:
+def test_shard_on_is_refused_for_one_process(configure: Configure, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"shard .*on.* one process"):
         train(configure(shard="on"))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_whole_model_is_left_alone() -> None:
+def test_whole_model_is_unchanged() -> None:
     gpt = _gpt("muon")
     forward = Forward(gpt, _placement("muon"), dropout=0.0)
     assert not is_sharded(gpt)
@@ -108,7 +108,7 @@ def test_a_whole_model_is_left_alone() -> None:
 def _gpt(optimizer: str) -> GPT:
     """With fused maps, value embeddings, a bias in the head and a vocabulary that three do not
     divide."""
-    config = preset("tiny").config(
+    config = PRESETS["tiny"].config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
         tied_head=optimizer == "adamw", activation="swiglu", head_bias=True, residual="parallel",
     )  # fmt: skip
@@ -148,7 +148,7 @@ def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> flo
 
 
 def _numbers(optimizers: Optimizers) -> int:
-    """How many the optimizers keep."""
+    """Elements of the optimizers' states."""
     states = [state for each in optimizers.all.values() for state in each.state.values()]
     return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
@@ -172,7 +172,7 @@ def _held(forward: Forward, ids: Tensor, shapes: set[tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """What one process has seen."""
+    """The observations of one process."""
 
     rows: dict[str, tuple[int, int]]  # of each parameter: those that are here, and that should be
     held: int
@@ -210,8 +210,8 @@ def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
 def _goes_on_from_a_file(
     gpt: GPT, optimizer: str, optimizers: Optimizers, ranks: Ranks, path: Path
 ) -> bool:
-    """Whether a model that takes up a saved state steps as the one that goes on, and keeps nothing
-    of the file in memory: one number was a view of it, and held its blocks on the disk."""
+    """True if a model with a loaded state steps like the one that saved it, and keeps nothing of
+    the file in memory. One number was once a view of it, and held its blocks on the disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
@@ -231,7 +231,7 @@ def _goes_on_from_a_file(
 
 
 def _divide(rank: int, port: int, folder: Path) -> None:
-    """What one of three processes does."""
+    """One of three processes."""
     environment = _environment(rank, SIZE, port)
     torch.set_num_threads(1)
     with process_group(environment) as ranks:

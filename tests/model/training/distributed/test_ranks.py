@@ -1,4 +1,4 @@
-"""Who a process is among several; several real ones are tested in tests/e2e/test_torchrun.py."""
+"""The rank of a process among several; whole runs are tested in tests/e2e/test_torchrun.py."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ TORCHRUN = {
 }
 
 
-def test_torchrun_says_who_a_process_is() -> None:
+def test_ranks_are_read_from_torchruns_variables() -> None:
     assert read_ranks(TORCHRUN) == Ranks(rank=5, size=8, local_rank=1, local_size=4)
     assert not read_ranks(TORCHRUN).is_main
     assert read_ranks({}) == read_ranks({**TORCHRUN, "WORLD_SIZE": "1"}) == Ranks()
@@ -43,7 +43,7 @@ def test_torchrun_says_who_a_process_is() -> None:
         ({"MASTER_PORT": None}, "MASTER_PORT is not set: start several processes with torchrun"),
     ],
 )
-def test_half_an_environment_is_refused(changes: dict[str, str | None], sentence: str) -> None:
+def test_incomplete_environment_is_refused(changes: dict[str, str | None], sentence: str) -> None:
     environment = {k: v for k, v in (TORCHRUN | changes).items() if v is not None}
     with pytest.raises(TrainingError, match=sentence):
         read_ranks(environment)
@@ -58,8 +58,7 @@ def test_processes_share_the_processors_of_their_machine() -> None:
     assert Ranks(size=2, local_size=2).threads(3) == 3
 
 
-def test_each_process_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices are only named here: nothing is computed on them."""
+def test_each_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     second = Ranks(rank=3, size=4, local_rank=1, local_size=2)
     assert second.device("cpu") == torch.device("cpu")
     with pytest.raises(DeviceError, match="'cuda:0' is one device for 4 processes"):
@@ -83,7 +82,7 @@ def test_one_process_meets_nobody() -> None:
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """Of one process on this machine; torch looks for it there too."""
+    """The environment of one process on this machine, which torch reads as well."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -95,7 +94,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _start(context: ForkServerContext, target: Any, size: int, folder: Path) -> None:
-    """Run `target(rank, port, folder)` in so many processes, to their end."""
+    """Run `target(rank, port, folder)` in `size` processes, to their end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -108,37 +107,18 @@ def _start(context: ForkServerContext, target: Any, size: int, folder: Path) -> 
 
 
 def _meet(rank: int, port: int, results: Path) -> None:
-    """What one of three processes finds."""
-    environment = _environment(rank, 3, port)
+    """Add up and agree in two processes; then process 1 leaves while the other waits for it."""
+    environment = _environment(rank, 2, port)
     ranks_module.BUCKET = 4  # several messages
     found: dict[str, Any] = {}
-    with process_group(environment) as ranks:
-        gradients = [torch.full((2, 2), float(rank)), torch.arange(5.0), torch.tensor(1.0 + rank)]
-        ranks.all_reduce_sum(gradients)
-        found["gradients"] = gradients
-        found["total"] = ranks.all_reduce_cpu(torch.tensor([rank, 10], dtype=torch.float64))
-        found["highest"] = ranks.all_reduce_max([float(rank), -float(rank)])
-        ranks.barrier()
-    torch.save(found, results / f"{rank}.pt")
-
-
-def test_three_processes_add_up_and_agree(tmp_path: Path, processes: ForkServerContext) -> None:
-    _start(processes, _meet, 3, tmp_path)
-    for rank in range(3):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        square, line, scalar = found["gradients"]
-        assert square.tolist() == [[3, 3], [3, 3]]
-        assert line.tolist() == [0, 3, 6, 9, 12]
-        assert float(scalar) == 6
-        assert found["total"].tolist() == [3, 30]
-        assert found["highest"] == [2, 0]
-
-
-def _leave(rank: int, port: int, results: Path) -> None:
-    """Process 1 goes without a word; the other waits for it."""
-    environment = _environment(rank, 2, port)
     try:
         with process_group(environment) as ranks:
+            gradients = [torch.full((2, 2), 1.0 + rank), torch.arange(5.0), torch.tensor(1.0)]
+            ranks.all_reduce_sum(gradients)
+            found["gradients"] = gradients
+            found["total"] = ranks.all_reduce_cpu(torch.tensor([rank, 10], dtype=torch.float64))
+            found["highest"] = ranks.all_reduce_max([float(rank), -float(rank)])
+            torch.save(found, results / f"{rank}.pt")
             ranks.barrier()
             if rank == 1:
                 os._exit(0)
@@ -147,12 +127,17 @@ def _leave(rank: int, port: int, results: Path) -> None:
         (results / "sentence").write_text(str(error))
 
 
-def test_a_process_that_has_gone_is_noticed_at_once(
+def test_processes_add_up_and_notice_one_that_leaves(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    _start(processes, _leave, 2, tmp_path)
-    assert (
-        (tmp_path / "sentence")
-        .read_text()
-        .startswith("process 0 of 2 stops: another process of the run has ended")
-    )
+    _start(processes, _meet, 2, tmp_path)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        square, line, scalar = found["gradients"]
+        assert square.tolist() == [[3, 3], [3, 3]]
+        assert line.tolist() == [0, 2, 4, 6, 8]
+        assert float(scalar) == 2
+        assert found["total"].tolist() == [1, 20]
+        assert found["highest"] == [1, 0]
+    sentence = (tmp_path / "sentence").read_text()
+    assert sentence.startswith("process 0 of 2 stops: another process of the run has ended")

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Muon
 
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
+from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
+from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.step.forward import native_bfloat16
 from logitd.model.transformer.config import MODERN, gpt2_shape
 from logitd.model.transformer.gpt import GPT
@@ -51,11 +52,11 @@ def _loss(gpt: GPT) -> Tensor:
         ("head.bias", True, "scalar"),
     ],
 )
-def test_every_parameter_has_its_kind(name: str, tied: bool, expected: str) -> None:
+def test_parameter_has_its_kind(name: str, tied: bool, expected: str) -> None:
     assert kind_of(_gpt(tied_head=tied, head_bias=True), name) == expected
 
 
-def test_blocks_begin_as_the_identity_and_draws_come_from_the_generator_alone() -> None:
+def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
     before = torch.get_rng_state()
     gpt = GPT(_gpt().config)
     torch.set_rng_state(before)
@@ -69,10 +70,10 @@ def test_blocks_begin_as_the_identity_and_draws_come_from_the_generator_alone() 
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-def test_muon_orthogonalises_query_key_and_value_each_for_itself() -> None:
+def test_muon_orthogonalises_query_key_and_value_separately() -> None:
     """The fused matrix moves as three torch Muons on three matrices would move it.
 
-    To the bit where the processor multiplies bfloat16. Where it does not, the update is computed in
+    The bits are equal if the processor multiplies bfloat16. If not, the update is computed in
     float32 and torch's in bfloat16: they differ by a few hundredths of a step, while one matrix
     orthogonalised instead of three would differ by more than a tenth.
     """
@@ -123,7 +124,7 @@ def test_every_parameter_is_trained_by_one_optimizer(optimizer: str, shape: dict
         assert not torch.equal(value, before[name]), name
 
 
-def test_each_kind_has_its_own_learning_rate_and_all_follow_the_schedule() -> None:
+def test_each_kind_has_a_scheduled_learning_rate_of_its_own() -> None:
     gpt = _gpt()
     optimizers = Optimizers(gpt, RECIPE)
     _loss(gpt).backward()
@@ -141,7 +142,7 @@ def test_each_kind_has_its_own_learning_rate_and_all_follow_the_schedule() -> No
     }
 
 
-def test_the_state_of_all_optimizers_comes_back() -> None:
+def test_state_of_all_optimizers_is_restored() -> None:
     gpt, other = _gpt(), _gpt()
     one, two = Optimizers(gpt, RECIPE), Optimizers(other, RECIPE)
     for _ in range(2):
@@ -169,7 +170,7 @@ def test_the_state_of_all_optimizers_comes_back() -> None:
         ("cosine", 1.0, 0.1),
     ],
 )
-def test_the_learning_rate_falls_as_told(decay: Any, done: float, expected: float) -> None:
+def test_learning_rate_falls_as_configured(decay: Any, done: float, expected: float) -> None:
     recipe = replace(RECIPE, decay=decay, cooldown=0.6, final_lr=0.1, warmup=0)
     assert lr_scale(recipe, 100, done) == pytest.approx(expected)
 
@@ -180,7 +181,7 @@ def test_warmup_rises_to_the_peak() -> None:
     assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
-def test_gpt2_weights_are_gpt2s() -> None:
+def test_gpt2_initialisation_has_the_spread_of_gpt2() -> None:
     gpt = _gpt()
     initialise(gpt, replace(RECIPE, init="gpt2"), torch.Generator().manual_seed(1))
     assert float(gpt.token_embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.1)

@@ -1,4 +1,4 @@
-"""What is kept of a run, and what keeps it from being spoiled."""
+"""Files of a run, and the refusal to spoil them."""
 
 import math
 import re
@@ -6,35 +6,21 @@ import resource
 import shutil
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.events import Event, Progress
-from logitd.model.training.recording import recorder
+from logitd.model.training.events import Event, Progress, Sampled
 from logitd.model.training.trainer import Trainer, train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _state
 
 
-def test_a_full_disk_stops_with_a_sentence(
+def test_weights_spoiled_by_the_last_update_are_not_saved(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, **facts: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(recorder, "save_state", full)
-    with pytest.raises(TrainingError, match=r"step 0 could not be saved: .*No space left"):
-        train(configure())
-
-
-def test_weights_that_the_last_update_spoiled_are_not_saved(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The losses so far were finite: they were those of the weights before."""
     step = Trainer._step
 
     def poisoned(self: Trainer) -> None:
@@ -53,7 +39,7 @@ def test_weights_that_the_last_update_spoiled_are_not_saved(
 
 
 def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) -> None:
-    """In a process of its own, where no file may grow beyond `limit` bytes."""
+    """Train in a process in which no file may grow beyond `limit` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         train(config)
@@ -62,11 +48,10 @@ def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) 
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.99])
-def test_a_file_that_cannot_grow_ends_with_a_sentence_and_leaves_what_was_good(
+def test_failed_save_leaves_the_last_good_state(
     configure: Configure, tmp_path: Path, processes: ForkServerContext, share: float
 ) -> None:
-    """As on a full disk, refused by the system itself: the second state has room for a share of
-    its bytes. With room again, the run goes on."""
+    """The second state has room for a share of its bytes. With room again, the run goes on."""
     train(configure(steps=6, out=tmp_path / "run", decay="constant"))
     train(configure(out=tmp_path / "straight", decay="constant"))
     run = tmp_path / "run"
@@ -89,10 +74,10 @@ def test_a_file_that_cannot_grow_ends_with_a_sentence_and_leaves_what_was_good(
 
 
 @pytest.mark.parametrize("removed", ["run", "state"])
-def test_a_folder_that_is_gone_is_not_taken_for_a_full_disk(
+def test_removed_folder_is_not_reported_as_a_full_disk(
     configure: Configure, tmp_path: Path, removed: str
 ) -> None:
-    """`rm -r` of a run that was about to save once ended with advice to make room and resume."""
+    """After `rm -r` of a run, a failed save once advised to make room and resume."""
     run = tmp_path / "run"
 
     def remove(event: Event) -> None:
@@ -110,10 +95,9 @@ def test_a_folder_that_is_gone_is_not_taken_for_a_full_disk(
         assert re.search(r"step-00000\d\. Once that is mended, --resume continues$", said)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_with_a_sentence(
+def test_checkpoint_that_cannot_be_written_leaves_nothing(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """Neither its state nor its weights have room, and nothing is left of either."""
     run, sentence = tmp_path / "run", tmp_path / "sentence"
     config = configure(d_model=128, eval_every=4, checkpoint_every=100)
     process = processes.Process(target=_train_with_little_room, args=(config, 300_000, sentence))
@@ -122,3 +106,15 @@ def test_a_checkpoint_that_cannot_be_written_ends_with_a_sentence(
     assert sentence.read_text().startswith("step 0 could not be saved: ")
     assert "File too large" in sentence.read_text()
     assert [path.name for path in run.iterdir() if "step-" in path.name] == []
+
+
+def test_samples_do_not_end_in_half_a_character(configure: Configure, tmp_path: Path) -> None:
+    """An untrained model of bytes writes mostly bytes that are no characters."""
+    sampled: list[str] = []
+    train(
+        configure(vocab_size=257, steps=1, sample_tokens=9),
+        lambda event: sampled.append(event.text) if isinstance(event, Sampled) else None,
+    )
+    assert any("\ufffd" in text for text in sampled)
+    assert not any(text.endswith("\ufffd") for text in sampled)
+    assert "\ufffd\n" not in (tmp_path / "run" / "samples.txt").read_text()

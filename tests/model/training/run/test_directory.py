@@ -32,7 +32,7 @@ def _run(path: Path, losses: dict[int, float]) -> RunDirectory:
     return run
 
 
-def test_links_are_relative_and_name_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_links_are_relative_and_lead_to_the_newest_and_the_best(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", {5: 3.0, 10: 2.0, 15: 2.5})
     assert run.latest.readlink() == Path("step-000015")
     assert run.best.readlink() == Path("step-000010")
@@ -49,7 +49,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert list(run.checkpoints()) == [10, 20, 25]
 
 
-def test_rewinding_forgets_what_came_later(tmp_path: Path) -> None:
+def test_rewinding_removes_later_records(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", {5: 3.0, 10: 2.0, 15: 1.5})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # cut by a kill
@@ -62,9 +62,9 @@ def test_rewinding_forgets_what_came_later(tmp_path: Path) -> None:
     assert not run.best.is_symlink()
 
 
-def test_rewinding_removes_what_a_kill_left_half_written(tmp_path: Path) -> None:
-    """A checkpoint's folder aside matches two patterns: it was removed twice, and a run that was
-    killed while it saved could not be resumed."""
+def test_rewinding_removes_unfinished_files(tmp_path: Path) -> None:
+    """The temporary folder of a checkpoint matches two patterns. It was once removed twice, so that
+    a run killed while it saved could not be resumed."""
     run = _run(tmp_path / "run", {5: 3.0})
     run.state.parent.mkdir()
     half_written = (run.state.with_name(".state.pt.0.part"), run.path / ".run.json.part")
@@ -76,7 +76,7 @@ def test_rewinding_removes_what_a_kill_left_half_written(tmp_path: Path) -> None
     assert list(run.checkpoints()) == [5]
 
 
-def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Path) -> None:
+def test_existing_run_is_not_overwritten_and_a_missing_one_not_resumed(tmp_path: Path) -> None:
     _run(tmp_path / "run", {}).release()
     with pytest.raises(TrainingError, match="exists already: resume it with --resume"):
         RunDirectory.create(tmp_path / "run")
@@ -88,7 +88,7 @@ def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Pa
         RunDirectory.open(tmp_path / "run").read_training()
 
 
-def test_the_description_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_description_is_read_back_as_written(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", {})
     assert run.read_training() == TRAINING
     assert json.loads((run.path / "run.json").read_text())["config"] == {
@@ -96,5 +96,5 @@ def test_the_description_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         "data": ["a.txt"],
     }
     (run.path / "run.json").write_text('{"config": {"stepz": 1}, "recipe": {}, "model": {}}')
-    with pytest.raises(TrainingError, match=r"run\.json does not describe a run: .*stepz"):
+    with pytest.raises(TrainingError, match=r"run\.json is not the description of a run: .*stepz"):
         run.read_training()

@@ -1,8 +1,8 @@
-"""Two trainers and one run directory; the second is another process, as in life."""
+"""Two trainers and one run directory; the second is another process."""
 
 import json
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -35,34 +35,27 @@ def _holder(path: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
-def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_lock_names_its_owner_and_ends_with_it(tmp_path: Path) -> None:
     with _holder(tmp_path) as process:
-        told = json.loads((tmp_path / LOCK).read_text())
+        note = json.loads((tmp_path / LOCK).read_text())
         sentence = (
             f"is being trained by process {process.pid} on {socket.gethostname()} "
-            f"since {told['since']}: wait until"
+            f"since {note['since']}: wait until"
         )
-        with pytest.raises(TrainingError, match=sentence.replace("+", r"\+")):
-            RunDirectory(tmp_path).lock()
-        with pytest.raises(TrainingError, match=sentence.replace("+", r"\+")):
-            RunDirectory.create(tmp_path)
+        for take in (RunDirectory(tmp_path).lock, lambda: RunDirectory.create(tmp_path)):
+            with pytest.raises(TrainingError, match=re.escape(sentence)):
+                take()
         process.kill()
-
-
-def test_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
-    with _holder(tmp_path) as process:
-        process.send_signal(signal.SIGKILL)
         process.wait()
     run = RunDirectory(tmp_path)
-    run.lock()
-    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
-    run.release()
-    run.release()
-    run.lock()
-    run.release()
+    for _ in range(2):
+        run.lock()
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        run.release()
+        run.release()
 
 
-def test_an_owner_that_has_not_said_its_name_keeps_others_out_too(tmp_path: Path) -> None:
+def test_lock_with_a_damaged_note_keeps_others_out(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.lock()
     (tmp_path / LOCK).write_text('{"pid": ')
@@ -71,7 +64,7 @@ def test_an_owner_that_has_not_said_its_name_keeps_others_out_too(tmp_path: Path
     run.release()
 
 
-def test_a_lock_that_was_removed_with_its_run_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_lock_of_a_removed_run_does_not_lock_a_new_one(tmp_path: Path) -> None:
     """A process opens the file, the first removes the run and makes it anew: the old file locks
     nothing."""
     path = tmp_path / "run"
@@ -86,17 +79,17 @@ def test_a_lock_that_was_removed_with_its_run_is_not_taken_for_one(tmp_path: Pat
     assert not path.exists()
 
 
-def test_what_the_lock_is_cannot_be_a_link_to_elsewhere(tmp_path: Path) -> None:
+def test_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(precious)
-    with pytest.raises(TrainingError, match="the run cannot be written to"):
+    with pytest.raises(TrainingError, match="the run cannot be prepared in"):
         RunDirectory.create(tmp_path / "run")
     assert precious.read_text() == "text"
 
 
-def test_a_file_system_without_locks_is_trained_on(
+def test_file_system_without_locks_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(descriptor: int, operation: int) -> None:
@@ -106,7 +99,7 @@ def test_a_file_system_without_locks_is_trained_on(
     RunDirectory.create(tmp_path / "run").discard()
 
 
-def test_a_folder_of_somebody_elses_is_left_as_it_was(tmp_path: Path) -> None:
+def test_foreign_folder_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("text")
     with pytest.raises(TrainingError, match=r"exists already and has no run\.json"):
         RunDirectory.create(tmp_path)

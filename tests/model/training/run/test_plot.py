@@ -29,14 +29,14 @@ def metrics(steps: int) -> list[dict[str, Any]]:
 
 
 def colours(path: Path, rows: slice) -> set[tuple[int, ...]]:
-    """Those of some rows, by tenths of the height."""
+    """The colours of some rows, by tenths of the height."""
     picture = image.imread(path)[:, :, :3]
     height = len(picture)
     part = picture[height * rows.start // 10 : height * rows.stop // 10]
     return {tuple(each) for each in (part.reshape(-1, 3) * 255).round().astype(int).tolist()}
 
 
-def test_each_curve_has_its_place(tmp_path: Path) -> None:
+def test_each_curve_is_in_its_axes(tmp_path: Path) -> None:
     path = tmp_path / "loss.png"
     assert draw(metrics(20), path, "a run")
     blue, orange, green, grey = (31, 119, 180), (255, 127, 14), (44, 160, 44), (127, 127, 127)
@@ -49,6 +49,6 @@ def test_each_curve_has_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_run_that_has_just_begun_is_drawn(tmp_path: Path, count: int) -> None:
+def test_plot_of_a_new_run_is_drawn(tmp_path: Path, count: int) -> None:
     assert draw(metrics(5)[:count], tmp_path / "loss.png", "a run")
     assert (tmp_path / "loss.png").stat().st_size > 1000

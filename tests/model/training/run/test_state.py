@@ -42,7 +42,7 @@ def _save(path: Path) -> None:
     )
 
 
-def test_counters_environment_and_unreported_steps_come_back(tmp_path: Path) -> None:
+def test_counters_environment_and_unreported_steps_are_restored(tmp_path: Path) -> None:
     path = tmp_path / "state" / "state.pt"
     _save(path)
     gpt, optimizers = _model()
@@ -53,9 +53,7 @@ def test_counters_environment_and_unreported_steps_come_back(tmp_path: Path) -> 
     assert [file.name for file in path.parent.iterdir()] == ["state.pt"]
 
 
-def test_a_save_that_fails_leaves_the_old_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.pt"
     _save(path)
     before = path.read_bytes()
@@ -70,7 +68,7 @@ def test_a_save_that_fails_leaves_the_old_state(
     assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
 
 
-def test_missing_cut_and_foreign_states_are_refused(tmp_path: Path) -> None:
+def test_missing_damaged_and_foreign_states_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     with pytest.raises(TrainingError, match="there is nothing to resume"):
         read_state(path)
@@ -85,7 +83,7 @@ def test_missing_cut_and_foreign_states_are_refused(tmp_path: Path) -> None:
         read_state(path)
 
 
-def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     _save(tmp_path / "state.pt")
     gpt = GPT(gpt2_shape(vocab_size=20, context_length=8, n_layer=2, n_head=1, d_model=8))
     optimizers = Optimizers(gpt, PRESETS["tiny"].recipe)
@@ -96,7 +94,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_differences_of_environments_are_named() -> None:
     other = {"torch": "2.0", "device": "another", "dtype": "bfloat16", "threads": 4}
     assert differences(HERE, HERE) == ""
-    assert differences(HERE, {**other, "processes": 2}) == (
+    assert differences(HERE, {**HERE, **other, "processes": 2}) == (
         f"torch {HERE['torch']}, was 2.0, device {HERE['device']}, was another, dtype float32, "
         "was bfloat16, threads 2, was 4, processes 1, was 2"
     )

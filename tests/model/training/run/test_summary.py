@@ -1,4 +1,4 @@
-"""What run directories tell: of runs that are finished, interrupted, damaged, or hardly begun."""
+"""Summaries of finished, interrupted, damaged and new runs."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ def copy(runs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs / "whole", tmp_path / "copy", symlinks=True))
 
 
-def test_a_finished_run(runs: Path) -> None:
+def test_summary_of_a_finished_run(runs: Path) -> None:
     found = summarise(runs / "whole")
     metrics = RunDirectory(runs / "whole").metrics()
     evals = [each for each in metrics if each["kind"] == "eval"]
@@ -52,25 +52,25 @@ def test_a_finished_run(runs: Path) -> None:
     assert not is_run(runs)
 
 
-def test_the_parameters_are_those_of_the_model(runs: Path) -> None:
+def test_summary_has_the_parameters_of_the_model(runs: Path) -> None:
     card = (runs / "whole" / "best" / "README.md").read_text()
     assert f"A GPT of {summarise(runs / 'whole').parameters:,} parameters" in card
 
 
-def test_an_interrupted_run_is_unfinished(runs: Path) -> None:
+def test_interrupted_run_is_unfinished(runs: Path) -> None:
     found = summarise(runs / "broken")
     assert (found.finished, found.step, found.steps) == (False, 7, 12)
     assert 0 <= found.idle_seconds < 600
 
 
-def test_what_differs_between_runs(runs: Path) -> None:
+def test_differences_between_runs(runs: Path) -> None:
     found = differences([summarise(runs / "whole"), summarise(runs / "broken")])
     assert found["d_model"] == (32, 16)
     assert found["checkpoint_every"] == (12, 100)
     assert set(found) == {"d_model", "d_ff", "head_dim", "rotary_dim", "checkpoint_every"}
 
 
-def test_a_run_that_has_written_nothing_yet(copy: Path) -> None:
+def test_summary_of_a_run_without_metrics(copy: Path) -> None:
     (copy / "metrics.jsonl").unlink()
     (copy / "samples.txt").unlink()
     found = summarise(copy)
@@ -78,7 +78,7 @@ def test_a_run_that_has_written_nothing_yet(copy: Path) -> None:
     assert (found.best_step, found.samples, found.notes) == (None, (), ())
 
 
-def test_a_last_line_that_is_cut_off_is_told(copy: Path) -> None:
+def test_cut_off_last_line_is_noted(copy: Path) -> None:
     before = summarise(copy)
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 1')
@@ -90,7 +90,7 @@ def test_a_last_line_that_is_cut_off_is_told(copy: Path) -> None:
     assert (found.step, found.val_loss) == (before.step, before.val_loss)
 
 
-def test_damage_in_the_middle_is_told(copy: Path) -> None:
+def test_damaged_lines_are_noted(copy: Path) -> None:
     path = copy / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     lines[1], lines[3] = "\0\0\0\n", '["train"]\n'
@@ -98,9 +98,9 @@ def test_damage_in_the_middle_is_told(copy: Path) -> None:
     assert summarise(copy).notes == ("2 lines of metrics.jsonl are damaged and left out: 2, 4",)
 
 
-def test_what_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
+def test_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"is not a run directory: it has no run\.json"):
         summarise(tmp_path / "nowhere")
     (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
-    with pytest.raises(TrainingError, match="does not describe a run"):
+    with pytest.raises(TrainingError, match="is not the description of a run"):
         summarise(copy)

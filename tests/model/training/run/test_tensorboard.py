@@ -1,4 +1,4 @@
-"""TensorBoard's files: what is in them is what metrics.jsonl and samples.txt hold."""
+"""TensorBoard's files have the contents of metrics.jsonl and samples.txt."""
 
 import sys
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("missing")
-def test_without_the_package_a_run_is_refused_before_it_begins(configure: Configure) -> None:
+def test_run_without_the_package_is_refused(configure: Configure) -> None:
     config = configure(tensorboard=True)
     with pytest.raises(TrainingError, match=r"-m pip install 'tensorboard>=2\.20'"):
         train(config)
@@ -42,12 +42,12 @@ def written(folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_curves_and_samples_are_those_of_the_run(configure: Configure) -> None:
+def test_events_have_the_curves_and_samples_of_the_run(configure: Configure) -> None:
     pytest.importorskip("tensorboard", reason="the optional package tensorboard is not installed")
     config = configure(tensorboard=True, log_every=1, sample_every=6)
     train(config, StopAt(4))
     assert config.out is not None
-    train(TrainingConfig(out=config.out, resume=True))  # goes on without saying so again
+    train(TrainingConfig(out=config.out, resume=True))
     found, metrics = written(config.out / "tensorboard"), RunDirectory(config.out).metrics()
     for tag, kind, name in (
         ("loss/train", "train", "loss"),

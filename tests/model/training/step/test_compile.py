@@ -1,4 +1,4 @@
-"""Compiling: when a run is compiled, that it computes the same, and what happens where it fails."""
+"""Compiling: which runs are compiled, the same results, and a compiler that fails."""
 
 import logging
 import shutil
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitd.model.training import trainer
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.presets import Compile
 from logitd.model.training.configuration.resolve import resolve
@@ -45,7 +46,7 @@ def _resolved(speed: float = 0.0, **given: Any) -> str:
         ({"preset": "tiny", "minutes": 60, "steps": 10}, "auto"),
     ],
 )
-def test_auto_is_on_where_a_run_is_long_enough_to_earn_it_back(
+def test_auto_becomes_on_in_a_run_that_earns_compiling_back(
     given: dict[str, Any], expected: str
 ) -> None:
     assert _resolved(**given) == expected
@@ -64,7 +65,7 @@ def test_auto_is_on_where_a_run_is_long_enough_to_earn_it_back(
         ("cuda", "off", None, False),
     ],
 )
-def test_what_stays_auto_compiles_on_cuda_alone(
+def test_auto_compiles_only_on_cuda(
     device: str, option: Compile, minutes: float | None, expected: bool
 ) -> None:
     compiled = compiles(option, torch.device(device), minutes)
@@ -76,7 +77,7 @@ def test_what_stays_auto_compiles_on_cuda_alone(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_compilers_graph_computes_the_same_and_draws_nothing_for_its_trial() -> None:
+def test_compiled_graph_computes_the_same_and_its_trial_draws_nothing() -> None:
     """torch's own tracing, without the C compiler behind it."""
     gpt, ids, targets = _small(dropout=0.1)
     gpt.train()
@@ -95,7 +96,7 @@ def test_the_compilers_graph_computes_the_same_and_draws_nothing_for_its_trial()
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_where_compiling_fails_training_goes_on_eager_with_one_notice(
+def test_failed_compiler_leaves_training_eager_with_one_notice(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
@@ -116,28 +117,42 @@ def test_where_compiling_fails_training_goes_on_eager_with_one_notice(
     assert "No CUDA runtime" not in caplog.text
 
 
+def test_resumed_run_keeps_the_decision_to_compile(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second half that decided anew would be eager, hence compute in other bits. A backend that
+    doubles the loss takes the place of the compiler, whose bits differ from the eager ones less."""
+
+    def doubled(forward: Forward, notice: Any, *, compiled: bool, peers: Any) -> Any:
+        return (lambda ids, targets: 2 * forward.loss(ids, targets)) if compiled else forward.loss
+
+    monkeypatch.setattr(trainer, "choose_loss", doubled)
+    options: dict[str, Any] = {"dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    with monkeypatch.context() as patch:
+        patch.setattr("logitd.model.training.configuration.resolve.LONG_OPERATIONS", 1.0)
+        train(configure(out=whole, **options))
+        _train_until(4, configure(out=halves, **options))
+    assert RunDirectory(halves).read_training().config.compile == "on"
+    train(TrainingConfig(out=halves, resume=True))
+    assert _state(halves) == _state(whole)
+    assert _losses(halves) == _losses(whole)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile wants a C++ compiler")
-def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_run_compiled_by_torch_learns_what_an_eager_one_does(
+    configure: Configure, tmp_path: Path
 ) -> None:
-    """By torch's own compiler, and with what `auto` was resolved to: the second half would compute
-    in other bits if it were decided anew."""
-    monkeypatch.setattr("logitd.model.training.configuration.resolve.LONG_OPERATIONS", 1.0)
-    options: dict[str, Any] = {
-        "dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4, "n_layer": 1,
-    }  # fmt: skip
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    train(configure(out=whole, **options))
-    _train_until(4, configure(out=halves, **options))
-    assert RunDirectory(halves).read_training().config.compile == "on"
-    monkeypatch.undo()
     notices: list[str] = []
+    options: dict[str, Any] = {"steps": 2, "n_layer": 1, "log_every": 1}
+    train(configure(out=tmp_path / "eager", **options))
     train(
-        TrainingConfig(out=halves, resume=True),
+        configure(out=tmp_path / "compiled", compile="on", **options),
         lambda event: notices.append(getattr(event, "message", "")),
     )
     assert any(each.startswith("compiling") for each in notices)
-    assert _state(halves) == _state(whole)
-    assert _losses(halves) == _losses(whole)
+    assert not any(each.startswith("not compiled") for each in notices)
+    pairs = zip(_losses(tmp_path / "eager"), _losses(tmp_path / "compiled"), strict=True)
+    assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-4) for a, b in pairs)

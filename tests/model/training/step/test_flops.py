@@ -1,4 +1,4 @@
-"""What a token costs, against torch's own counting."""
+"""Counted operations of a token, against torch's own counter."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from logitd.model.device import Placement
-from logitd.model.training.step.flops import Meter, flops_per_token
+from logitd.model.training.run.step_log import StepLog
+from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
 from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 from logitd.model.transformer.gpt import GPT
@@ -33,10 +34,9 @@ def _config(length: int, **shape: Any) -> GPTConfig:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("length", [1, 24])
-def test_it_is_what_torch_counts(shape: dict[str, Any], length: int) -> None:
-    """torch counts the whole square of attention, we what the causal mask leaves of it, and not the
-    gates of value embeddings, which are spelled as sums; and the forward and backward pass of
-    training multiplies nothing besides."""
+def test_flops_are_those_that_torch_counts(shape: dict[str, Any], length: int) -> None:
+    """torch counts the whole square of attention, including positions that the causal mask hides,
+    but not the gates of value embeddings, which are computed as sums."""
     config = _config(length, **shape)
     gpt = GPT(config)
     ids = torch.randint(config.vocab_size, (3, length))
@@ -49,7 +49,7 @@ def test_it_is_what_torch_counts(shape: dict[str, Any], length: int) -> None:
     assert counted == pytest.approx(flops_per_token(config))
 
 
-def test_gpt2_small_is_as_published() -> None:
+def test_flops_of_gpt2_small_are_as_published() -> None:
     """Within the rounding of "6 N": 124 M parameters, of which 0.8 M are positions."""
     config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
     attention = 12 * 12 * 768 * (1024 + 1) / 2
@@ -57,9 +57,10 @@ def test_gpt2_small_is_as_published() -> None:
     assert count_elements(config).block_matrices == 12 * 12 * 768**2
 
 
-def test_the_share_is_of_the_rate_that_was_measured() -> None:
-    assert Meter(flops_per_token=2e6, matrix_rate=1e9).share(250) == 0.5
-    config = _config(24)
-    meter = Meter.measure(config, Placement(torch.device("cpu"), torch.float32, 1))
-    assert meter.flops_per_token == flops_per_token(config)
-    assert meter.matrix_rate > 1e8
+def test_report_has_the_share_of_the_measured_rate() -> None:
+    rate = machine_rate(Placement(torch.device("cpu"), torch.float32, 1))
+    assert rate > 1e8
+    log = StepLog(2e6, rate)
+    log.add(loss=torch.tensor(1.0), norm=torch.tensor(1.0), lr_scale=1.0, tokens=250)
+    figures = log.take()
+    assert figures.matrix_share == pytest.approx(figures.tokens_per_second * 2e6 / rate)

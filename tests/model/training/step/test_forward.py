@@ -1,4 +1,4 @@
-"""The forward of training is the model's forward."""
+"""The forward of training, against the model's own."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ def _small(**overrides: Any) -> tuple[GPT, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_the_logits_are_the_models_own() -> None:
+def test_logits_are_those_of_the_model() -> None:
     gpt, ids, _ = _small()
     expected = gpt(ids).logits
     torch.testing.assert_close(Forward(gpt, EXACT, dropout=0.0)(ids), expected)
@@ -38,7 +38,7 @@ def test_the_logits_are_the_models_own() -> None:
     torch.testing.assert_close(logits.float(), expected, atol=0.02, rtol=0.05)
 
 
-def test_what_is_asked_for_is_taken() -> None:
+def test_given_dtype_is_used() -> None:
     assert training_placement("cpu", "float32", 1) == Placement(CPU, torch.float32, 1)
     assert training_placement("cpu", "bfloat16", 1).dtype == torch.bfloat16
     assert training_placement("cpu", "auto", 1).dtype in (torch.float32, torch.bfloat16)
@@ -48,7 +48,7 @@ def test_what_is_asked_for_is_taken() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_is_that_of_the_logits(tied: bool, bias: bool, dtype: torch.dtype) -> None:
+def test_loss_is_that_of_the_logits(tied: bool, bias: bool, dtype: torch.dtype) -> None:
     gpt, ids, targets = _small(tied_head=tied, head_bias=bias, final_norm=not bias)
     if bias:
         torch.nn.init.normal_(gpt.get_parameter("head.bias"))

@@ -54,7 +54,7 @@ def _inputs(
     rows=st.integers(1, 70),
     biased=st.booleans(),
 )
-def test_it_is_cross_entropy_whatever_the_pieces(
+def test_loss_is_cross_entropy_for_any_chunks(
     batch: int,
     length: int,
     width: int,
@@ -78,7 +78,7 @@ def test_it_is_cross_entropy_whatever_the_pieces(
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_in_bfloat16_it_rounds_as_the_plain_one_does(biased: bool) -> None:
+def test_loss_in_bfloat16_rounds_as_the_plain_one(biased: bool) -> None:
     hidden, head, targets = _inputs(4, 300, 64, 320, 300, 0.2)
     bias = _bias(len(head)) if biased else None
     mine, theirs = _both(hidden, head, targets, 300, torch.bfloat16, bias)

@@ -18,7 +18,7 @@ def _inputs(heads: int, kv_heads: int, length: int) -> tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 4, 9, 12])
-def test_it_is_causal_attention(
+def test_matrix_attention_is_causal_attention(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, length: int
 ) -> None:
     """Windows of less than a block, of whole blocks, and of blocks and a rest."""
@@ -32,7 +32,7 @@ def test_it_is_causal_attention(
         torch.testing.assert_close(own, other)
 
 
-def test_in_bfloat16_it_is_near_to_exact_attention() -> None:
+def test_bfloat16_is_close_to_exact_attention() -> None:
     q, k, v = _inputs(4, 2, 300)
     weights = torch.randn(2, 4, 300, 8)
     mine = MatrixAttend(torch.bfloat16)(0, q, k, v)
@@ -46,7 +46,7 @@ def test_in_bfloat16_it_is_near_to_exact_attention() -> None:
         assert float((own.float() - other).detach().norm()) < 0.02 * float(other.detach().norm())
 
 
-def test_autocast_leaves_its_numbers_alone() -> None:
+def test_autocast_does_not_change_the_result() -> None:
     q, k, v = _inputs(2, 2, 20)
     attend = MatrixAttend(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -54,7 +54,7 @@ def test_autocast_leaves_its_numbers_alone() -> None:
     assert torch.equal(inside, attend(0, q, k, v))
 
 
-def test_dropout_hides_weights_and_its_gradient_hides_the_same(
+def test_dropout_hides_the_same_weights_in_both_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(matrix_attention, "QUERIES", 4)
@@ -75,7 +75,7 @@ def test_dropout_hides_weights_and_its_gradient_hides_the_same(
         torch.testing.assert_close(own, other)
 
 
-def test_without_dropout_nothing_is_drawn() -> None:
+def test_attention_without_dropout_draws_nothing() -> None:
     before = torch.get_rng_state()
     MatrixAttend(torch.float32)(0, *[torch.ones(1, 2, 8, 4)] * 3)
     assert torch.equal(torch.get_rng_state(), before)

@@ -44,11 +44,11 @@ def _uniform(ids: Tensor) -> Tensor:
     return torch.zeros(*ids.shape, 258)
 
 
-def test_a_token_of_two_bytes_at_sixteen_to_one_costs_two_bits_a_byte() -> None:
+def test_bits_per_byte_of_a_token_of_two_bytes() -> None:
     assert bits_per_byte(math.log(16), 2) == pytest.approx(2.0)
 
 
-def test_lengths_are_those_of_bytes_and_special_tokens_have_none() -> None:
+def test_byte_lengths_of_special_tokens_are_zero() -> None:
     lengths = byte_lengths(TOKENIZER)
     assert lengths.shape == (258,)
     assert (lengths[65], lengths[256], lengths[257]) == (1, 2, 0)
@@ -62,7 +62,7 @@ def test_bits_per_byte_of_a_uniform_guess_on_a_known_text() -> None:
     assert result.bits_per_byte == pytest.approx(4 * math.log2(258) / 5)
 
 
-def test_all_of_the_text_is_measured_or_windows_spread_over_it() -> None:
+def test_windows_cover_the_text_or_are_spread_over_it() -> None:
     ids = [index % 256 for index in range(101)]
     assert _windows(ids, window=10).starts == list(range(0, 100, 10))
     assert _windows(ids, window=10, batches=2).starts == [0, 20, 50, 70]
@@ -70,7 +70,7 @@ def test_all_of_the_text_is_measured_or_windows_spread_over_it() -> None:
     assert whole.tokens == 100
 
 
-def test_several_processes_find_the_same_bits_as_one() -> None:
+def test_several_processes_have_the_bits_of_one() -> None:
     """Each of three computes its batches; their sums are added as over the network."""
     gpt, windows = _gpt(), _windows([index % 256 for index in range(101)], window=8)
     sums: list[Tensor] = []
@@ -90,7 +90,7 @@ def test_several_processes_find_the_same_bits_as_one() -> None:
     assert last == validate(gpt, windows, forward)
 
 
-def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:
+def test_validate_draws_nothing_and_restores_the_mode() -> None:
     gpt = GPT(
         gpt2_shape(vocab_size=258, context_length=8, n_layer=1, n_head=1, d_model=8, dropout=0.5)
     ).train()
@@ -103,7 +103,7 @@ def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:
 
 
 @given(count=st.integers(2, 60), window=st.integers(1, 12), data=st.data())
-def test_rolling_windows_count_every_token_once_with_the_context_promised(
+def test_rolling_windows_count_every_token_once_with_enough_context(
     count: int, window: int, data: st.DataObject
 ) -> None:
     stride = data.draw(st.integers(1, window))
@@ -122,8 +122,8 @@ def test_rolling_windows_count_every_token_once_with_the_context_promised(
     assert counted == list(range(1, count))
 
 
-def test_whole_strides_are_the_trainers_windows() -> None:
-    """Bit for bit, where the text fills its windows; and a text that does not loses its end."""
+def test_rolling_windows_of_whole_strides_are_the_trainers() -> None:
+    """The same bits if the text fills its windows; otherwise the trainer leaves out its end."""
     ids = [index % 256 for index in range(81)]
     shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
     gpt = _gpt()

@@ -1,4 +1,4 @@
-"""Whether a run still learns, from its reports alone."""
+"""Detection of a run that no longer learns, from its reports."""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def _figures(loss: float, norm: float = 1.0) -> Figures:
 def _watch(
     losses: Iterable[float], *, every: int = 10, warmup: int = 0, first: float = 8.0
 ) -> list[str | None]:
-    """What is complained of after each report of a run that begins at `first` nats."""
+    """The diagnosis after each report of a run that begins at `first` nats."""
     monitor = DivergenceMonitor(warmup)
     monitor.start(first)
     found = []
@@ -38,7 +38,7 @@ def _first(found: list[str | None]) -> int:
 @pytest.mark.parametrize(
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (3.0, math.nan), (3.0, math.inf)]
 )
-def test_numbers_that_are_not_finite_end_a_run_at_once(loss: float, norm: float) -> None:
+def test_infinite_number_ends_a_run_at_once(loss: float, norm: float) -> None:
     monitor = DivergenceMonitor(warmup=1000)
     monitor.start(8.0)
     monitor.observe(5, _figures(loss, norm))
@@ -47,7 +47,7 @@ def test_numbers_that_are_not_finite_end_a_run_at_once(loss: float, norm: float)
     assert diagnosis.startswith(f"training diverged: at step 5 the loss is {loss} and the gradient")
 
 
-def test_a_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
+def test_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
     """Best 4, began at 8: above 6 is far."""
     down = [8 - 0.2 * index for index in range(21)]
     assert _first(_watch([*down, *[6.1] * 50])) == len(down) + REPORTS
@@ -55,26 +55,26 @@ def test_a_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
     assert _first(_watch([*down, *[6.1] * (REPORTS - 1), 5.9, *[6.1] * (REPORTS - 1)])) == -1
 
 
-def test_a_loss_that_never_falls_and_rises_by_a_nat_has_exploded() -> None:
+def test_loss_that_only_rises_by_a_nat_has_exploded() -> None:
     assert _first(_watch([8 + MARGIN + 0.01] * 50)) == REPORTS
     assert _first(_watch([8 + MARGIN] * 200)) == -1
 
 
-def test_frequent_reports_do_not_make_it_impatient() -> None:
+def test_frequent_reports_do_not_shorten_the_wait() -> None:
     assert _first(_watch([20.0] * 300, every=1)) == STEPS + 1
 
 
-def test_nothing_is_suspected_before_the_warmup_is_over() -> None:
+def test_run_is_not_suspect_during_its_warmup() -> None:
     assert _first(_watch([20.0] * 50, warmup=300)) == 30 + REPORTS
 
 
-def test_a_run_that_begins_badly_and_falls_is_well() -> None:
-    """As one that goes on from foreign weights; and one that overfits to nothing."""
+def test_falling_loss_is_never_suspect() -> None:
+    """The loss of a run that begins with foreign weights, and of one that overfits to zero."""
     assert _first(_watch([30 - 0.5 * index for index in range(50)], first=30)) == -1
     assert _first(_watch([8 * 0.9**index for index in range(200)])) == -1
 
 
-def test_the_last_report_has_no_time_to_come_back() -> None:
+def test_last_report_has_no_time_to_recover() -> None:
     monitor = DivergenceMonitor(0)
     monitor.start(8.0)
     monitor.observe(10, _figures(9.5, 1.0))
@@ -89,7 +89,7 @@ def test_the_last_report_has_no_time_to_come_back() -> None:
     assert monitor.diagnosis(last=True) is None
 
 
-def test_a_resumed_run_is_as_suspicious_as_one_that_was_not_stopped() -> None:
+def test_resumed_monitor_diagnoses_as_one_monitor() -> None:
     losses = [8.0, 4.0, *[7.0] * 40]
     monitor = DivergenceMonitor(0)
     monitor.start(8.0)

@@ -13,7 +13,7 @@ from logitd.model.training.stopping.length import Counters, Length
         (Length(100, None), Counters(step=25, seconds=9.0), 0.25, math.inf),
         (Length(None, 1), Counters(), 0.0, 60.0),
         (Length(None, 1), Counters(step=1, seconds=30.0), 0.5, 30.0),
-        # Of 60 s, 10 set it up and 5 save it, so 45 are for steps.
+        # 60 s less 10 s of setup and 5 s of saving leave 45 s for steps.
         (Length(None, 1), Counters(step=1, seconds=10.0, setup=10.0, ending=5.0), 0.0, 45.0),
         (Length(None, 1), Counters(step=2, seconds=19.0, setup=10.0, ending=5.0), 0.2, 36.0),
         (Length(None, 1), Counters(step=9, seconds=55.0, setup=10.0, ending=5.0), 1.0, 0.0),

@@ -13,7 +13,7 @@ from logitd.model.training.stopping.signals import StopSignals, errors_outlive_s
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_wish_and_the_second_stops(first: int, second: int) -> None:
+def test_first_signal_asks_and_the_second_stops(first: int, second: int) -> None:
     before = signal.getsignal(signal.SIGTERM)
     told: list[str] = []
     with StopSignals(lambda: told.append("stopping")) as signals:
@@ -25,9 +25,9 @@ def test_the_first_signal_is_a_wish_and_the_second_stops(first: int, second: int
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_error_on_its_way_is_said_before_sigterm_ends_the_process() -> None:
-    """torchrun ends the other processes of a run when one has died. Where that came while one of
-    them was unwinding with the error that its peer was lost, it ended without a word."""
+def test_error_in_flight_is_printed_before_sigterm_ends_the_process() -> None:
+    """torchrun ends the other processes of a run when one has died. A process that was unwinding
+    with the error of its lost peer once ended without a message."""
     before = signal.getsignal(signal.SIGTERM)
     said = []
     with errors_outlive_sigterm(KeyError):
@@ -44,8 +44,8 @@ def test_an_error_on_its_way_is_said_before_sigterm_ends_the_process() -> None:
 
 
 @pytest.mark.parametrize("handling", [False, True])
-def test_without_such_an_error_sigterm_ends_the_process(handling: bool) -> None:
-    """Also while an error of another kind is handled, as by somebody who tries a download again."""
+def test_sigterm_ends_the_process_without_such_an_error(handling: bool) -> None:
+    """Also while an error of another kind is handled, such as a failed download."""
     code = """
         import os, signal
         from logitd.model.training.stopping.signals import errors_outlive_sigterm

@@ -1,4 +1,4 @@
-"""What is said of a run whose validation has turned."""
+"""Notices of a run whose validation loss rises."""
 
 from typing import Any
 
@@ -19,21 +19,21 @@ def records(*losses: float, training: bool = True) -> list[dict[str, Any]]:
     return found
 
 
-def test_two_worse_evaluations_are_said_once_with_the_numbers() -> None:
+def test_two_worse_evaluations_are_reported_once() -> None:
     assert worsening(records(5, 4, 4.5), None) is None
     said = worsening(records(5, 4, 4.5, 4.8), None)
     assert said == (
         "validation gets worse: 2.0000 at step 10, 2.2500 at step 20, 2.4000 at step 30 bits per "
-        "byte, while the loss of training fell from 2.000 to 0.000 nats per token: the text is "
-        "being learned by heart. Step 10 stays as `best`, which is what is served; --patience 2 "
-        "would end such a run"
+        "byte, while the training loss fell from 2.000 to 0.000 nats per token: the text is "
+        "being learned by heart. Step 10 stays as `best`, which is served; --patience 2 would "
+        "end such a run"
     )
     assert worsening(records(5, 4, 4.5, 4.8, 4.9), None) is None
     assert worsening(records(5, 4, 4.5, 4.8, 3.9, 4, 4.1), None) is not None  # another row
     assert worsening(records(5, 4, 4.5, 4.6, 4.2), None) is None
 
 
-def test_nothing_is_made_up_where_training_is_not_better_or_patience_was_given() -> None:
+def test_notice_leaves_out_learning_by_heart_and_patience_if_they_do_not_apply() -> None:
     rising = [{**each, "smoothed_loss": 1.0} for each in records(5, 4, 4.5, 4.8)]
     for metrics in (rising, records(5, 4, 4.5, 4.8, training=False)):
         said = worsening(metrics, None)
@@ -44,18 +44,18 @@ def test_nothing_is_made_up_where_training_is_not_better_or_patience_was_given()
     assert "--patience" not in said
 
 
-def test_a_run_that_never_learned_is_not_said_to_get_worse() -> None:
+def test_run_that_never_learned_is_not_reported_as_worse() -> None:
     assert worsening(records(4, 5, 6), None) is None
 
 
 @pytest.mark.parametrize("losses", [(5,), (5, 4), (5, 4, 4.5, 3.9)])
-def test_the_end_of_a_run_that_is_its_best_is_silent(losses: tuple[float, ...]) -> None:
+def test_end_that_is_the_best_has_no_notice(losses: tuple[float, ...]) -> None:
     assert ended_worse(records(*losses)) is None
 
 
-def test_the_end_of_a_run_that_got_worse_says_by_how_much() -> None:
+def test_end_of_a_run_that_got_worse_has_the_numbers() -> None:
     assert ended_worse(records(5, 4, 4.5, 4.8)) == (
-        "the best evaluation is that of step 10, 2.0000 bits per byte; the 20 steps after it made "
-        "that 2.4000. `best` is the former, and is what is served"
+        "the best evaluation is that of step 10, 2.0000 bits per byte; 20 steps later it is "
+        "2.4000. `best` is the former, and is served"
     )
     assert EVALUATIONS == 2

@@ -1,4 +1,4 @@
-"""`logitd eval` on the terminal and as JSON, and beside the numbers that are served."""
+"""`logitd eval` on the terminal and as JSON."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from tests.model.factories import (
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
+    """A working directory without a .env file."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_is_what_was_measured(
+def test_json_has_the_measured_values(
     checkpoint_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--data", str(text), "--dtype", "float32", "--threads", "1", "--stride", "8"]
@@ -64,7 +64,7 @@ def test_json_is_what_was_measured(
     }
 
 
-def test_a_person_reads_the_same(
+def test_terminal_shows_the_measured_values(
     checkpoint_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--data", str(text), "--dtype", "float32", "--threads", "1"]
@@ -84,16 +84,18 @@ def test_a_person_reads_the_same(
 
 
 @pytest.mark.parametrize(
-    ("scale", "content", "infinite"),
+    ("scale", "content", "infinite", "printed"),
     [
-        (1e5, "a text of some words", {"perplexity"}),
-        (1.0, "a", {"bits_per_byte"}),  # the end of the document is predicted, which has no bytes
+        (1e5, "a text of some words", {"perplexity"}, r"perplexity +inf\n"),
+        # Only the end of the document is predicted, which has no bytes.
+        (1.0, "a", {"bits_per_byte"}, "no bits per byte: the counted tokens have no bytes"),
     ],
 )
-def test_a_number_above_all_floats_is_inf_and_null(
+def test_infinite_number_is_null_in_json(
     scale: float,
     content: str,
     infinite: set[str],
+    printed: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -104,7 +106,9 @@ def test_a_number_above_all_floats_is_inf_and_null(
     Path("t.txt").write_text(content)
     flags = ["--data", "t.txt", "--dtype", "float32", "--threads", "1"]
     assert run(["eval", str(path), *flags]) == 0
-    assert re.search(r"\binf\b", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(printed, out)
+    assert ("inf" in out) == (scale > 1)
     assert run(["eval", str(path), *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["loss"] > 709) == (scale > 1)
@@ -121,7 +125,7 @@ def test_a_number_above_all_floats_is_inf_and_null(
         (None, {"special_tokens": "ids"}, True),
     ],
 )
-def test_names_of_special_tokens_become_what_they_became_in_training(
+def test_special_token_names_are_encoded_as_in_training(
     command: str,
     template: str | None,
     record: dict[str, str],
@@ -145,7 +149,7 @@ def test_names_of_special_tokens_become_what_they_became_in_training(
 
 
 @pytest.mark.parametrize("command", ["eval", "extract"])
-def test_a_text_is_read_with_the_flags_of_training(
+def test_text_is_read_with_the_flags_of_training(
     command: str, checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a.csv").write_text("id,body\n1,one--two\n")
@@ -168,7 +172,7 @@ def test_a_text_is_read_with_the_flags_of_training(
         (["CHECKPOINT", "--device", "tpu"], "is not a device"),
     ],
 )
-def test_what_cannot_be_measured_exits_1(
+def test_eval_of_an_impossible_request_exits_1(
     checkpoint_path: Path,
     arguments: list[str],
     message: str,

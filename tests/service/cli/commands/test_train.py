@@ -1,4 +1,4 @@
-"""`logitd train` on the terminal; what it trains is tested with the trainer and in tests/e2e."""
+"""`logitd train` on the terminal; its training is tested with the trainer and in tests/e2e."""
 
 import io
 import sys
@@ -9,21 +9,20 @@ import pytest
 
 from logitd.model.data.sources.progress import Downloaded, Downloading
 from logitd.model.training.events import Event, Noticed, Progress, Saved, line
+from logitd.model.training.run.step_log import Figures
 from logitd.service.cli.commands.train import TerminalReporter
 from logitd.service.cli.main import run
 
-PROGRESS = Progress(
-    step=10,
-    share=0.1,
+FIGURES = Figures(
     loss=3.0,
     smoothed_loss=3.1,
     learning_rate=1.0,
     gradient_norm=0.5,
     tokens_per_second=1000.0,
     matrix_share=0.25,
-    seconds=1.0,
-    seconds_left=9.0,
+    seconds_per_step=0.1,
 )
+PROGRESS = Progress(step=10, share=0.1, figures=FIGURES, seconds_left=9.0)
 EVENTS: list[Event] = [
     Noticed("it begins"),
     PROGRESS,
@@ -38,14 +37,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_file_gets_a_line_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_has_a_line_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
     report = TerminalReporter()
     for event in EVENTS:
         report(event)
     assert capsys.readouterr().out.splitlines() == [line(event) for event in EVENTS]
 
 
-def test_on_a_terminal_the_progress_line_is_drawn_in_place(
+def test_terminal_redraws_the_progress_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = Terminal()
@@ -59,7 +58,7 @@ def test_on_a_terminal_the_progress_line_is_drawn_in_place(
     )
 
 
-def test_on_a_terminal_a_download_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_redraws_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     report = TerminalReporter()
@@ -73,7 +72,7 @@ def test_on_a_terminal_a_download_is_drawn_in_place(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_what_cannot_be_trained_exits_1_with_a_sentence(
+def test_impossible_training_exits_1_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

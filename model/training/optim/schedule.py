@@ -1,0 +1,44 @@
+"""Schedule: the learning rate of a step, as a share of its peak. Pure functions."""
+
+import math
+from dataclasses import dataclass
+
+from logitd.model.training.configuration.presets import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewarming:
+    """A rise of the learning rate in a run that was made longer, from the old schedule to the new
+    one, so that it does not jump.
+
+    done   share of the longer run at which it begins
+    scale  learning rate there, as a share of the peak
+    span   share of the longer run that it takes
+    """
+
+    done: float
+    scale: float
+    span: float
+
+
+def lr_scale(recipe: Recipe, step: int, done: float, rewarming: Rewarming | None = None) -> float:
+    """The learning rate of a step as a share of its peak. `done` is the share of the run that is
+    done."""
+    scale = _scheduled(recipe, step, done)
+    if rewarming is None:
+        return scale
+    share = min(1.0, max(0.0, done - rewarming.done) / rewarming.span)
+    return rewarming.scale + (scale - rewarming.scale) * share
+
+
+def _scheduled(recipe: Recipe, step: int, done: float) -> float:
+    rise = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
+    fall = 0.0
+    match recipe.decay:
+        case "linear":
+            fall = min(1.0, max(0.0, done - (1 - recipe.cooldown)) / max(recipe.cooldown, 1e-9))
+        case "cosine":
+            fall = (1 - math.cos(math.pi * min(done, 1.0))) / 2
+        case "constant":
+            pass
+    return rise * (1 - fall * (1 - recipe.final_lr))

@@ -1,0 +1,67 @@
+"""Samples: texts that a model in training writes after a few prompts.
+
+The whole window is computed again for every token: plain, and fast enough for a hundred tokens of a
+small model. Serving has the KV cache (`model/inference/engine`). Draws from a generator of its own,
+so a sample never disturbs training. If several processes share the model, all compute, and the main
+one draws. Writes no file (`recorder.py`).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from logitd.model.data.prepare import PreparedText
+from logitd.model.training.distributed.ranks import ALONE
+from logitd.model.training.run.run import Run
+from logitd.model.transformer.gpt import GPT
+
+TEMPERATURE = 0.8
+PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
+"""Beginnings of the samples of the built-in text."""
+INCOMPLETE = "\ufffd"
+"""Decoded from a character whose bytes are not all there, such as one that the last token cuts."""
+
+
+def samples(run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, str]]:
+    """Each prompt and the text that the model writes after it. `forward` maps ids (B, T) to logits
+    (B, T, V)."""
+    prompts, seed = run.training.config.prompts, run.training.recipe.seed
+    for index, prompt in enumerate(prompts or default_prompts(run.text)):
+        yield prompt, _text_after(prompt, seed + index, run, gpt, forward)
+
+
+def _text_after(
+    prompt: str, seed: int, run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]
+) -> str:
+    """The text after a prompt, of at most `sample_tokens` tokens, or up to the document's end. The
+    model sees only the last `context_length` ids."""
+    tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
+    draw = torch.Generator().manual_seed(seed)
+    ids = tokenizer.encode(prompt, special_ids=run.text.special_ids)
+    start, device, training = len(ids), gpt.token_embedding.weight.device, gpt.training
+    gpt.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(run.training.config.sample_tokens):
+                window = torch.tensor([ids[-gpt.config.context_length :]], device=device)
+                logits = forward(window)[0, -1].float().cpu()  # (V,)
+                probs = (logits / TEMPERATURE).softmax(dim=-1)
+                drawn = int(torch.multinomial(probs, 1, generator=draw))
+                token_id = int(ranks.broadcast(drawn))
+                if token_id == tokenizer.end_of_text:
+                    break
+                ids.append(token_id)
+    finally:
+        gpt.train(training)
+    return tokenizer.decode(ids[start:]).rstrip(INCOMPLETE)
+
+
+def default_prompts(text: PreparedText) -> tuple[str, ...]:
+    """Openings that suit the text: Python's, or those of three places in the held-out text."""
+    if text.record["built_in"]:
+        return PYTHON_PROMPTS
+    tokenizer, tokens = text.tokenizer, text.val.tokens
+    rows = (tokens[i : i + 8].tolist() for i in (n * len(tokens) // 3 for n in range(3)))
+    openings = (tokenizer.decode([i for i in row if not tokenizer.is_special(i)]) for row in rows)
+    return tuple(opening.strip(INCOMPLETE) for opening in openings)
