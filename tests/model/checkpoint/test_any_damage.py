@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, CheckpointError
 from logitd.model.device import DeviceError
-from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.text.tokenizer import TokenizerError, parse_ranks
 from tests.model.checkpoint.files import load, rehash
 from tests.model.damage import damaged, edited, written
 from tests.model.factories import save_tiny_checkpoint
@@ -93,7 +93,7 @@ def test_edited_headers(whole: dict[str, bytes], tmp_path: Path) -> None:
 @given(st.binary(max_size=300))
 def test_ranks_of_any_bytes(raw: bytes) -> None:
     with suppress(TokenizerError):
-        Tokenizer.parse_ranks(raw, name="ranks")
+        parse_ranks(raw, "ranks")
 
 
 def test_limit_holds() -> None:
