@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.checkpoint.beside import (
+from logitd.model.checkpoint.card_and_curve import (
     CARD_BYTES,
     METRICS,
     METRICS_BYTES,
@@ -92,7 +92,7 @@ def test_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
 
 @given(count=st.integers(0, 5 * MOST_POINTS))
 def test_thinning_keeps_the_ends_and_the_order(count: int) -> None:
-    from logitd.model.checkpoint.beside import _thinned
+    from logitd.model.checkpoint.card_and_curve import _thinned
 
     points = [Point(step, 1.0) for step in range(count)]
     steps = [point.step for point in _thinned(points)]
