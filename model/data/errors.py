@@ -1,4 +1,4 @@
-"""The error for data that cannot be used."""
+"""DataError."""
 
 
 class DataError(RuntimeError):

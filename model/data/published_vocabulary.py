@@ -1,4 +1,4 @@
-"""Vocabularies that are not learned from the text: published ones, ranks, `tokenizer.json`."""
+"""Published vocabulary: a vocabulary for training that is not learned from the text."""
 
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 
 def published_vocabulary(name: str) -> Tokenizer:
-    """Read a published encoding by its name; a ranks file, or a `tokenizer.json` of Hugging Face's
-    tokenizers, by its path. Raises DataError."""
+    """Read a published encoding by name, or a ranks file or a `tokenizer.json` of Hugging Face's
+    tokenizers by path. Raises DataError."""
     try:
         if Path(name).suffix == ".json" and Path(name).is_file():
-            # Ids that it leaves out are closed up: no weights know them yet.
+            # Gaps between its ids are closed, because no weights depend on them yet.
             tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
         else:
             tokenizer = published_tokenizer(name)
     except TokenizerError as error:
         raise DataError(str(error)) from error
-    except ConvertError as error:  # which may name flags of `logitd import`
+    except ConvertError as error:  # it may name flags of `logitd import`
         raise DataError(
             f"the tokenizer {name} cannot be used here, as `logitd import` says: {error}"
         ) from error

@@ -141,7 +141,7 @@ def units_of(
     special_ids: bool = False,
 ) -> Iterator[Unit]:
     """The units of documents from the place (document, position) on where an earlier unit ended.
-    Documents before it are read and not encoded. Raises TextError for what the vocabulary lacks."""
+    Documents before it are read and not encoded. Raises DataError for what the vocabulary lacks."""
     for number, name, pieces in reader:
         if number < begin[0]:
             for _ in pieces:

@@ -11,7 +11,7 @@ from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.data.errors import DataError
-from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.data.sources.read_options import ReadOptions
 from logitd.model.device import DeviceError
 from logitd.model.extraction.errors import ExtractionError

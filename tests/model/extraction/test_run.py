@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 from safetensors.numpy import load_file
 
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.errors import DataError
 from logitd.model.device import available_processors
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import INDEX, LOCK
@@ -355,8 +355,8 @@ def test_what_cannot_begin_leaves_no_folder(extracting: Extract, tmp_path: Path)
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text\xff")
     for data, error, message in (
-        ((str(empty),), TextError, "empty"),
-        ((str(binary),), TextError, "UTF-8"),
+        ((str(empty),), DataError, "empty"),
+        ((str(binary),), DataError, "UTF-8"),
         ((), ExtractionError, "--data"),
     ):
         with pytest.raises(error, match=message):

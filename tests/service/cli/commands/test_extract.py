@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from logitd.model.data.sources.progress import Downloading
+from logitd.model.data.sources.download import Downloading
 from logitd.model.extraction.plan import Survey
 from logitd.model.extraction.run import Progress, Surveyed
 from logitd.service.cli.commands.extract import Interrupts, ProgressLines

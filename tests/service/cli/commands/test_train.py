@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.training.events import Event, Noticed, Progress, Saved, line
 from logitd.model.training.run.step_log import Figures
 from logitd.service.cli.commands.train import TerminalReporter
