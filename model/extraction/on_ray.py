@@ -1,9 +1,9 @@
-"""On Ray: shards computed by workers of a Ray cluster, in the order and bytes of one process.
+"""On Ray: workers of a Ray cluster compute shards, in the order and bytes of one process.
 
 The command reads, encodes, plans and writes; each worker is a Ray actor that holds the model. Ray
-places the workers, restarts those that die and repeats their calls. A few shards per worker are
-planned ahead, so memory does not grow with the text. Ray is an optional dependency, imported inside
-functions only. Joins no cluster (`ray_cluster.py`).
+places the workers, restarts dead ones and repeats their calls. A few shards per worker are planned
+ahead, so memory does not grow with the text. Ray is an optional dependency, imported inside
+functions only; `ray_cluster.py` joins the cluster.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 
 AHEAD = 3
-"""Shards per worker that are planned and not yet written: computed now, next, or before turn."""
+"""Shards per worker that are planned and not yet written: computing, next, or out of turn."""
 ATTEMPTS = 3
-"""Workers that may die over the same shard before it is to blame."""
+"""Workers that may die over a shard before it ends the command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster (`ray_cluster.connected`) and the number of its workers; None: all that fit."""
+    """A Ray cluster (`ray_cluster.connected`) and the number of workers; None: all that fit."""
 
     address: str
     workers: int | None = None
@@ -44,30 +44,43 @@ class Cluster:
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
-    """The number of workers, how many of them have room now, and how each computes.
-
-    Default threads: those of the smallest machine, shared by its GPUs or by its part of `count`.
-    `nodes` are the machines' resources by Ray's names. Raises ExtractionError if none fits."""
-    device, threads = options.device, options.threads
-    if device not in ("auto", "cpu", "cuda"):
-        raise ExtractionError(f"--device is {device}; with --ray give cpu, cuda or auto")
-    on_gpu = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
-    # Processors of each machine, and how many workers it can hold at most.
-    unit = "GPU" if on_gpu else "CPU"
-    rooms = [(int(n["CPU"]), int(n[unit])) for n in nodes if n.get("CPU") and n.get(unit)]
-    if not threads and rooms:
-        each = -(-count // len(rooms)) if count else max(m for _, m in rooms) if on_gpu else 1
-        threads = max(1, min(processors // min(most, each) for processors, most in rooms))
-    fit = sum(min(processors // threads, most) for processors, most in rooms)
+    """The number of workers, how many of them fit now, and their options. `nodes` are the resources
+    of the machines by Ray's names. Raises ExtractionError if no worker fits."""
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise ExtractionError(f"--device is {options.device}; with --ray give cpu, cuda or auto")
+    any_gpu = any(node.get("GPU") for node in nodes)
+    on_gpu = options.device == "cuda" or (options.device == "auto" and any_gpu)
+    # Processors of each machine, and the most workers on it: one per GPU, or per processor.
+    machines = [
+        (int(node["CPU"]), int(node["GPU" if on_gpu else "CPU"]))
+        for node in nodes
+        if node.get("CPU") and (node.get("GPU") or not on_gpu)
+    ]
+    threads = options.threads or _threads_that_fill(machines, count, on_gpu=on_gpu)
+    fit = sum(min(processors // threads, most) for processors, most in machines)
     if not fit:
         needs = f"--threads {threads}{' and a GPU' if on_gpu else ''}"
-        raise ExtractionError(f"no machine has room for a worker with {needs}; Ray has {rooms}")
-    placed = replace(options, device="cuda" if on_gpu else "cpu", threads=threads)
-    return count or fit, fit, placed
+        raise ExtractionError(
+            f"no machine has room for a worker with {needs}; the resources are {list(nodes)}"
+        )
+    return count or fit, fit, replace(options, device="cuda" if on_gpu else "cpu", threads=threads)
+
+
+def _threads_that_fill(
+    machines: Sequence[tuple[int, int]], count: int | None, *, on_gpu: bool
+) -> int:
+    """Threads of each worker if the workers share the smallest machine evenly: its part of `count`,
+    else one for each GPU, else a single one."""
+    if count is not None:
+        each = -(-count // max(1, len(machines)))
+    else:
+        each = max((most for _, most in machines), default=1) if on_gpu else 1
+    shares = (processors // min(most, each) for processors, most in machines)
+    return max(1, min(shares, default=1))
 
 
 class ShardWorker:
-    """A Ray actor with the model, which is loaded at the first call."""
+    """A Ray actor with the model, which the first call loads."""
 
     def __init__(self, path: Path, quantity: Quantity, options: ComputeOptions) -> None:
         import ray
@@ -78,7 +91,7 @@ class ShardWorker:
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
 
     def facts(self) -> dict[str, Any]:
-        """Load the model; everything that the bits of a shard depend on. Raises ExtractionError."""
+        """Load the model. Returns everything that affects the bits. Raises ExtractionError."""
         try:
             weights = read_checkpoint(self._arguments[0]).weights_sha256
             self._computer = open_computer(*self._arguments, lambda line: None)
@@ -90,8 +103,8 @@ class ShardWorker:
         return {"computation": computation, **facts}
 
     def shard(self, group: Group, expected: Mapping[str, Any]) -> tuple[bytes, str]:
-        """The file of a shard, and the machine of this worker if it has just been restarted, else
-        "". Raises ExtractionError if its facts are not as `expected`."""
+        """The file of a shard, and the name of this machine if the worker is newly restarted, else
+        "". Raises ExtractionError if its facts differ from `expected`."""
         restarted = self._restarted and self._computer is None
         if self._computer is None:
             _require_equal(expected, self.facts())
@@ -100,18 +113,17 @@ class ShardWorker:
 
 
 def _require_equal(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ExtractionError if a worker has other facts than expected."""
     if different := list(differences(expected, found)):
         raise ExtractionError(
-            f"a worker would compute other bits: {'; '.join(different)}. Give the same logitd and "
-            "checkpoint to every machine, set --dtype, --kernels, --kernel-target and --threads, "
-            "or leave machines of another kind out of the cluster"
+            f"a worker would compute other bits: {'; '.join(different)}. Give every machine the "
+            "same logitd and checkpoint, set --dtype, --kernels, --kernel-target and --threads, or "
+            "leave machines of another kind out of the cluster"
         )
 
 
 @dataclass(frozen=True)
 class RayComputer:
-    """ShardWorkers on a cluster, all with the same `facts` (`Computer`)."""
+    """ShardWorkers on a cluster, all with the same `facts` (a `Computer`)."""
 
     workers: Sequence[Any]
     facts: Mapping[str, Any]
@@ -124,7 +136,7 @@ class RayComputer:
     def shards(
         self, groups: Iterable[Group], tell: Counted = lambda tokens: None
     ) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, in order; AHEAD groups per worker are asked for ahead."""
+        """Each group with its file, in order. Workers take groups in turn, AHEAD for each."""
         calls = (
             (group, worker.shard.remote(group, self.facts))
             for group, worker in zip(groups, cycle(self.workers), strict=False)
@@ -141,7 +153,7 @@ class RayComputer:
 
 
 def _get(call: Any, where: str) -> Any:
-    """The result of a worker's call. Raises ExtractionError, with the worker's own sentence."""
+    """The result of a worker's call. Raises ExtractionError, with the worker's message."""
     import ray
 
     try:
@@ -164,8 +176,8 @@ def on_ray(
     cluster: Cluster,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
-    """Workers with the checkpoint, which end with the block. Raises ExtractionError if there is no
-    such cluster, if no worker fits it, and if a worker cannot hold the model."""
+    """Workers with the checkpoint until the end of the block. Raises ExtractionError if the cluster
+    cannot be joined, if no worker fits, and if a worker cannot load the model."""
     import ray
 
     with connected(cluster.address, log):

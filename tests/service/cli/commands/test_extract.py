@@ -14,7 +14,7 @@ from pyarrow import parquet
 from logitd.model.data.sources.download import Downloading
 from logitd.model.extraction.plan import Survey
 from logitd.model.extraction.run import Progress, Surveyed
-from logitd.service.cli.commands.extract import Interrupts, ProgressLines
+from logitd.service.cli.commands.extract import ProgressLines
 from logitd.service.cli.main import run
 from tests.model.conftest import story
 from tests.model.extraction.conftest import contents
@@ -46,8 +46,8 @@ def test_a_person_is_told_what_was_written(
     assert parquet.read_table("out/shard-000000.parquet").column_names[-1] == "logprob"
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
     out, err = capsys.readouterr()
-    assert out.endswith("nothing was left to compute\n")
-    assert f"; {tokens} tokens in {shards} shards are there" in err
+    assert out.endswith("all of them were computed before\n")
+    assert f"; {tokens} tokens in {shards} shards are finished" in err
 
 
 def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,12 +120,12 @@ def test_without_ray_the_way_to_it_is_said(
 
 
 def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ProgressLines(Interrupts())
+    lines = ProgressLines()
     lines(Surveyed(Survey(2, 3000, ""), 1, 500))
     for tokens in (1000, 2000):
         lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
     assert capsys.readouterr().err.splitlines() == [
-        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are there",
+        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are finished",
         "logitd extract:  25%  1,000 tokens  3 shards  1,234 tok/s  1:15 left",
     ]
 
@@ -134,7 +134,7 @@ def test_progress_is_redrawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines = ProgressLines(Interrupts())
+    lines = ProgressLines()
     lines(Downloading("https://example.org/a", 5_000_000, 10_000_000))
     lines(Progress(2000, 0.5, 1234.5, 3675.0, 3))
     lines.say("done")
@@ -206,7 +206,7 @@ def test_an_interrupt_that_is_lost_in_a_finalizer_stops_it_all_the_same(
     monkeypatch.setattr("logitd.model.extraction.run.SECONDS_BETWEEN", 0.0)
     before = signal.getsignal(signal.SIGINT)
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 130
-    assert "stopped; the same command goes on" in capsys.readouterr().err
+    assert "stopped; the same command continues" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
     assert len(list(Path("out").glob("shard-*"))) <= 1
