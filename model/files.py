@@ -157,7 +157,6 @@ def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or a directory entry to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

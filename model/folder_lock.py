@@ -78,7 +78,6 @@ def _note() -> bytes:
 
 
 def _owner(descriptor: int) -> str:
-    """The owner by its note, which is written a moment after locking."""
     try:
         note = json.loads(os.pread(descriptor, NOTE_BYTES, 0))
         return f"process {note['pid']} on {note['host']} since {note['since']}"

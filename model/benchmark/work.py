@@ -80,7 +80,6 @@ def limit(work: Work, machine: Machine) -> tuple[float, str]:
 
 
 def _vectors(gpt: GPT) -> int:
-    """Elements of norms and biases, without the padding of the head's bias."""
     padding = (gpt.config.padded_vocab_size - gpt.config.vocab_size) * gpt.config.head_bias
     return count_elements(gpt.config).vectors - padding
 

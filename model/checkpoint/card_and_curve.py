@@ -52,7 +52,6 @@ def read_card(path: Path) -> str | None:
 
 
 def sampled_prompt(card: str | None) -> str | None:
-    """The prompt of a card's first sample, if any."""
     found = _SAMPLE.search(card or "")
     return found[1] if found else None
 
@@ -100,7 +99,6 @@ def _points(records: Sequence[dict[str, Any]], kind: str, loss: str) -> list[Poi
 
 
 def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Evenly spaced points, and the last one."""
     every = max(1, -(-len(points) // (MOST_POINTS - 1)))
     kept = points[::every]
     return (*kept, *points[-1:]) if points and kept[-1] is not points[-1] else tuple(kept)

@@ -37,7 +37,6 @@ from logitd.model.checkpoint.run_folder import checkpoint_of, is_run, name_of
 from logitd.model.checkpoint.weights_file import (
     StoredTensor,
     WeightsFileError,
-    check_size,
     read_elements,
     read_header,
     write_weights,
@@ -313,7 +312,6 @@ def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn errors of reading a checkpoint's file into CheckpointErrors."""
     try:
         yield
     except FileNotFoundError as error:
@@ -330,7 +328,6 @@ def _shape_of(file: HashedFile, info: CheckpointInfo) -> tuple[GPT, tuple[Stored
     """The model on the meta device, where it takes no memory, and the tensors of a newly opened
     file, which have its names and shapes. Nothing is hashed yet."""
     stored = read_header(file)
-    check_size(file, stored)
     _check_sizes(file.path, info.config, stored)
     gpt = empty_gpt(info.config, torch.device("meta"))
     _check_weights(file.path, gpt.state_dict(), stored)
@@ -444,7 +441,6 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
-    """The compiled template of a checkpoint, if any. Raises CheckpointError."""
     if source is None:
         return None
     if not isinstance(source, str):

@@ -9,7 +9,7 @@ JSON, and tensors without gaps between them. The library writes the files.
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class StoredTensor:
 
 
 def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
-    """The tensors of a newly opened file, in its order. Raises WeightsFileError."""
+    """The tensors of a newly opened file, in its order. Raises WeightsFileError, also if the file
+    does not end with its last tensor."""
     prefix = file.take_all(8)
     if len(prefix) < 8:
         raise WeightsFileError(f"it has {len(prefix)} bytes, and the length of a header takes 8")
@@ -98,20 +99,15 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
                 f"{end:,}"
             )
         end = tensor.end
-    return tuple(tensors)
-
-
-def check_size(file: HashedFile, stored: Sequence[StoredTensor]) -> None:
-    """Raise WeightsFileError unless the file, of which only the header is read, ends with its last
-    tensor."""
-    has, needs = file.size - file.taken, stored[-1].end if stored else 0
-    if has < needs:
-        ends = next(tensor for tensor in stored if tensor.end > has)
+    rest = file.size - file.taken
+    if rest < end:
+        cut = next(tensor for tensor in tensors if tensor.end > rest)
         raise WeightsFileError(
-            f"it ends within {ends.name}: its tensors take {needs:,} bytes, and it has {has:,}"
+            f"it ends within {cut.name}: its tensors take {end:,} bytes, and it has {rest:,}"
         )
-    if has > needs:
+    if rest > end:
         raise WeightsFileError("it has bytes behind its last tensor")
+    return tuple(tensors)
 
 
 def read_elements(
@@ -149,7 +145,6 @@ def write_weights(
 
 
 def _stored(name: str, entry: Any) -> StoredTensor:
-    """The tensor of an entry of a header. Raises WeightsFileError."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:

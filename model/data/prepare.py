@@ -115,7 +115,6 @@ def prepare_text(
 
 
 def text_sha256(text: Text, tokenizer: Tokenizer) -> str:
-    """The sha256 of a text, as in its record."""
     if text.shards:
         return shards_sha256(text.shards, tokenizer)
     digest = hashlib.sha256()

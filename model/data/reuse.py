@@ -50,7 +50,6 @@ def reuse_shards(
         return count
 
     def documents() -> Iterator[tuple[int, Ids]]:
-        """The lot and the ids of each document."""
         for shard, borders in zip(shards, ends, strict=True):
             for start, end in pairwise(borders):
                 ids = shard.tokens[start:end]

@@ -110,8 +110,6 @@ def _lot_and_size(document: Document) -> tuple[int, int]:
 
 
 def _line_end(raw: bytes, at: int, end: int) -> int:
-    """The first position after a line break in [at, end), else after a space, else the next one
-    between characters."""
     for separator in (b"\n", b" "):
         if found := raw.find(separator, at, end) + 1:
             return found

@@ -5,13 +5,12 @@ Results arrive in any order and are sorted by the plan. Since the engine's resul
 the batch (ARCHITECTURE.md), the bytes of a shard depend on the units, the checkpoint and the
 compute options alone.
 
-`Computer` separates planning and writing from computing: `ShardComputer` computes in this process,
-`RayComputer` (`on_ray.py`) on many machines.
+`ShardComputer` computes in this process, `RayComputer` (`on_ray.py`) on many machines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from logitd.model.device import use_threads
 from logitd.model.extraction.errors import ExtractionError
@@ -42,22 +41,9 @@ Counted = Callable[[int], None]
 """Callback for the number of newly computed tokens."""
 
 
-class Computer(Protocol):
-    """Computes shards, in this process or elsewhere."""
-
-    @property
-    def computation(self) -> Mapping[str, Any]:
-        """Index entries that affect the bits, in addition to weights, text and settings."""
-        ...
-
-    def shards(self, groups: Iterable[Group], tell: Counted = ...) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, in order. A few groups may be taken ahead. Raises
-        ExtractionError if the model fails."""
-        ...
-
-
 class ShardComputer:
-    """An engine for one checkpoint and one quantity, for use by one thread."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation` are index
+    entries that affect the bits, in addition to weights, text and settings."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
@@ -74,12 +60,12 @@ class ShardComputer:
         self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_owner)
 
     def close(self) -> None:
-        """End the engine's threads."""
         self._engine.close()
 
     def shards(
         self, groups: Iterable[Group], tell: Counted = lambda tokens: None
     ) -> Iterator[tuple[Group, bytes]]:
+        """Each group with its file, in order."""
         for group in groups:
             yield group, self.shard(group, tell)
 

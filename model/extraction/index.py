@@ -136,10 +136,13 @@ class ExtractionFolder:
                 f"{path} is not the index of an extraction ({type(error).__name__}: {error}): "
                 "choose another --out"
             ) from error
+        # The default number of threads depends on the machine and on --ray.
+        begun_with = document.get("computation", {}).get("threads")
+        threads = f" (with --threads {begun_with})" if begun_with else ""
         if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
             raise ExtractionError(
                 f"{self.path} was begun with other options: {'; '.join(different)}. Give the same "
-                f"options to continue{_threads_flag(document, facts)}, or choose another --out"
+                f"options to continue{threads}, or choose another --out"
             )
         for shard in self.shards:
             path = self.path / shard.file
@@ -176,7 +179,6 @@ class ExtractionFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn errors of the disk into an ExtractionError."""
         try:
             yield
         except OSError as error:
@@ -185,14 +187,6 @@ class ExtractionFolder:
                 f"{self.path} cannot be written: {error.strerror or error}. Make room or repair "
                 f"it, or choose another --out{rest}"
             ) from error
-
-
-def _threads_flag(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The flag for the earlier number of threads, whose default depends on machine and --ray."""
-    threads = before.get("computation", {}).get("threads")
-    if not threads or threads == now.get("computation", {}).get("threads"):
-        return ""
-    return f" (--threads {threads})"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -123,7 +123,7 @@ def _require_equal(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Non
 
 @dataclass(frozen=True)
 class RayComputer:
-    """ShardWorkers on a cluster, all with the same `facts` (a `Computer`)."""
+    """ShardWorkers on a cluster, all with the same `facts`; used like a ShardComputer."""
 
     workers: Sequence[Any]
     facts: Mapping[str, Any]
@@ -153,7 +153,6 @@ class RayComputer:
 
 
 def _get(call: Any, where: str) -> Any:
-    """The result of a worker's call. Raises ExtractionError, with the worker's message."""
     import ray
 
     try:

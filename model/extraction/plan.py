@@ -41,7 +41,6 @@ class Unit:
 
     @property
     def counted(self) -> int:
-        """Number of tokens that it counts."""
         return len(self.token_ids) - self.context
 
     @property

@@ -55,7 +55,6 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Raise ExtractionError unless host:port accepts connections; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()

@@ -18,10 +18,10 @@ from logitd.model.data.sources.download import Report
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import tokenizer_sha256
-from logitd.model.extraction.compute import Computer, Group, open_computer
+from logitd.model.extraction.compute import Group, ShardComputer, open_computer
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import ExtractionFolder
-from logitd.model.extraction.on_ray import Cluster, on_ray
+from logitd.model.extraction.on_ray import Cluster, RayComputer, on_ray
 from logitd.model.extraction.plan import (
     DataReader,
     Survey,
@@ -131,7 +131,7 @@ def extract(
     finished = False
     try:
         surveyed = survey(text.documents)
-        opened: AbstractContextManager[Computer] = (
+        opened: AbstractContextManager[ShardComputer | RayComputer] = (
             closing(open_computer(checkpoint.path, quantity, options, log))
             if cluster is None
             else on_ray(checkpoint, quantity, options, cluster, log)
@@ -245,11 +245,9 @@ class _Meter:
 
     @property
     def seconds(self) -> float:
-        """Seconds of computing, encoding and writing."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def planned(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """The groups as they are taken."""
         for group in groups:
             self._planned += sum(unit.counted for unit in group)
             self._planned_bytes = self._reader.bytes

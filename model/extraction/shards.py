@@ -97,5 +97,4 @@ def _token_column(units: Sequence[Unit]) -> Integers:
 
 
 def _repeated(values: Sequence[int], units: Sequence[Unit], kind: Any) -> Values:
-    """The value of each unit, repeated for its counted tokens."""
     return np.repeat(np.array(values, dtype=kind), [unit.counted for unit in units])

@@ -147,7 +147,6 @@ class _Pass:
 
 
 def _in_word(text: str, start: int, end: int, within: Cut) -> bool:
-    """True if text[start:end] is part of a longer word."""
     before = start > within.start and _WORD.match(text[start - 1])
     after = end < within.end and _WORD.match(text[end])
     return bool(before or after)

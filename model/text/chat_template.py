@@ -190,7 +190,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _watch_loops(tree: nodes.Template, environment: ImmutableSandboxedEnvironment) -> None:
-    """Make every loop check the deadline before each iteration."""
     for loop in list(tree.find_all(nodes.For)):
         if loop.recursive:
             raise ChatTemplateError(
@@ -228,7 +227,6 @@ def _tojson(value: Any, indent: int | None = None) -> str:
 
 
 def _too_large(left: Any, right: Any) -> bool:
-    """True if a product is larger than any prompt needs."""
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
         return max(abs(left), abs(right)) > 2**64
     many, times = (right, left) if isinstance(left, int) else (left, right)

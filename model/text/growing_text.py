@@ -88,7 +88,6 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

@@ -44,8 +44,6 @@ class Hidden:
 
 
 def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of str that computes on the plain text and hides its result."""
-
     def method(self: "MessageText", *args: Any, **kwargs: Any) -> Any:
         shown = {name: _shown(argument) for name, argument in kwargs.items()}
         return _hidden(plain(self._plain, *map(_shown, args), **shown), self._table)

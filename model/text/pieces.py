@@ -89,7 +89,6 @@ class PieceEncoder:
         self._check_left_out(text[start:], at + len(text))
 
     def _pieces(self, text: str) -> Iterator[re.Match[str]]:
-        """The matches of the pattern. Raises UnknownPiece if they take too long."""
         if self._bounded is None:
             yield from self._cut.finditer(text)
             return

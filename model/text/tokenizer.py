@@ -100,8 +100,6 @@ class TokenSpan:
 
 
 class _Description(BaseModel):
-    """The tokenizer's members in JSON."""
-
     model_config = ConfigDict(strict=True)
 
     pattern: str = ""
@@ -240,12 +238,10 @@ class Tokenizer:
 
     @classmethod
     def without_text(cls, vocab_size: int) -> Self:
-        """The tokenizer of a model whose ids have no text."""
         return cls(ranks={}, pattern="", special_tokens={}, vocab_size=vocab_size, kind="none")
 
     @property
     def has_text(self) -> bool:
-        """True if there is a vocabulary."""
         return self.kind != "none"
 
     @property
@@ -295,7 +291,6 @@ class Tokenizer:
         return ids
 
     def _check_whole(self, ids: Sequence[int], text: str) -> None:
-        """Raise TokenizerError if the pattern leaves out characters."""
         if self.pattern in KNOWN_PATTERNS:
             return
         assert self._encoding is not None
@@ -412,7 +407,6 @@ class Tokenizer:
         }
 
     def write_ranks(self, path: Path) -> None:
-        """Write the ranks file."""
         lines = (
             base64.b64encode(token) + b" %d\n" % rank
             for token, rank in sorted(self.ranks.items(), key=lambda item: item[1])

@@ -64,12 +64,13 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, flags + rest)
         except click.UsageError as error:
-            if "extra argument" in error.message and "--data" in flags:
-                error.message += (
-                    ". --data takes one value: quote a pattern, as in --data '*.txt', so that the "
-                    "shell does not expand it, or repeat --data"
-                )
-            raise
+            if "extra argument" not in error.message or "--data" not in flags:
+                raise
+            raise click.UsageError(
+                f"{error.message}. --data takes one value: quote a pattern, as in --data '*.txt', "
+                "so that the shell does not expand it, or repeat --data",
+                ctx,
+            ) from error
 
     def invoke(self, ctx: click.Context) -> "CommandSettings":
         from logitd.service.cli.flags import read_settings

@@ -92,7 +92,6 @@ class Text:
 
 
 def text_document(name: str, text: str, **facts: Any) -> Document:
-    """A document in memory."""
     return Document(name, partial(pieces_of, text), len(text.encode()), **facts)
 
 

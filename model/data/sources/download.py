@@ -43,30 +43,21 @@ class Downloaded:
     size: int  # bytes
     path: Path
     from_cache: bool
-
-
-Report = Callable[[Downloading | Downloaded], None]
-
-
-@dataclass(frozen=True)
-class Download:
-    """A text in the cache."""
-
-    url: str
-    path: Path
     sha256: str
-    size: int  # bytes
 
     def record(self) -> dict[str, Any]:
         """The record for a checkpoint."""
         return {"url": self.url, "sha256": self.sha256, "bytes": self.size}
 
 
+Report = Callable[[Downloading | Downloaded], None]
+
+
 def is_address(name: str) -> bool:
     return name.lower().startswith(("http://", "https://"))
 
 
-def download(url: str, *, max_mb: int, report: Report) -> Download:
+def download(url: str, *, max_mb: int, report: Report) -> Downloaded:
     """The text at an address, from the cache or its server. Raises DataError if it cannot be
     fetched or is larger than `max_mb` million bytes; nothing is kept then."""
     address = _checked(url)
@@ -78,9 +69,9 @@ def download(url: str, *, max_mb: int, report: Report) -> Download:
         _fetch(address, path, max_mb * MB, report)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    fetched = Download(url, path, sha256, path.stat().st_size)
-    report(Downloaded(url, fetched.size, path, from_cache=cached))
-    return fetched
+    downloaded = Downloaded(url, path.stat().st_size, path, cached, sha256)
+    report(downloaded)
+    return downloaded
 
 
 def cache_folder() -> Path:

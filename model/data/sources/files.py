@@ -61,7 +61,6 @@ def named_files(name: str) -> list[Path]:
 
 
 def each_once(files: Iterable[Path]) -> list[Path]:
-    """Files without duplicates."""
     return list({file.resolve(): file for file in files}.values())
 
 
@@ -98,15 +97,8 @@ def kind_of(path: Path) -> Kind:
 
 
 def holds_records(path: Path) -> bool:
-    """True if the file has records with fields."""
     with _reading(path.as_posix()):
         return kind_of(path) != "text"
-
-
-def plain_file(path: Path, name: str, *, drawn_by_name: bool = False) -> Document:
-    """An uncompressed text file as one document."""
-    size = path.stat().st_size
-    return Document(name, partial(_read, path, name), size, drawn_by_name=drawn_by_name)
 
 
 def documents_of_all(files: Sequence[Path], text_field: str | None) -> Iterator[Document]:
@@ -123,7 +115,6 @@ def open_utf8(path: Path) -> TextIO:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn an error of reading a file into a DataError that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -146,7 +137,6 @@ def _is_packed(path: Path) -> bool:
 
 
 def _read(path: Path, name: str) -> Iterator[str]:
-    """The pieces of a file, cut after a line break if possible."""
     with _reading(name), open_utf8(path) as file:
         rest = ""
         while block := file.read(PIECE - len(rest)):

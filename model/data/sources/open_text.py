@@ -90,7 +90,6 @@ def open_text(
 
 
 def _files(word: str) -> list[Path]:
-    """The files that a word names, for a run's data folder its shards."""
     if word.startswith("builtin:"):
         raise DataError(f"{word} is not built in; the only built-in text is {PYTHON}")
     if "://" in word:

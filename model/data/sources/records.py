@@ -116,7 +116,6 @@ def parquet_documents(path: Path, name: str, field: str | None) -> Iterator[Docu
 
 
 def _text_column(schema: Any, arrow: Any, name: str, field: str | None) -> str:
-    """The name of the column. Raises DataError if it is missing or has no text."""
     column = _known(f"{name} has no column", field, schema.names)
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
@@ -153,7 +152,6 @@ def _field(where: str, record: Any, field: str | None) -> str:
 
 
 def _known(problem: str, field: str | None, known: list[str]) -> str:
-    """The name of the field. Raises DataError if it is unknown."""
     name = field or TEXT
     if name not in known:
         names = ", ".join(map(repr, known[:8])) or "none"

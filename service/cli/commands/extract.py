@@ -74,12 +74,10 @@ class ProgressLines:
         self.say(text)
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
         self.end()
         say(f"logitd extract: {text}", file=sys.stderr)
 
     def end(self) -> None:
-        """Leave the redrawn line."""
         if self._open_line:
             print(file=sys.stderr)
             self._open_line = False
@@ -184,5 +182,4 @@ def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
 
 
 def pluralize(count: int, noun: str) -> str:
-    """1 token, 2 tokens, 1,000 tokens."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -140,7 +140,7 @@ def test_header_refuses_a_file_that_ends_within_it(
 @pytest.mark.parametrize("left", [0, 7])
 def test_file_that_ends_within_a_tensor(tmp_path: Path, left: int) -> None:
     path = written(tmp_path / "file", {"v": entry(), "w": entry(8, 16)}, bytes(8 + left))
-    with pytest.raises(WeightsFileError, match=r"\bw$"):
+    with pytest.raises(WeightsFileError, match="within w"):
         read(path)
 
 
