@@ -166,8 +166,8 @@ class BenchSettings(CommandSettings):
     tokens: int = Field(
         64,
         ge=2,
-        description="tokens that each sequence generates; streams of a server generate more if they "
-        "do not run at once otherwise",
+        description="tokens that each sequence generates; streams of a server generate more if "
+        "that is needed for all of them to run at once",
     )
     rounds: int = Field(
         3, ge=1, le=1000, description="runs of each case; the result is their median"
