@@ -1,5 +1,5 @@
-"""Soak: sound and broken requests to all endpoints, clients that leave, and changes of the weights,
-all at once and for long.
+"""Soak: valid and broken requests to all endpoints, clients that leave, and reloads, all at once
+and for a long time.
 """
 
 import json
@@ -23,11 +23,11 @@ from tests.model.factories import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_gpt,
 
 CLIENTS = 8
 STEPS = (1, 2, 3)
-"""Of the checkpoints, one of which is served at a time."""
+"""Steps of the checkpoints that are served in turn."""
 ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
-"""MiB from the end of the first quarter to the end: allocators and caches, which have bounds."""
+"""MiB after the first quarter, for bounded allocators and caches."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
 
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}
@@ -118,13 +118,13 @@ BROKEN: list[tuple[str, Any]] = [
 
 @dataclass
 class Tally:
-    """Answers that all clients saw together."""
+    """Answers of all clients."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0
-    """Requests whose client went away before the end of the answer."""
+    """Requests whose client left before the end of the answer."""
     answers: set[tuple[str, str]] = field(default_factory=set)
-    """To the one question that is always the same: whose it was, and what."""
+    """Answers to QUESTION, each with the hash of its checkpoint."""
     problems: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -138,7 +138,7 @@ class Tally:
 
 
 class Client(threading.Thread):
-    """Sends one request after the other for so many seconds."""
+    """Sends one request after the other for some seconds."""
 
     def __init__(self, url: str, seed: int, seconds: float, tally: Tally) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Client(threading.Thread):
         assert response.status_code in (400, 404, 429), response.text
 
     def _leave(self) -> None:
-        """A stream that is left after its first bytes."""
+        """Leave a stream after its first bytes."""
         body = {"prompt": "and so on", "max_tokens": 100, "ignore_eos": True, "stream": True}
         self._asked = "/generate, to leave it"
         with self._http.stream("POST", "/generate", json=body) as response:
@@ -197,7 +197,7 @@ class Client(threading.Thread):
 
 
 class Administrator(threading.Thread):
-    """Has one checkpoint after the other served, and now and then one that there is not."""
+    """Reloads one checkpoint after the other, and sometimes a missing one."""
 
     def __init__(self, url: str, tally: Tally, stop: threading.Event) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Administrator(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_counters_memory_and_answers_hold_under_everything_at_once(tmp_path: Path) -> None:
+def test_counters_memory_and_answers_hold_under_load(tmp_path: Path) -> None:
     """The run has four quarters; memory may grow in the first."""
     seconds = times(8, 1200)
     for step in STEPS:
@@ -267,10 +267,10 @@ def test_counters_memory_and_answers_hold_under_everything_at_once(tmp_path: Pat
 
 
 def _compare(server: ServedProcess, tally: Tally) -> None:
-    """Raise AssertionError where the server's counters are not the clients'."""
+    """Assert that the server's counters equal those of the clients."""
     held = ("logitd_kv_slots_used", "logitd_queue_elements", "logitd_num_sequences_waiting")
     deadline = time.monotonic() + 20
-    while any(map(server.sample, held)):  # requests that were left end a moment later
+    while any(map(server.sample, held)):  # abandoned requests end a moment later
         assert time.monotonic() < deadline, {name: server.sample(name) for name in held}
         time.sleep(0.1)
     text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30).text
