@@ -65,12 +65,8 @@ MOST_REHASHED = 2**34
 weights; a larger one would take too long."""
 MOST_TIMES = 2**10
 """Limit of a shape's elements as a multiple of those in the file: below it, names are compared."""
-CONFIG, WEIGHTS, RANKS, CARD = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.tiktoken",
-    "README.md",
-)
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+RANKS, CARD = "tokenizer.tiktoken", "README.md"
 
 
 class CheckpointError(ValueError):

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.tokenizer import read_tokenizer
 from logitd.model.data.errors import DataError
-from logitd.model.data.published_vocabulary import published_vocabulary
 from logitd.model.data.reuse import reuse_shards, shards_sha256
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, write_shard
 from logitd.model.data.sources.document import Text
@@ -35,7 +36,8 @@ from logitd.model.data.vocabulary import (
     tokenizer_sha256,
 )
 from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, parse_ranks
+from logitd.model.text.published import published_tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError, parse_ranks
 
 RANKS = "tokenizer.tiktoken"
 """File name of the vocabulary."""
@@ -147,6 +149,25 @@ def _tokenizer(
         for part in (piece.split(END_OF_TEXT) if special_ids else [piece])
     )
     return learn(pieces, vocab_size)
+
+
+def published_vocabulary(name: str) -> Tokenizer:
+    """Read a published encoding by name, or a ranks file or a `tokenizer.json` of Hugging Face's
+    tokenizers by path. Raises DataError."""
+    try:
+        if Path(name).suffix == ".json" and Path(name).is_file():
+            # Gaps between its ids are closed, because no weights depend on them yet.
+            tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
+        else:
+            tokenizer = published_tokenizer(name)
+    except TokenizerError as error:
+        raise DataError(str(error)) from error
+    except ConvertError as error:  # it may name flags of `logitd import`
+        raise DataError(
+            f"the tokenizer {name} cannot be used here, as `logitd import` says: {error}"
+        ) from error
+    require_end_of_text(tokenizer, f"the tokenizer {name}")
+    return tokenizer
 
 
 def _tokenise(

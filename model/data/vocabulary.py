@@ -1,7 +1,7 @@
 """Vocabulary: the tokenizer of a training run, learned from its text, and encoding with it.
 
 rustbpe learns byte-level BPE (an optional dependency of training); the result is an ordinary
-`Tokenizer` (`model/text/tokenizer.py`). Existing vocabularies: `published_vocabulary.py`.
+`Tokenizer` (`model/text/tokenizer.py`).
 """
 
 import hashlib

@@ -48,13 +48,14 @@ class Shard:
 
 
 class ExtractionFolder:
-    """The folder at `path`, locked until `release`, and its shards. Raises ExtractionError if
-    another process writes it, if it contains other files, or if it cannot be written."""
+    """The folder at `path`, locked until `close`, and its shards. Raises ExtractionError if another
+    process writes it, if it contains other files, or if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shards: list[Shard] = []
         self._facts: dict[str, Any] = {}
+        self._complete = False
         if path.exists() and not path.is_dir():
             raise ExtractionError(f"{path} exists and is not a folder: choose another --out")
         if path.is_dir() and not self._begun:
@@ -79,10 +80,10 @@ class ExtractionFolder:
     def _begun(self) -> bool:
         return (self.path / INDEX).exists()
 
-    def release(self, *, finished: bool) -> None:
+    def close(self) -> None:
         """Unlock the folder. Removes the lock file of a finished extraction, and the folder if
         nothing was begun in it."""
-        if finished or not self._begun:
+        if self._complete or not self._begun:
             (self.path / LOCK).unlink(missing_ok=True)
         if self._made and not self._begun:
             self.path.rmdir()
@@ -100,7 +101,7 @@ class ExtractionFolder:
                 if self._is_left_over(child.name):
                     child.unlink()
             if not begun:
-                self._write_index(complete=False)
+                self._write_index()
 
     def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> Shard:
         """Write and list the next shard. Raises ExtractionError if the disk is full."""
@@ -109,17 +110,18 @@ class ExtractionFolder:
         with self._writing():
             write_whole(self.path / name, content)
             self.shards.append(shard)
-            self._write_index(complete=False)
+            self._write_index()
         return shard
 
     def complete(self) -> None:
+        self._complete = True
         with self._writing():
-            self._write_index(complete=True)
+            self._write_index()
 
-    def _write_index(self, *, complete: bool) -> None:
+    def _write_index(self) -> None:
         document = {
             **self._facts,
-            "complete": complete,
+            "complete": self._complete,
             "rows": self.rows,
             "shards": [asdict(shard) for shard in self.shards],
         }

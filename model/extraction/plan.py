@@ -66,9 +66,9 @@ class Windows:
 class Survey:
     """Size and hash of the data."""
 
+    sha256: str  # of names and contents
     documents: int
     bytes: int
-    sha256: str  # of names and contents
 
 
 def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -> Windows:
@@ -115,7 +115,7 @@ class DataReader:
 
     def survey(self) -> Survey:
         """The survey, after the last document."""
-        return Survey(self.documents, self.bytes, self._digest.hexdigest())
+        return Survey(self._digest.hexdigest(), self.documents, self.bytes)
 
 
 def survey(documents: Iterable[Document]) -> Survey:

@@ -8,7 +8,7 @@ events; nothing is printed.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -127,9 +127,7 @@ def extract(
         checkpoint.config.context_length, asked.stride, predicts=quantity.predicts
     )
     text = _open_data(data, reading, report)
-    folder = ExtractionFolder(out)
-    finished = False
-    try:
+    with closing(ExtractionFolder(out)) as folder:
         surveyed = survey(text.documents)
         opened: AbstractContextManager[ShardComputer | RayComputer] = (
             closing(open_computer(checkpoint.path, quantity, options, log))
@@ -145,11 +143,7 @@ def extract(
                     "weights_sha256": checkpoint.weights_sha256,
                     "tokenizer_sha256": tokenizer_sha256(checkpoint.tokenizer).hex(),
                 },
-                "data": {
-                    "sha256": surveyed.sha256,
-                    "documents": surveyed.documents,
-                    "bytes": surveyed.bytes,
-                },
+                "data": asdict(surveyed),
                 "settings": {
                     **quantity.settings(),
                     "window": windows.length,
@@ -172,17 +166,8 @@ def extract(
                 folder.add(content, quantity.suffix, rows=rows, end=group[-1].end)
         _check_unchanged(surveyed, reader.survey(), text, folder)
         folder.complete()
-        finished = True
-    finally:
-        folder.release(finished=finished)
-    return Extracted(
-        path=out,
-        rows=folder.rows,
-        documents=surveyed.documents,
-        shards=len(folder.shards),
-        tokens=meter.tokens,
-        seconds=meter.seconds,
-    )
+    rows, shards = folder.rows, len(folder.shards)
+    return Extracted(out, rows, surveyed.documents, shards, meter.tokens, meter.seconds)
 
 
 def _choose_quantity(checkpoint: CheckpointInfo, asked: ExtractionRequest) -> Quantity:

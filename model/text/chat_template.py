@@ -16,6 +16,7 @@ between is not.
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
@@ -61,21 +62,16 @@ class ChatTemplate:
         _check_source(source)
         self.source = source
         environment = _environment()
-        try:
-            tree = environment.parse(source)
-            _watch_loops(tree, environment)
-            code = environment.compile(tree, filename="<chat template>")
+        with _explained("the chat template does not compile"):
+            try:
+                tree = environment.parse(source)
+                _watch_loops(tree, environment)
+                code = environment.compile(tree, filename="<chat template>")
+            except TemplateSyntaxError as error:
+                raise ChatTemplateError(
+                    f"line {error.lineno} of the chat template: {error.message}"
+                ) from error
             self._template = Template.from_code(environment, code, environment.globals)
-        except TemplateSyntaxError as error:
-            raise ChatTemplateError(
-                f"line {error.lineno} of the chat template: {error.message}"
-            ) from error
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # nested too deeply for Jinja, or for Python
-            raise ChatTemplateError(
-                f"the chat template does not compile: {_message(error)}"
-            ) from error
 
     def render(
         self,
@@ -137,7 +133,7 @@ class ChatTemplate:
             name = tokenizer.end_of_text_name
             variables |= {"bos_token": name, "eos_token": name}
         parts, length = [], 0
-        try:
+        with _explained("the chat template failed on these messages"):
             for part in self._template.generate(variables):
                 length += len(part)
                 if length > MAX_CHARACTERS:
@@ -145,13 +141,18 @@ class ChatTemplate:
                         f"the chat template wrote more than {MAX_CHARACTERS} characters"
                     )
                 parts.append(part)
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # an expression can raise anything
-            raise ChatTemplateError(
-                f"the chat template failed on these messages: {_message(error)}"
-            ) from error
         return "".join(parts)
+
+
+@contextmanager
+def _explained(problem: str) -> Iterator[None]:
+    """Turn any error of Jinja, or of a template's expression, into a ChatTemplateError."""
+    try:
+        yield
+    except ChatTemplateError:
+        raise
+    except Exception as error:
+        raise ChatTemplateError(f"{problem}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -258,7 +259,3 @@ def _hidden(messages: Sequence[Message], special_tokens: Iterable[str]) -> Hidde
 
 def _has_surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in set(text))
-
-
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"

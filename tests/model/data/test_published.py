@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from logitd.model.data.errors import DataError
-from logitd.model.data.published_vocabulary import published_vocabulary
+from logitd.model.data.prepare import published_vocabulary
 from logitd.model.data.vocabulary import learn, tokenizer_sha256
 from logitd.model.text.tokenizer import END_OF_TEXT
 from tests.model.conftest import story
