@@ -63,17 +63,10 @@ SOUND: dict[str, list[dict[str, Any]]] = {
     ],
     "/lens": [{"prompt": "abcdef", "positions": "all"}],
     "/sweep": [
-        {
-            "prompt": "abc",
-            "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"},
-            "over": ["layers", "heads"],
-        },
-        {
-            "prompt": "abc",
-            "over": ["layers", "positions"],
-            "stream": True,
-            "vary": {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "abd"}},
-        },
+        {"prompt": "abc", "over": ["layers", "heads"],
+         "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"}},
+        {"prompt": "abc", "over": ["layers", "positions"], "stream": True,
+         "vary": {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "abd"}}},
     ],
     "/tokenize": [{"prompt": "some text"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
@@ -87,7 +80,8 @@ SOUND: dict[str, list[dict[str, Any]]] = {
         {"messages": MESSAGES, "max_tokens": 20, "stream": True, "logprobs": True},
         {"messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": "required"},
     ],
-}
+}  # fmt: skip
+OVERFLOW = {"stage": "embedding", "operation": "scale", "factor": 3e38}
 BROKEN: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "x" * 5000}),
     ("/generate", {"prompt": "a", "temprature": 1}),
@@ -96,24 +90,13 @@ BROKEN: list[tuple[str, Any]] = [
     ("/logits", {"prompt": "a", "positions": [99]}),
     ("/attention", {"prompt": "a", "layers": [99]}),
     ("/activations", {"prompt": "a", "stages": ["blocks.99.output"]}),
-    (
-        "/generate",
-        {
-            "prompt": "a",
-            "interventions": [
-                {"stage": "embedding", "operation": "scale", "factor": 3e38},
-                {"stage": "embedding", "operation": "scale", "factor": 3e38},
-            ],
-        },
-    ),
-    (
-        "/sweep",
-        {"prompt": "a", "vary": {"stage": "embedding", "operation": "zero"}, "over": ["heads"]},
-    ),
+    ("/generate", {"prompt": "a", "interventions": [OVERFLOW, OVERFLOW]}),
+    ("/sweep", {"prompt": "a", "over": ["heads"],
+                "vary": {"stage": "embedding", "operation": "zero"}}),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}),
     ("/v1/chat/completions", {"messages": []}),
     ("/nowhere", {}),
-]
+]  # fmt: skip
 
 
 @dataclass
@@ -158,23 +141,19 @@ class Client(threading.Thread):
                 except (httpx.HTTPError, AssertionError) as error:
                     self._tally.problems.append(f"{act.__name__} {self._asked}: {error!r}")
 
-    def _choose(self) -> tuple[str, dict[str, Any]]:
-        path = self._random.choice(list(SOUND))
-        return path, self._random.choice(SOUND[path])
-
-    def _sound(self) -> None:
-        path, body = self._choose()
-        self._asked = f"{path} {body}"
-        response = self._http.post(path, json=body)
-        self._tally.answer(path, response.status_code)
-        assert response.status_code in (200, 429), response.text
-
-    def _broken(self) -> None:
-        path, body = self._random.choice(BROKEN)
+    def _post(self, path: str, body: Any, expected: tuple[int, ...]) -> httpx.Response:
         self._asked = f"{path} {body}"
         response = self._http.post(path, json=body)
         self._tally.answer("other" if path == "/nowhere" else path, response.status_code)
-        assert response.status_code in (400, 404, 429), response.text
+        assert response.status_code in expected, response.text
+        return response
+
+    def _sound(self) -> None:
+        path = self._random.choice(list(SOUND))
+        self._post(path, self._random.choice(SOUND[path]), (200, 429))
+
+    def _broken(self) -> None:
+        self._post(*self._random.choice(BROKEN), (400, 404, 429))
 
     def _leave(self) -> None:
         """Leave a stream after its first bytes."""
@@ -185,10 +164,7 @@ class Client(threading.Thread):
         self._tally.leave()
 
     def _ask(self) -> None:
-        self._asked = f"/generate {QUESTION}"
-        response = self._http.post("/generate", json=QUESTION)
-        self._tally.answer("/generate", response.status_code)
-        assert response.status_code in (200, 429), response.text
+        response = self._post("/generate", QUESTION, (200, 429))
         if response.status_code == 200:
             reply = response.json()
             choice = reply["choices"][0]

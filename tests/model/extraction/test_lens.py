@@ -1,18 +1,17 @@
-"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` to the bit, a softmax by hand, and
-the rows of `--logprobs`."""
+"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` to the bit, and joins the rows of
+`--logprobs`."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.quantities import (
+    LENS_TOP_K,
     SHARD_BYTES,
     SHARD_TOKENS,
     WINDOW_BYTES,
@@ -22,10 +21,9 @@ from logitd.model.extraction.quantities import (
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.llm import LLM
 from logitd.model.transformer.config import MODERN
-from logitd.model.transformer.gpt import GPT
 from tests.model.extraction.conftest import TORCH, Extract, in_memory
 from tests.model.extraction.test_run import CONTEXT, rows_of
-from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 
 TOP_K = 3
 FIGURES = ("logprobs", "ranks", "entropies", "divergences", "top_tokens", "top_logprobs")
@@ -131,57 +129,9 @@ def test_last_layer_equals_the_logprobs_to_the_bit(
         np.testing.assert_allclose(figures["layer_top_logprobs"][-1], scored["top_logprobs"], 2e-7)
 
 
-def log_softmax_by_hand(gpt: GPT, states: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Logprobs (layers, T, V) of residual streams (layers, T, d_model), by the definitions."""
-    config, norm = gpt.config, gpt.final_norm
-    x = states.astype(np.float64)
-    if config.final_norm:
-        if config.norm == "layernorm":
-            x = x - x.mean(-1, keepdims=True)
-        weight = np.asarray(norm.weight, dtype=np.float64)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight
-        if getattr(norm, "bias", None) is not None:
-            x = x + np.asarray(norm.bias, dtype=np.float64)
-    matrix, bias = gpt.head_parameters()
-    logits = x @ matrix[: config.vocab_size].double().numpy().T
-    if bias is not None:
-        logits = logits + bias[: config.vocab_size].double().numpy()
-    exps = np.exp(logits - logits.max(-1, keepdims=True))
-    logprobs: npt.NDArray[Any] = np.log(exps / exps.sum(-1, keepdims=True))
-    return logprobs
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "original", "neox"])
-def test_lens_is_the_softmax_of_the_hidden_states(
-    extracting: Extract, tmp_path: Path, texts: Path, family: str
-) -> None:
-    """The family "original" has no final norm."""
-    gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
-    assert gpt.config.final_norm == (family != "original")
-    path = save_tiny_checkpoint(tmp_path / family, gpt).path
-    result = extracting(checkpoint=path, data=(str(texts / "c.parquet"),), lens=True, top_k=257)
-    text = in_memory(texts)[4][1]
-    rows = [row for row in rows_of(result.path) if row["document"] == 1]
-    with opened(path) as llm:
-        states = llm.hidden_states(list(text.encode()))
-    logprobs = log_softmax_by_hand(gpt, states).swapaxes(0, 1)  # (T, layers, V)
-    probs, last = np.exp(logprobs), logprobs[:, -1:]
-    divergences = (np.exp(last) * (last - logprobs)).sum(-1)
-    assert len(rows) == len(text)
-    for at, row in enumerate(rows[1:]):
-        chosen = logprobs[at][:, row["token"]]
-        entropies = -(probs[at] * logprobs[at]).sum(-1)
-        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        close(row["layer_logprobs"], chosen)
-        close(row["layer_entropies"], entropies)
-        close(row["layer_divergences"], divergences[at])
-        close(row["layer_top_logprobs"], -np.sort(-logprobs[at], axis=-1))
-        ids = np.array(row["layer_top_tokens"])
-        assert (np.sort(ids, axis=-1) == np.arange(257)).all()
-        ranks = (logprobs[at] > chosen[:, None] + 1e-6).sum(-1) + 1
-        most = (logprobs[at] > chosen[:, None] - 1e-6).sum(-1)
-        assert (ranks <= row["layer_ranks"]).all()
-        assert (row["layer_ranks"] <= np.maximum(ranks, most)).all()
+def test_default_number_of_likeliest_tokens_is_that_of_post_lens(extracting: Extract) -> None:
+    row = rows_of(extracting(lens=True).path)[1]
+    assert [len(tokens) for tokens in row["layer_top_tokens"]] == [LENS_TOP_K] * 4
 
 
 def test_single_tokens_have_empty_rows(extracting: Extract, tmp_path: Path) -> None:

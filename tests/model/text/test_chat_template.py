@@ -262,11 +262,6 @@ def test_text_equals_plain_jinja(special_tokens: list[str], contents: list[str],
     assert written(pieces, vocabulary) == plain(source_of(form)).render(messages=messages)
 
 
-def test_message_can_be_a_dictionary_key() -> None:
-    source = "{{ {'<a>': 1, 'b': 2}[messages[0].content] }}"
-    assert [render(source, key, special_tokens=["<a>"]) for key in ("<a>", "b")] == [["1"], ["2"]]
-
-
 def test_template_can_split_a_message() -> None:
     """Some templates drop the thoughts of a model."""
     source = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,45 +44,24 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers["accept-encoding"]))
         raw = STORY.encode()
-        match self.path.partition("?")[0]:
-            case "/story.txt" | "/elsewhere/story.txt":
-                self.reply(raw)
-            case "/unannounced.txt":
-                self.reply(raw, announced=None)
-            case "/moved.txt":
-                self.reply(b"", status=302, location="/elsewhere/story.txt")
-            case "/circle.txt":
-                self.reply(b"", status=302, location="/circle.txt")
-            case "/ftp.txt":
-                self.reply(b"", status=302, location="ftp://127.0.0.1/story.txt")
-            case "/cut.txt":
-                self.reply(raw, announced=len(raw) + 5)
-            case "/lines.jsonl.gz":
-                self.reply(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
-            case "/encoded.txt":
-                self.reply(gzip.compress(raw), encoding="gzip")
-            case _:
-                self.reply(b"no", status=404)
-
-    def reply(
-        self,
-        raw: bytes,
-        *,
-        status: int = 200,
-        announced: int | None = -1,
-        location: str = "",
-        encoding: str = "",
-    ) -> None:
+        replies: dict[str, tuple[int, bytes, dict[str, Any]]] = {
+            "/story.txt": (200, raw, {}),
+            "/unannounced.txt": (200, raw, {"content-length": None}),
+            "/moved.txt": (302, b"", {"location": "/story.txt"}),
+            "/circle.txt": (302, b"", {"location": "/circle.txt"}),
+            "/ftp.txt": (302, b"", {"location": "ftp://127.0.0.1/story.txt"}),
+            "/cut.txt": (200, raw, {"content-length": len(raw) + 5}),
+            "/lines.jsonl.gz": (200, gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), {}),
+            "/encoded.txt": (200, gzip.compress(raw), {"content-encoding": "gzip"}),
+        }
+        status, body, headers = replies.get(self.path.partition("?")[0], (404, b"no", {}))
         self.send_response(status)
-        if location:
-            self.send_header("location", location)
-        if encoding:
-            self.send_header("content-encoding", encoding)
-        if announced is not None:
-            self.send_header("content-length", str(len(raw) if announced < 0 else announced))
-        self.send_header("connection", "close")
+        headers = {"content-length": len(body), "connection": "close"} | headers
+        for name, value in headers.items():
+            if value is not None:
+                self.send_header(name, str(value))
         self.end_headers()
-        self.wfile.write(raw)
+        self.wfile.write(body)
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:

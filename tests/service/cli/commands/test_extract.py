@@ -118,7 +118,7 @@ def test_missing_package_is_explained(
 
 def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     lines = ProgressLines()
-    lines(Surveyed(Survey(2, 3000, ""), 1, 500))
+    lines(Surveyed(Survey("", 2, 3000), 1, 500))
     for tokens in (1000, 2000):
         lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
     assert capsys.readouterr().err.splitlines() == [
