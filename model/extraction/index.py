@@ -103,7 +103,7 @@ class ExtractionFolder:
             if not begun:
                 self._write_index()
 
-    def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> Shard:
+    def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> None:
         """Write and list the next shard. Raises ExtractionError if the disk is full."""
         name = self._next_name(suffix)
         shard = Shard(name, rows, len(content), hashlib.sha256(content).hexdigest(), *end)
@@ -111,7 +111,6 @@ class ExtractionFolder:
             write_whole(self.path / name, content)
             self.shards.append(shard)
             self._write_index()
-        return shard
 
     def complete(self) -> None:
         self._complete = True

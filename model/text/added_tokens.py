@@ -22,7 +22,7 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Longest added token: every length is tried at a place where one may begin."""
+"""Longest added token: the lengths of all tokens are tried wherever one may begin."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 

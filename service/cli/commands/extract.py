@@ -49,11 +49,7 @@ class ProgressLines:
             self.interrupted = True
             raise KeyboardInterrupt
 
-        try:
-            before = signal.signal(signal.SIGINT, note)
-        except ValueError:  # only the main thread gets signals
-            yield
-            return
+        before = signal.signal(signal.SIGINT, note)
         try:
             yield
         finally:
