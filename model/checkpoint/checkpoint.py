@@ -241,7 +241,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         first = error.errors()[0]
         raise CheckpointError(
             f"{where}: {'.'.join(map(str, first['loc']))} of the training record is "
-            f"{str(first['input'])[:100]!r}: {first['msg']}"
+            f"{first['input']!r:.100}: {first['msg']}"
         ) from error
     return CheckpointInfo(
         path=path,

@@ -105,7 +105,7 @@ def extract(
     path: Path,
     data: Sequence[str],
     out: Path,
-    asked: ExtractionRequest,
+    request: ExtractionRequest,
     *,
     options: ComputeOptions = DEFAULTS,
     cluster: Cluster | None = None,
@@ -122,9 +122,9 @@ def extract(
     if cluster is not None:
         _require_package("ray", "ray", "--ray")
     checkpoint = read_checkpoint(path)
-    quantity = _choose_quantity(checkpoint, asked)
+    quantity = _choose_quantity(checkpoint, request)
     windows = choose_windows(
-        checkpoint.config.context_length, asked.stride, predicts=quantity.predicts
+        checkpoint.config.context_length, request.stride, predicts=quantity.predicts
     )
     text = _open_data(data, reading, report)
     with closing(ExtractionFolder(out)) as folder:
@@ -135,7 +135,7 @@ def extract(
             else on_ray(checkpoint, quantity, options, cluster, log)
         )
         with opened as computer:
-            shard_tokens = asked.shard_tokens or quantity.shard_tokens(checkpoint.config)
+            shard_tokens = request.shard_tokens or quantity.shard_tokens(checkpoint.config)
             facts = {
                 "logitd": VERSION,
                 "checkpoint": {
@@ -170,18 +170,18 @@ def extract(
     return Extracted(out, rows, surveyed.documents, shards, meter.tokens, meter.seconds)
 
 
-def _choose_quantity(checkpoint: CheckpointInfo, asked: ExtractionRequest) -> Quantity:
+def _choose_quantity(checkpoint: CheckpointInfo, request: ExtractionRequest) -> Quantity:
     if not checkpoint.tokenizer.has_text:
         raise ExtractionError(
             f"{checkpoint.name} has no vocabulary, so a text has no tokens: give token ids to "
             "LLM.score and LLM.activations (model/llm.py)"
         )
-    if asked.stages:
-        return choose_stages(asked.stages, checkpoint.config)
+    if request.stages:
+        return choose_stages(request.stages, checkpoint.config)
     _require_package("pyarrow", "parquet", "Parquet")
-    if asked.lens:
-        return choose_lens(asked.top_k or LENS_TOP_K, checkpoint.config)
-    return choose_logprobs(asked.top_k, checkpoint.config)
+    if request.lens:
+        return choose_lens(request.top_k or LENS_TOP_K, checkpoint.config)
+    return choose_logprobs(request.top_k, checkpoint.config)
 
 
 def _require_package(name: str, extra: str, use: str) -> None:

@@ -102,8 +102,8 @@ class ChatTemplate:
         try:
             text = self._run(escaped, tokenizer, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:  # it may quote a message
-            said = str(error).replace(_CUT, "").translate(hidden.show)
-            raise ChatTemplateError(said.encode(errors="replace").decode()) from error
+            message = str(error).replace(_CUT, "").translate(hidden.show)
+            raise ChatTemplateError(message.encode(errors="replace").decode()) from error
         if continue_final_message:
             text, cut, _ = text.rpartition(_CUT)
             if not cut:

@@ -411,14 +411,13 @@ class Tokenizer:
     def described(cls, description: Mapping[str, Any], ranks: Mapping[bytes, int]) -> "Tokenizer":
         """The tokenizer of a `description`, whose unknown members are ignored, and its ranks."""
         try:
-            said = _Description.model_validate(dict(description))
+            members = _Description.model_validate(dict(description)).model_dump()
         except ValidationError as error:
             first = error.errors()[0]
             raise TokenizerError(
                 f"{'.'.join(map(str, first['loc']))[:60]} of the tokenizer is "
-                f"{str(first['input'])[:60]!r}: {first['msg']}"
+                f"{first['input']!r:.60}: {first['msg']}"
             ) from error
-        members = said.model_dump()
         name = members.pop("end_of_text") or END_OF_TEXT
         return cls(ranks=ranks, end_of_text_name=name, **members)
 

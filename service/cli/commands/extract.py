@@ -21,7 +21,7 @@ from logitd.model.extraction.run import Extracted, ExtractionRequest, Progress, 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.options import ComputeOptions
-from logitd.model.training.events import duration
+from logitd.model.training.events import duration, line
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.terminal import redraw, say
 from logitd.service.settings.extract import ExtractSettings
@@ -129,13 +129,13 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
 
 def _unclear(settings: ExtractSettings) -> str:
     """The refusal of a command line without exactly one quantity, else ""."""
-    asked = {
+    chosen = {
         "--logprobs": settings.logprobs,
         "--top-k": settings.top_k is not None and not (settings.logprobs or settings.lens),
         "--lens": settings.lens,
         "--stages": bool(settings.stages),
     }
-    given = [flag for flag, is_given in asked.items() if is_given]
+    given = [flag for flag, is_given in chosen.items() if is_given]
     if len(given) == 1:
         return ""
     hint = " (the last layer's logprobs of --lens are those of --logprobs)"
@@ -170,11 +170,8 @@ def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
                 f"{event.share:4.0%}  {event.tokens:,} tokens  {event.shards:,} shards  "
                 f"{event.tokens_per_second:,.0f} tok/s  {duration(event.seconds_left)} left"
             )
-        case Downloading(url, done, total):
-            share = "" if total is None else f" of {total / 1e6:,.1f}"
-            return f"downloading {url}: {done / 1e6:,.1f}{share} MB"
-        case Downloaded(url, size):
-            return f"{url}: {size:,} bytes"
+        case Downloading() | Downloaded():
+            return line(event)
 
 
 def pluralize(count: int, noun: str) -> str:

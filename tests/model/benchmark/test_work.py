@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from logitd.model.benchmark.work import Work, decode_work, limit, prefill_work
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.inference.kv_cache import KVCache
-from logitd.model.inference.options import KVCacheDType
+from logitd.model.inference.options import KVCacheDType, Quantization
 from logitd.model.machine import Machine
 from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
@@ -60,21 +60,16 @@ def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
     assert work.operations == 8 * 2 * (BLOCKS + HEAD) + 8 * 288 * 12 * (2 * 768 + 2 * 768)
 
 
-def test_int8_step_reads_a_byte_per_element(gpt2: GPT) -> None:
-    plain = decode_work(gpt2, batch=1, live_positions=100)
-    quantized = decode_work(gpt2, batch=1, live_positions=100, quantize="int8")
-    rows = BLOCK_ROWS + 50_257
-    assert plain.read_bytes - quantized.read_bytes == 3 * (BLOCKS + HEAD) - 8 * rows
-    assert quantized.operations is None
-
-
-def test_int4_step_reads_half_a_byte_and_a_scale_per_sixteen(gpt2: GPT) -> None:
-    """The head has int8."""
-    eight, four = (
-        decode_work(gpt2, batch=1, live_positions=100, quantize=kind) for kind in ("int8", "int4")
+def test_quantized_step_reads_less(gpt2: GPT) -> None:
+    """A byte per element; with int4 half a byte in the blocks, and a byte of scale per sixteen."""
+    plain, eight, four = (
+        decode_work(gpt2, batch=1, live_positions=100, quantize=kind)
+        for kind in get_args(Quantization)
     )
+    rows = BLOCK_ROWS + 50_257
+    assert plain.read_bytes - eight.read_bytes == 3 * (BLOCKS + HEAD) - 8 * rows
     assert eight.read_bytes - four.read_bytes == BLOCKS * (1 - 1 / 2 - 1 / 16)
-    assert four.operations is None
+    assert eight.operations is four.operations is None
 
 
 def test_prefill_equals_numbers_by_hand(gpt2: GPT) -> None:

@@ -166,7 +166,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "special_tokens.a.*'1'",
     ),
     "special id beyond all": (section("tokenizer", special_tokens={"a": 10**12}), "tokenizer"),
-    "no pattern": (section("tokenizer", pattern=None), "pattern.*'None'"),
+    "no pattern": (section("tokenizer", pattern=None), "pattern.*None"),
     "half a pattern": (section("tokenizer", pattern="("), r"tokenizer.*'\('"),
     "empty pattern": (section("tokenizer", pattern=""), "tokenizer.*pattern"),
     "pattern of nothing": (section("tokenizer", pattern="x?"), r"tokenizer.*'x\?'"),

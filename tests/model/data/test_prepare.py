@@ -57,13 +57,6 @@ def test_documents_are_separated_and_on_one_side_each(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "data.json").read_text())["record"] == record
 
 
-def test_end_of_text_in_a_text_ends_no_document(tmp_path: Path) -> None:
-    prepared = prepare(text_of("one <|endoftext|> two\n" * 50), tmp_path)
-    end = prepared.tokenizer.end_of_text
-    for shard in (prepared.train, prepared.val):
-        assert shard.tokens.tolist().count(end) == 1
-
-
 CONVERSATION = [
     {"role": "user", "content": "red?"},
     {"role": "assistant", "content": "blue.\n" * 40},
@@ -97,21 +90,6 @@ def test_vocabulary_is_learned_without_special_tokens(tmp_path: Path, special_id
     assert (b"endoftext" in prepared.tokenizer.tokens) is not special_ids
     end = prepared.tokenizer.end_of_text
     assert prepared.train.tokens.tolist().count(end) == (451 if special_ids else 0) + 1
-
-
-def test_copies_of_a_document_are_on_one_side(tmp_path: Path) -> None:
-    """Forty files, each there twice under another name."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        for name in ("a", "copy"):
-            (folder / f"{name}-{number}.txt").write_text(story(8, number))
-    text = open_text((str(folder),))
-    prepared = prepare(text, tmp_path / "data", val_fraction=0.3)
-    train = set(decoded(prepared.train, prepared.tokenizer))
-    val = decoded(prepared.val, prepared.tokenizer)
-    assert not train & set(val)
-    assert len(val) == 2 * len(set(val)) > 0
 
 
 def test_same_text_makes_the_same_files(tmp_path: Path) -> None:

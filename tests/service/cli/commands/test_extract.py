@@ -136,7 +136,7 @@ def test_progress_is_redrawn_on_a_terminal(
     lines(Progress(2000, 0.5, 1234.5, 3675.0, 3))
     lines.say("done")
     assert capsys.readouterr().err == (
-        "\r\x1b[Kdownloading https://example.org/a: 5.0 of 10.0 MB"
+        "\r\x1b[Kdownloading https://example.org/a: 5.0 of 10.0 MB, 50%"
         "\r\x1b[K 50%  2,000 tokens  3 shards  1,234 tok/s  1:01:15 left\n"
         "logitd extract: done\n"
     )
