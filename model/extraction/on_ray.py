@@ -33,14 +33,6 @@ ATTEMPTS = 3
 """Workers that may die over a shard before it ends the command."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A Ray cluster (`ray_cluster.connected`) and the number of workers; None: all that fit."""
-
-    address: str
-    workers: int | None = None
-
-
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
@@ -172,18 +164,20 @@ def on_ray(
     checkpoint: CheckpointInfo,
     quantity: Quantity,
     options: ComputeOptions,
-    cluster: Cluster,
+    address: str,
+    workers: int | None,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
-    """Workers with the checkpoint until the end of the block. Raises ExtractionError if the cluster
-    cannot be joined, if no worker fits, and if a worker cannot load the model."""
+    """Workers with the checkpoint until the end of the block, as many as fit if `workers` is None.
+    Raises ExtractionError if the cluster at `address` (`ray_cluster.connected`) cannot be joined,
+    if no worker fits, and if a worker cannot load the model."""
     import ray
 
-    with connected(cluster.address, log):
+    with connected(address, log):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        count, fit, placed = choose_workers(nodes, options, cluster.workers)
+        count, fit, placed = choose_workers(nodes, options, workers)
         sizes = f"{count} on {placed.device} with --threads {placed.threads}"
-        if count > fit and cluster.address == LOCAL:
+        if count > fit and address == LOCAL:
             raise ExtractionError(f"--ray-workers: {sizes}; only {fit} of them fit")
         log(f"workers: {sizes}; {fit} of them fit now")
         actor = ray.remote(
@@ -194,8 +188,8 @@ def on_ray(
             runtime_env={"env_vars": spin_variables(os.environ)},
         )(ShardWorker)
         arguments = checkpoint.path.absolute(), quantity, placed
-        workers = [actor.remote(*arguments) for _ in range(count)]
-        facts = _get(workers[0].facts.remote(), "the model")
+        actors = [actor.remote(*arguments) for _ in range(count)]
+        facts = _get(actors[0].facts.remote(), "the model")
         ours = {"logitd": VERSION, "weights": checkpoint.weights_sha256}
         _require_equal(ours, {name: facts[name] for name in ours})
-        yield RayComputer(workers, facts, log)
+        yield RayComputer(actors, facts, log)

@@ -21,7 +21,7 @@ from logitd.model.data.vocabulary import tokenizer_sha256
 from logitd.model.extraction.compute import Group, ShardComputer, open_computer
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import ExtractionFolder
-from logitd.model.extraction.on_ray import Cluster, RayComputer, on_ray
+from logitd.model.extraction.on_ray import RayComputer, on_ray
 from logitd.model.extraction.plan import (
     DataReader,
     Survey,
@@ -108,18 +108,19 @@ def extract(
     request: ExtractionRequest,
     *,
     options: ComputeOptions = DEFAULTS,
-    cluster: Cluster | None = None,
+    ray: str | None = None,
+    ray_workers: int | None = None,
     reading: ReadOptions = AS_USUAL,
     log: Callable[[str], None] = lambda line: None,
     report: Report = lambda event: None,
     tell: Tell = lambda event: None,
 ) -> Extracted:
     """Compute every token of the texts `data` by the checkpoint at `path`, into the folder `out`,
-    in this process or on a `cluster`. Sets torch's threads by `options`.
+    in this process or on the Ray cluster at the address `ray`. Sets torch's threads by `options`.
 
     Raises ExtractionError, DataError, CheckpointError, DeviceError and KernelError.
     """
-    if cluster is not None:
+    if ray is not None:
         _require_package("ray", "ray", "--ray")
     checkpoint = read_checkpoint(path)
     quantity = _choose_quantity(checkpoint, request)
@@ -131,8 +132,8 @@ def extract(
         surveyed = survey(text.documents)
         opened: AbstractContextManager[ShardComputer | RayComputer] = (
             closing(open_computer(checkpoint.path, quantity, options, log))
-            if cluster is None
-            else on_ray(checkpoint, quantity, options, cluster, log)
+            if ray is None
+            else on_ray(checkpoint, quantity, options, ray, ray_workers, log)
         )
         with opened as computer:
             shard_tokens = request.shard_tokens or quantity.shard_tokens(checkpoint.config)

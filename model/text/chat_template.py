@@ -118,7 +118,7 @@ class ChatTemplate:
             )
         return [
             shown[cut.start : cut.end] if cut.token_id is None else cut.token_id
-            for cut in tokenizer.split(shown, text)
+            for cut in tokenizer.added.split(shown, text)
         ]
 
     def _run(

@@ -1,30 +1,33 @@
-"""GrowingText: the tokens of one sequence on their way to text.
+"""GrowingText: the tokens of one sequence on their way to text, and the stop strings in it.
 
-It shows whole characters only, and leaves out the stop token, and the stop string with the text
-behind it. It holds back text that may begin a stop string. The caller handles other ends.
+The caller handles other ends of a sequence.
 """
 
+import codecs
 from collections.abc import Collection, Sequence
 
-from logitd.model.text.tokenizer import Detokenizer, Tokenizer
+from logitd.model.text.tokenizer import Tokenizer
 
 
 class GrowingText:
     """Takes each token, then `finish` once. After `stopped_by` is set there is no more text.
 
-    A stop string counts if a token after the first `min_tokens` completes it.
+    The joined pieces equal `Tokenizer.decode` of the tokens, without the stop token, and without
+    the stop string and the text behind it. No piece ends inside a character. A stop string counts
+    if a token after the first `min_tokens` completes it; text that may begin one is held back.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
-        stop_token_ids: Collection[int],
-        stop: Sequence[str],
+        stop_token_ids: Collection[int] = (),
+        stop: Sequence[str] = (),
         min_tokens: int = 0,
     ) -> None:
         self.stopped_by: str | None = None  # the stop string that was found
-        self._detokenizer = Detokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stop_token_ids = stop_token_ids
         self._stop_finder = StopFinder(stop)
         self._min_tokens = min_tokens
@@ -35,12 +38,12 @@ class GrowingText:
         self._tokens += 1
         if token_id in self._stop_token_ids:
             return ""
-        return self._find_stop(self._detokenizer.push(token_id))
+        return self._find_stop(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self, *, cut: bool) -> str:
         """The text still held back, when there are no more tokens. An incomplete character becomes
         U+FFFD, or is dropped if the sequence was `cut` short."""
-        text = self._find_stop("" if cut else self._detokenizer.finish())
+        text = self._find_stop("" if cut else self._decoder.decode(b"", final=True))
         return text if self.stopped_by is not None else text + self._stop_finder.finish()
 
     def _find_stop(self, text: str) -> str:

@@ -3,15 +3,13 @@
 It covers byte pair encoding by tiktoken, vocabularies of whole pieces of text (`pieces.py`), and
 models without a vocabulary, which have token ids alone. It also covers the ranks file
 (`tokenizer.tiktoken`: per line a base64 token, a space and its rank), the tokenizer's section of
-`config.json`, added tokens (`added_tokens.py`), the place of each token in its text, and
-incremental decoding that never shows half a character.
+`config.json`, added tokens (`added_tokens.py`), and the place of each token in its text.
 
 Learning a vocabulary is in `model/data/vocabulary.py`, published ones in `published.py`, other
 people's formats in `model/convert/`.
 """
 
 import base64
-import codecs
 import itertools
 import math
 import re
@@ -25,7 +23,7 @@ import regex
 import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from logitd.model.text.added_tokens import AddedTokens, Cut, Flag, end_of_space
+from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
 from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
@@ -149,7 +147,7 @@ class Tokenizer:
         self.added_flags = {name: sorted(flags) for name, flags in (added_flags or {}).items()}
         named = self.special_tokens | self.added_tokens
         try:
-            self._added = AddedTokens(self.special_tokens, self.added_tokens, self.added_flags)
+            self.added = AddedTokens(self.special_tokens, self.added_tokens, self.added_flags)
         except ValueError as error:
             raise TokenizerError(str(error)) from error
         largest = max([vocab_size or 0, *named.values()])
@@ -264,16 +262,12 @@ class Tokenizer:
         if not special_ids and not self.added_tokens:
             return self._encode_ordinary(text, 0)
         ids = list[int]()
-        for cut in self.split(text, text if special_ids else ""):
+        for cut in self.added.split(text, text if special_ids else ""):
             if cut.token_id is None:
                 ids += self._encode_ordinary(text[cut.start : cut.end], cut.start)
             else:
                 ids.append(cut.token_id)
         return ids
-
-    def split(self, text: str, written: str) -> Iterator[Cut]:
-        """Cut a text at its added tokens (`AddedTokens.split`)."""
-        return self._added.split(text, written)
 
     def _encode_ordinary(self, text: str, at: int) -> list[int]:
         """Ids of a part without added tokens, which begins at character `at` of the text."""
@@ -420,26 +414,6 @@ class Tokenizer:
             ) from error
         name = members.pop("end_of_text") or END_OF_TEXT
         return cls(ranks=ranks, end_of_text_name=name, **members)
-
-
-class Detokenizer:
-    """Turns a growing list of ids into text, piece by piece.
-
-    The joined pieces equal `Tokenizer.decode` of all ids. No piece ends inside a character: its
-    bytes are held back until it is whole, or until `finish`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        """The text that this id completes; "" inside a character."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
-
-    def finish(self) -> str:
-        """The rest: U+FFFD for an incomplete character, else ""."""
-        return self._decoder.decode(b"", final=True)
 
 
 def parse_ranks(raw: bytes, name: str) -> dict[bytes, int]:

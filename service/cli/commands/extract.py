@@ -16,7 +16,6 @@ from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.data.sources.read_options import ReadOptions
 from logitd.model.device import DeviceError
 from logitd.model.extraction.errors import ExtractionError
-from logitd.model.extraction.on_ray import Cluster
 from logitd.model.extraction.run import Extracted, ExtractionRequest, Progress, Surveyed, extract
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
@@ -119,7 +118,8 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
             shard_tokens=settings.shard_tokens,
         ),
         options=ComputeOptions.of(settings),
-        cluster=Cluster(settings.ray, settings.ray_workers) if settings.ray else None,
+        ray=settings.ray or None,
+        ray_workers=settings.ray_workers,
         reading=ReadOptions.of(settings),
         log=progress.say,
         report=progress,

@@ -18,11 +18,11 @@ from tiktoken.load import load_tiktoken_bpe
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.text import pieces
+from logitd.model.text.growing_text import GrowingText
 from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import (
     END_OF_TEXT,
     SPLIT_PATTERN,
-    Detokenizer,
     Tokenizer,
     TokenizerError,
     TokenizerKind,
@@ -110,7 +110,7 @@ def test_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
     for use in (
         TOKENIZER.token_bytes,
         TOKENIZER.token_text,
-        Detokenizer(TOKENIZER).push,
+        GrowingText(TOKENIZER).push,
         lambda bad: TOKENIZER.decode([65, bad]),
     ):
         with pytest.raises(TokenizerError, match=f"{token_id}.*301.*300"):
@@ -154,22 +154,22 @@ def test_spans_are_the_characters_that_a_token_touches(text: str, special_ids: b
         assert tokenizer.spans(ids) == touched(text, tokens)
 
 
-# Detokenizer
+# Growing text
 
 
 @given(st.lists(ID))
 @example([0xF0, 0x9F, 0x98])
 @example([0xE2, 0x82, 300, 0xAC])
-def test_detokenizer_pieces_join_to_the_whole_text(ids: list[int]) -> None:
+def test_growing_text_pieces_join_to_the_whole_text(ids: list[int]) -> None:
     for tokenizer in (TOKENIZER, BYTES):
         known = [token_id for token_id in ids if token_id < tokenizer.vocab_size]
-        detokenizer = Detokenizer(tokenizer)
-        pieces = [detokenizer.push(token_id) for token_id in known]
-        assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(known)
+        growing = GrowingText(tokenizer)
+        pieces = [growing.push(token_id) for token_id in known]
+        assert "".join(pieces) + growing.finish(cut=False) == tokenizer.decode(known)
 
 
 @given(RAGGED_TEXT, st.data())
-def test_detokenizer_shows_whole_characters_and_no_part(text: str, data: st.DataObject) -> None:
+def test_growing_text_shows_whole_characters_and_no_part(text: str, data: st.DataObject) -> None:
     """The shown text does not depend on how tokens cut the bytes."""
     raw, ids = text.encode(), []
     while raw:
@@ -178,12 +178,12 @@ def test_detokenizer_shows_whole_characters_and_no_part(text: str, data: st.Data
         )
         ids.append(RANKS[token])
         raw = raw[len(token) :]
-    detokenizer, shown, count = Detokenizer(TOKENIZER), "", 0
+    growing, shown, count = GrowingText(TOKENIZER), "", 0
     for token_id in ids:
-        shown += detokenizer.push(token_id)
+        shown += growing.push(token_id)
         count += len(TOKENIZER.token_bytes(token_id))
         assert shown == text.encode()[:count].decode(errors="ignore")
-    assert detokenizer.finish() == ""
+    assert growing.finish(cut=False) == ""
 
 
 # Files
