@@ -43,9 +43,6 @@ class FileError(OSError):
         super().__init__(message)
         self.strerror = message
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 def open_regular(path: Path, most: int | None = None) -> FileIO:
     """Open a regular file of at most `most` bytes for unbuffered reading. Raises FileError and

@@ -38,8 +38,10 @@ class FolderLock:
                 _lock(descriptor)
                 # The previous owner may have removed the file before it was locked.
                 if _is_at(descriptor, path):
+                    since = datetime.now(UTC).isoformat(timespec="seconds")
+                    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, _note(), 0)
+                    os.pwrite(descriptor, json.dumps(note).encode() + b"\n", 0)
                     break
             except BaseException:
                 os.close(descriptor)
@@ -69,12 +71,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _note() -> bytes:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-    return (json.dumps(note) + "\n").encode()
 
 
 def _owner(descriptor: int) -> str:

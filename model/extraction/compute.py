@@ -62,9 +62,7 @@ class ShardComputer:
     def close(self) -> None:
         self._engine.close()
 
-    def shards(
-        self, groups: Iterable[Group], tell: Counted = lambda tokens: None
-    ) -> Iterator[tuple[Group, bytes]]:
+    def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
         """Each group with its file, in order."""
         for group in groups:
             yield group, self.shard(group, tell)

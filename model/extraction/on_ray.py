@@ -125,9 +125,7 @@ class RayComputer:
     def computation(self) -> Mapping[str, Any]:
         return self.facts["computation"]
 
-    def shards(
-        self, groups: Iterable[Group], tell: Counted = lambda tokens: None
-    ) -> Iterator[tuple[Group, bytes]]:
+    def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
         """Each group with its file, in order. Workers take groups in turn, AHEAD for each."""
         calls = (
             (group, worker.shard.remote(group, self.facts))

@@ -74,19 +74,17 @@ class PieceEncoder:
 
     def encode(self, text: str, at: int = 0) -> list[int]:
         """Ids of a part that begins at character `at` of the text. Raises UnknownPiece."""
-        return list(self._ids_of(text, at))
-
-    def _ids_of(self, text: str, at: int) -> Iterator[int]:
-        start = 0
+        ids, start = [], 0
         for piece in self._pieces(text):
             self._check_left_out(text[start : piece.start()], at + piece.start())
             bare = piece[0].removeprefix(" ") if self._spaced else piece[0]
             spelled = f" {bare}" if self._spaced else bare
             if spelled not in self._ids:
                 raise self._unknown(bare, at + piece.end() - len(bare))
-            yield self._ids[spelled]
+            ids.append(self._ids[spelled])
             start = piece.end()
         self._check_left_out(text[start:], at + len(text))
+        return ids
 
     def _pieces(self, text: str) -> Iterator[re.Match[str]]:
         if self._bounded is None:

@@ -61,9 +61,7 @@ def download(url: str, *, max_mb: int, report: Report) -> Downloaded:
     """The text at an address, from the cache or its server. Raises DataError if it cannot be
     fetched or is larger than `max_mb` million bytes; nothing is kept then."""
     address = _checked(url)
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])[
-        -60:
-    ]  # keeps the suffix
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])[-60:]  # has the suffix
     path = cache_folder() / f"{hashlib.sha256(str(address).encode()).hexdigest()[:32]}-{name}"
     if not (cached := path.is_file()):
         _fetch(address, path, max_mb * MB, report)
