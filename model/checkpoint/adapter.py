@@ -34,6 +34,7 @@ from logitd.model.checkpoint.checkpoint import (
     read_checkpoint,
     save_checkpoint,
     sha256_of,
+    verify,
     write_config,
 )
 from logitd.model.checkpoint.run_folder import checkpoint_of
@@ -120,11 +121,7 @@ def read_adapter(path: Path) -> Adapter:
             f"the adapter {path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
         )
     try:
-        if (found := sha256_of(raw)) != (expected := document["files"][WEIGHTS]):
-            raise CheckpointError(
-                f"{path / WEIGHTS} ({len(raw)} bytes) has sha256 {found[:12]}..., {CONFIG} says "
-                f"{str(expected)[:12]}...: the file was changed or damaged after saving"
-            )
+        verify(path, WEIGHTS, sha256_of(raw), len(raw), document["files"])
         return Adapter(
             path=path,
             base=dict(document["base"]),
@@ -133,7 +130,14 @@ def read_adapter(path: Path) -> Adapter:
             weights=parse_safetensors(raw),
             chat_template=document.get("chat_template"),
         )
-    except (KeyError, TypeError, ValidationError, LoraError, SafetensorError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValidationError,
+        LoraError,
+        SafetensorError,
+    ) as error:
         raise CheckpointError(f"{path} is not a complete adapter: {error!r}") from error
 
 

@@ -223,26 +223,24 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     files = document["files"]
     try:
         config = GPTConfig.from_dict(document["model"])
+        tokenizer = _tokenizer(document["tokenizer"], files, path)
+        training = TrainingRecord(**document["training"])
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    try:
-        tokenizer = _tokenizer(document["tokenizer"], files, path)
     except TokenizerError as error:
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
-    if tokenizer.vocab_size != config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
-        )
-    if not isinstance(files.get(WEIGHTS), str):
-        raise CheckpointError(f"{where} lacks the sha256 of {WEIGHTS}")
-    try:
-        training = TrainingRecord(**document["training"])
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(
             f"{where}: {'.'.join(map(str, first['loc']))} of the training record is "
             f"{first['input']!r:.100}: {first['msg']}"
         ) from error
+    if tokenizer.vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
+    if not isinstance(files.get(WEIGHTS), str):
+        raise CheckpointError(f"{where} lacks the sha256 of {WEIGHTS}")
     return CheckpointInfo(
         path=path,
         name=name_of(path),
@@ -300,10 +298,10 @@ def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
             yield file
         except (CheckpointError, WeightsFileError):
             if file.size <= MOST_REHASHED:
-                _verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+                verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
             raise
         if whole:
-            _verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+            verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
 
 
 @contextmanager
@@ -455,11 +453,11 @@ def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path)
         return Tokenizer.described(section, {})
     with _reading(path / RANKS):
         raw = read_regular(path / RANKS, VOCABULARY_BYTES)
-    _verify(path, RANKS, sha256_of(raw), len(raw), files)
+    verify(path, RANKS, sha256_of(raw), len(raw), files)
     return Tokenizer.described(section, parse_ranks(raw, RANKS))
 
 
-def _verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
+def verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the sha256 `found` is that of the configuration."""
     expected = files.get(name)
     if found != expected:
