@@ -1,5 +1,5 @@
-"""DataError."""
+"""DataError: the error for unusable data."""
 
 
 class DataError(RuntimeError):
-    """Unusable data; the message names the file or the numbers and the fix."""
+    """The message names the file or the numbers, and the fix."""

@@ -1,5 +1,5 @@
-"""ExtractionError."""
+"""ExtractionError: the error for an extraction that cannot begin or continue."""
 
 
 class ExtractionError(RuntimeError):
-    """An extraction that cannot begin or continue; the message names the reason and the fix."""
+    """The message names the reason and the fix."""
