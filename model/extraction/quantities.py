@@ -31,7 +31,6 @@ from logitd.model.inference.engine.requests import (
     ScoreRequest,
 )
 from logitd.model.inference.engine.validation import check_request
-from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.sampling.lens import lens_width
 from logitd.model.inference.selection import resolve_stages
 from logitd.model.transformer.config import GPTConfig
@@ -205,16 +204,13 @@ def choose_logprobs(top_k: int, config: GPTConfig) -> Logprobs:
 
 
 def choose_lens(top_k: int, config: GPTConfig) -> LensFigures:
-    """The lens after every layer, with the `top_k` likeliest tokens. Raises ExtractionError if the
-    model cannot compute it, or if the figures of a window exceed WINDOW_BYTES."""
+    """The lens after every layer, with the `top_k` likeliest tokens. Raises InvalidRequest if
+    the model cannot compute it, and ExtractionError if a window exceeds WINDOW_BYTES."""
     _require_prediction(config)
     lens = LensFigures(config.n_layer + 1, top_k)
     example = lens.request("example", Unit(0, "", 0, (0, 0), 0))
     assert example is not None
-    try:
-        check_request(example, config)
-    except InvalidRequest as error:
-        raise ExtractionError(str(error)) from error
+    check_request(example, config)
     window = config.context_length
     if window * lens.row_bytes > WINDOW_BYTES:
         most = (WINDOW_BYTES // (4 * window * lens.layers) - 4) // 2
@@ -237,12 +233,9 @@ def _require_prediction(config: GPTConfig) -> None:
 
 
 def choose_stages(patterns: Sequence[str], config: GPTConfig) -> Stages:
-    """The stages that names and patterns match. Raises ExtractionError for stages that are too
-    large for a whole text."""
-    try:
-        stages = resolve_stages(patterns, config)
-    except InvalidRequest as error:
-        raise ExtractionError(str(error)) from error
+    """The stages that names and patterns match. Raises InvalidRequest if there are none, and
+    ExtractionError for stages that are too large for a whole text."""
+    stages = resolve_stages(patterns, config)
     for stage in stages:
         if "T" in stage.kind.axes:
             raise ExtractionError(

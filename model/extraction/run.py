@@ -118,7 +118,7 @@ def extract(
     """Compute every token of the texts `data` by the checkpoint at `path`, into the folder `out`,
     in this process or on the Ray cluster at the address `ray`. Sets torch's threads by `options`.
 
-    Raises ExtractionError, DataError, CheckpointError, DeviceError and KernelError.
+    Raises ExtractionError, InvalidRequest, DataError, CheckpointError, DeviceError and KernelError.
     """
     if ray is not None:
         _require_package("ray", "ray", "--ray")

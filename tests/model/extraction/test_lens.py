@@ -18,6 +18,7 @@ from logitd.model.extraction.quantities import (
     LensFigures,
     choose_lens,
 )
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.llm import LLM
 from logitd.model.transformer.config import MODERN
@@ -177,7 +178,7 @@ def test_window_beyond_its_limit_is_refused() -> None:
 def test_lens_beyond_the_model_is_refused(
     top_k: int, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ExtractionError, match=message):
+    with pytest.raises((ExtractionError, InvalidRequest), match=message):
         choose_lens(top_k, tiny_config(**changes))
 
 
