@@ -85,7 +85,7 @@ class TrainingRecord:
     val_bits_per_byte  the same in bits per byte of text
     data               the text: name, sha256, bytes, tokens, licence, ...
     created            UTC time of saving, ISO 8601
-    base               the fine-tuned checkpoint (name, weights_sha256, step, ...); None for a
+    base               the checkpoint that was fine-tuned (name, weights_sha256, step, ...); None for a
                        training from scratch
     """
 
