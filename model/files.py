@@ -54,7 +54,7 @@ def open_regular(path: Path, most: int | None = None) -> FileIO:
         status = os.fstat(descriptor)
         _require_regular_mode(path, status.st_mode)
         if most is not None and status.st_size > most:
-            raise FileError(f"{path} has {status.st_size:,} bytes; {most:,} are the most it may")
+            raise FileError(f"{path} has {status.st_size:,} bytes; the limit is {most:,}")
         return os.fdopen(descriptor, "rb", buffering=0)
     except BaseException:
         os.close(descriptor)
@@ -95,7 +95,7 @@ def read_regular(path: Path, most: int) -> bytes:
         while len(raw) <= most and (piece := file.read(min(2**20, most + 1 - len(raw)))):
             raw += piece
     if len(raw) > most:
-        raise FileError(f"{path} has more than {most:,} bytes, which are the most it may")
+        raise FileError(f"{path} has more than {most:,} bytes, which is the limit")
     return bytes(raw)
 
 

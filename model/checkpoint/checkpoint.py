@@ -85,8 +85,8 @@ class TrainingRecord:
     val_bits_per_byte  the same in bits per byte of text
     data               the text: name, sha256, bytes, tokens, licence, ...
     created            UTC time of saving, ISO 8601
-    base               the checkpoint that was fine-tuned (name, weights_sha256, step, ...); None for a
-                       training from scratch
+    base               the checkpoint that was fine-tuned (name, weights_sha256, step, ...); None
+                       for a training from scratch
     """
 
     step: Annotated[int, Field(ge=0)]
@@ -188,8 +188,8 @@ def write_config(
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     if len(text) > CONFIG_BYTES:
         raise CheckpointError(
-            f"the {CONFIG} of {path} would have {len(text):,} bytes, {CONFIG_BYTES:,} are the "
-            "most it may: the chat template or the special tokens are too long"
+            f"the {CONFIG} of {path} would have {len(text):,} bytes; the limit is "
+            f"{CONFIG_BYTES:,}: shorten the chat template or the special tokens"
         )
     try:
         parse_json(text.encode())

@@ -77,7 +77,7 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     length = int.from_bytes(prefix, "little")
     if length > LARGEST_HEADER:
         raise WeightsFileError(
-            f"it announces a header of {length:,} bytes, {LARGEST_HEADER:,} are the most"
+            f"it announces a header of {length:,} bytes; the limit is {LARGEST_HEADER:,}"
         )
     raw = file.take_all(length)
     if len(raw) < length:

@@ -153,7 +153,7 @@ class Tokenizer:
         largest = max([vocab_size or 0, *named.values()])
         if largest > MOST_IDS:
             raise TokenizerError(
-                f"the vocabulary goes up to {largest:,}; {MOST_IDS:,} ids are the most it may have"
+                f"the vocabulary goes up to {largest:,}; the limit is {MOST_IDS:,} ids"
             )
         self.kind: TokenizerKind = kind
         self.ranks = dict(ranks)
