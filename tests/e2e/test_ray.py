@@ -86,7 +86,10 @@ class Started:
         while process.poll() is None:
             for worker in self.workers():
                 if b"ShardWorker.shard" in _read(Path(f"/proc/{worker}/cmdline")):
-                    return os.kill(worker, signal.SIGKILL)
+                    os.kill(worker, signal.SIGKILL)
+                    while worker in self.workers():  # a second kill of it would be lost
+                        time.sleep(0.01)
+                    return
             time.sleep(0.02)
         raise AssertionError(process.communicate())
 
