@@ -186,7 +186,8 @@ Quantity = Logprobs | Stages | LensFigures
 
 
 def _joined(chunks: Sequence[Any], name: str, kind: Any) -> Any:
-    return np.concatenate([np.empty(0, kind), *(getattr(c.scores, name) for c in chunks)]).astype(kind)
+    parts = (getattr(chunk.scores, name) for chunk in chunks)
+    return np.concatenate([np.empty(0, kind), *parts]).astype(kind)
 
 
 def _shard_tokens(row_bytes: int) -> int:
