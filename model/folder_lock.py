@@ -1,9 +1,8 @@
 """FolderLock: one process at a time writes a folder.
 
-An flock(2) on a file in the folder: the system releases it when the process that has it ends,
-however that comes about, so nothing stale is left to clean up. The file says who has it, for the
-message that another process gets. Knows nothing of what the folder is for: whoever takes a lock
-makes a sentence of `FolderLocked`.
+The lock is an flock(2) on a file in the folder. The system releases it when its process ends, even
+by a kill, so no stale lock is left. The file names the owner for the error message of a second
+process.
 """
 
 import errno
@@ -15,13 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 NOTE_BYTES = 4096
-"""More than a note has."""
+"""Upper bound of the note in a lock file."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""A file system that has no locks: there a folder is not protected, rather than not writable."""
+"""Errors of a file system without locks, on which a folder stays writable but is not protected."""
 
 
 class FolderLocked(Exception):
-    """Another process has the lock; `owner` says which, for people."""
+    """Another process has the lock; `owner` describes it for a message."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(f"locked by {owner}")
@@ -29,18 +28,20 @@ class FolderLocked(Exception):
 
 
 class FolderLock:
-    """The lock that the file at `path` is, taken at once and kept until `release`. Raises
-    FolderLocked where another process has it, and OSError where it cannot be written."""
+    """A lock on the file at `path`, from now until `release`. Raises FolderLocked if another
+    process has it, and OSError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 _lock(descriptor)
-                # What was locked may have been removed meanwhile, by an owner that was done.
+                # The previous owner may have removed the file before it was locked.
                 if _is_at(descriptor, path):
+                    since = datetime.now(UTC).isoformat(timespec="seconds")
+                    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, _note(), 0)
+                    os.pwrite(descriptor, json.dumps(note).encode() + b"\n", 0)
                     break
             except BaseException:
                 os.close(descriptor)
@@ -49,7 +50,7 @@ class FolderLock:
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Let others have it. Does nothing the second time."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -72,14 +73,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _note() -> bytes:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-    return (json.dumps(note) + "\n").encode()
-
-
 def _owner(descriptor: int) -> str:
-    """Who has the lock, as far as the note says so: it is written a moment after locking."""
     try:
         note = json.loads(os.pread(descriptor, NOTE_BYTES, 0))
         return f"process {note['pid']} on {note['host']} since {note['since']}"

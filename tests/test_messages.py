@@ -44,6 +44,7 @@ from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.options import ComputeOptions, parse_memory, parse_target_gap
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.text.chat_template import ChatTemplate
+from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from logitd.model.transformer.config import TARGETS, GPTConfig, RopeScaling
 from logitd.model.transformer.lora import LoraShape
@@ -151,7 +152,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "vocabulary, bytes": lambda: vocabulary({bytes([i]): i - 2 for i in range(2, 256)}),
     "vocabulary, special token": lambda: vocabulary(one=65),
     "vocabulary, id": lambda: BYTES.token_text(257),
-    "vocabulary, name": lambda: Tokenizer.named("gpt5"),
+    "vocabulary, name": lambda: published_tokenizer("gpt5"),
 }
 
 

@@ -1,1 +1,1 @@
-"""How fast a model runs here, and how fast it could: `logitd bench`, less everything with HTTP."""
+"""Rates of the engine and the limits of the machine, for `logitd bench`."""

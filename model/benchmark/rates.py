@@ -1,8 +1,8 @@
-"""Rates: how fast the engine prefills and decodes in process, under a load of random prompts.
+"""Rates: the speed of prefill and of decoding in process, under a load of random prompts.
 
-Whole steps of a real engine are timed, scheduling and sampling included. The rate of decoding is
-that of the steps in which the whole batch decodes: after the last prompt is computed and before the
-first sequence ends.
+Whole steps of a real engine are timed, including scheduling and sampling. The rate of decoding is
+that of the steps in which the whole batch decodes: from the end of the last prefill to the end of
+the first sequence.
 """
 
 import random
@@ -24,18 +24,18 @@ from logitd.model.machine import Machine
 from logitd.model.transformer.gpt import GPT
 
 FEWEST_STEPS = 8
-"""Steps of a whole batch that a rate is taken over, at least."""
+"""Steps of a whole batch that a rate needs."""
 SEVERAL_PROMPTS = 8
 """Prompts of the larger prefill."""
 
 
 class BenchmarkError(ValueError):
-    """A load that cannot be measured, or an engine that failed on it."""
+    """A load that cannot be measured, or on which the engine failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`tokens` are those that each sequence generates, `rounds` those of each case."""
+    """A load: each sequence generates `tokens`, each case runs for `rounds`."""
 
     batches: tuple[int, ...]
     prompt_tokens: int
@@ -45,12 +45,12 @@ class Workload:
     prefill_chunk: int = EngineConfig().prefill_chunk
 
     def prompts(self, count: int, case: str) -> list[tuple[int, ...]]:
-        """Random prompts, which depend on the case alone."""
+        """Random prompts of a case."""
         drawn, ids = random.Random(case), range(self.vocab_size)
         return [tuple(drawn.choices(ids, k=self.prompt_tokens)) for _ in range(count)]
 
     def requests(self, count: int, case: str, tokens: int | None = None) -> list[GenerationRequest]:
-        """Requests of one case, which generate `tokens` (default: those of the workload)."""
+        """Requests of a case, which generate `tokens` (default: those of the workload)."""
         return [
             GenerationRequest(
                 request_id=f"{case} {index}",
@@ -73,7 +73,7 @@ class Rate:
 
     @classmethod
     def of(cls, batch: int, rate: float, work: Work, tokens: int, machine: Machine) -> Self:
-        """`work` is that of `tokens`."""
+        """The rate of a batch; `work` is the work of `tokens`."""
         seconds, limited_by = limit(work, machine)
         return cls(batch, rate, seconds * rate / tokens, limited_by)
 
@@ -87,7 +87,8 @@ def measure_engine(
     quantize: Quantization = "none",
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> tuple[list[Rate], list[Rate]]:
-    """Rates of prefill and of decoding, with slots for the largest batch. Raises BenchmarkError."""
+    """Rates of prefill and of decoding. The engine has slots for the largest batch. Raises
+    BenchmarkError."""
     largest, rounds = max(workload.batches), range(workload.rounds)
     config = EngineConfig(
         slots=largest, prefill_chunk=workload.prefill_chunk, kv_cache_dtype=kv_cache_dtype
@@ -111,7 +112,7 @@ def measure_engine(
             runs = [full_steps(engine, workload.requests(size, f"decode {n}")) for n in rounds]
             if (fewest := min(map(len, runs))) < FEWEST_STEPS:
                 raise BenchmarkError(
-                    f"a batch of {size} decoded whole in {fewest} steps, and a rate takes "
+                    f"a batch of {size} decoded whole in {fewest} steps, and a rate needs "
                     f"{FEWEST_STEPS}: raise --tokens {workload.tokens}, or lower --batches"
                 )
             live = statistics.mean(positions for run in runs for _, positions in run)
@@ -126,8 +127,8 @@ def measure_engine(
 
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int]]:
-    """Run requests to their end; for each step in which all of them decoded its seconds, and the
-    positions that they attended over together. Raises BenchmarkError."""
+    """Run requests to their end. Returns the seconds of each step in which all of them decoded, and
+    the sum of the positions that they attended to. Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

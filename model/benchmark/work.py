@@ -1,10 +1,10 @@
-"""Work: the bytes that a decode step and a prefill have to read, and the matrix products that they
-have to compute, at least. The peak rates of the machine (`model/machine.py`) make a time of them.
+"""Work: lower bounds of the bytes that a step reads and of the matrix products that it computes.
 
-Norms, activations, softmax and sampling are left out, because they are small. A decode step reads
-every weight once, and the keys and values of every position that is attended to; of an embedding
-the rows that are looked up, of a head the rows without padding. A prefill computes the head for the
-last position of each prompt. A model in the processor's caches can be faster than the limit.
+The peak rates of the machine (`model/machine.py`) make a time of them. Norms, activations, softmax
+and sampling are left out, because they are small. A decode step reads every weight once, and the
+keys and values of every position that is attended to; of an embedding it reads the rows that are
+looked up, of a head the rows without padding. A prefill computes the head for the last position of
+each prompt. A model in the processor's caches can exceed the limit.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import attention_operations, count_elements
 
 MATRIX_BYTES: Mapping[Quantization, float] = {"int8": 1, "int4": 4.5 / 8}
-"""Bytes of an element of a quantized matrix; int4 has a byte of scale for every sixteen."""
+"""Bytes per element of a quantized matrix; int4 has a byte of scale per sixteen elements."""
 QUANTIZED_ROW_BYTES = 8
-"""Bytes of the scale and the sum of each row of a quantized matrix."""
+"""Bytes per row of a quantized matrix for its scale and its sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read, and operations of matrix products: None if their rate is not measured (int8
+    """Bytes to read, and operations of matrix products, None if their rate is not measured (int8
     and int4)."""
 
     read_bytes: float
@@ -39,9 +39,9 @@ def decode_work(
     quantize: Quantization = "none",
     kept: KVCacheDType = "auto",
 ) -> Work:
-    """One step of `batch` sequences that attend over `live_positions` together, their new ones
-    included, with keys and values `kept` in a dtype. Weights count as many bytes as their dtype
-    has, also if they are compressed."""
+    """A step of `batch` sequences that attend to `live_positions` in total, their new ones
+    included, with keys and values `kept` in a dtype. Compressed weights count the bytes of their
+    dtype."""
     config, elements = gpt.config, count_elements(gpt.config)
     item = gpt.token_embedding.weight.element_size()
     cell = 1 + SCALE_BYTES / config.head_dim if kept == "int8" else item
@@ -59,7 +59,7 @@ def decode_work(
 
 
 def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
-    """Some prompts of one length, up to the logits that follow each. Quantization does not matter:
+    """A prefill of prompts of one length, up to the logits behind each. Quantization has no effect:
     a prefill computes in the model's own dtype."""
     config, elements = gpt.config, count_elements(gpt.config)
     head = config.vocab_size * config.d_model
@@ -71,7 +71,7 @@ def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
 
 
 def limit(work: Work, machine: Machine) -> tuple[float, str]:
-    """The least seconds of a work, and what sets them. Reading and multiplying can overlap: the
+    """The least seconds of a work, and their cause. Reading and multiplying can overlap, so the
     longer of the two is the limit."""
     limits = [(work.read_bytes / machine.read_bandwidth, "memory")]
     if work.operations is not None:
@@ -80,7 +80,6 @@ def limit(work: Work, machine: Machine) -> tuple[float, str]:
 
 
 def _vectors(gpt: GPT) -> int:
-    """Elements of norms and biases, without the padding of the head's bias."""
     padding = (gpt.config.padded_vocab_size - gpt.config.vocab_size) * gpt.config.head_bias
     return count_elements(gpt.config).vectors - padding
 

@@ -1,4 +1,4 @@
-"""Adapter: what a LoRA run writes instead of whole checkpoints, and how the two become one.
+"""Adapter: the output of a LoRA run, and its merge with the base checkpoint.
 
   config.json           format_version, kind "adapter", base (name, weights_sha256, step, ...),
                         rank, alpha, targets, training record, chat template if there is one,
@@ -7,49 +7,57 @@
                         float32
   README.md             the card
 
-An adapter is a few weights for a checkpoint that it cannot do without, and is served only when
-`merge` has made a whole checkpoint of both. The arithmetic is in `model/transformer/lora.py`.
+An adapter is useless without its checkpoint, and is served only after `merge` has made a whole
+checkpoint of both. The arithmetic is in `model/transformer/lora.py`.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
-from logitd.model.checkpoint.atomic_folder import atomic_folder
-from logitd.model.checkpoint.beside import CARD_BYTES
+from logitd.model.checkpoint.card_and_curve import CARD_BYTES
 from logitd.model.checkpoint.checkpoint import (
     CARD,
     CONFIG,
+    FORMAT_VERSION,
     CheckpointError,
     CheckpointInfo,
     TrainingRecord,
     load_weights,
     read_checkpoint,
     save_checkpoint,
+    sha256_of,
+    verify,
+    write_config,
 )
 from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.checkpoint.weights_file import write_weights
 from logitd.model.dtypes import FloatName
-from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, read_text, written_to
+from logitd.model.files import (
+    CONFIG_BYTES,
+    atomic_folder,
+    parse_json,
+    read_regular,
+    read_text,
+    written_to,
+)
 from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
-FORMAT_VERSION = 1
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
-"""The most that the files of an adapter have, which are read whole."""
+"""Limit of an adapter's weights, which are read at once."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was read: all of it, because it is small."""
+    """A whole adapter in memory."""
 
     path: Path
     base: Mapping[str, Any]
@@ -68,13 +76,13 @@ def save_adapter(
     card: str,
     chat_template: str | None = None,
 ) -> None:
-    """Write the adapters of an adapted GPT, whole or not at all. `weights` are its
-    `trained_weights`; `training.base` names the checkpoint that they belong to. Raises
-    CheckpointError when `path` exists, and OSError where the disk does not take it."""
+    """Write the adapters of an adapted GPT, completely or not at all. `weights` are its
+    `trained_weights`; `training.base` names their checkpoint. Raises CheckpointError if `path`
+    exists, and OSError."""
     if path.exists():
-        raise CheckpointError(f"{path} exists; adapters are never overwritten")
+        raise CheckpointError(f"{path} exists, and an adapter is never overwritten")
     if training.base is None:
-        raise ValueError("an adapter needs a base to be named")
+        raise ValueError("the training record of an adapter needs its base")
     with atomic_folder(path) as aside:
         stored = {
             name: tensor.detach().to("cpu", torch.float32).contiguous()
@@ -82,8 +90,7 @@ def save_adapter(
         }
         write_weights(aside / WEIGHTS, stored)
         (aside / CARD).write_text(card, encoding="utf-8")
-        document = {
-            "format_version": FORMAT_VERSION,
+        sections = {
             "kind": "adapter",
             "base": training.base,
             "rank": shape.rank,
@@ -91,15 +98,12 @@ def save_adapter(
             "targets": shape.targets,
             "training": training.to_dict(),
             **({} if chat_template is None else {"chat_template": chat_template}),
-            "files": {WEIGHTS: _sha256((aside / WEIGHTS).read_bytes())},
         }
-        text = json.dumps(document, indent=2, allow_nan=False)
-        (aside / CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_config(aside, path, sections, [WEIGHTS])
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read and verify an adapter, or the best of a run. Raises CheckpointError with what is
-    wrong."""
+    """Read and verify an adapter, or the best one of a run. Raises CheckpointError."""
     path = checkpoint_of(path)
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
@@ -109,17 +113,15 @@ def read_adapter(path: Path) -> Adapter:
             f"{path} is not an adapter, which has a {CONFIG} and {WEIGHTS}: {error}"
         ) from error
     if not isinstance(document, dict) or document.get("kind") != "adapter":
-        raise CheckpointError(f"{path / CONFIG} does not say that it is an adapter's")
+        raise CheckpointError(
+            f"{path / CONFIG} does not describe an adapter: its kind is not 'adapter'"
+        )
     if (version := document.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {version!r}; of adapters this logitd reads {FORMAT_VERSION}"
+            f"the adapter {path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
         )
     try:
-        if (found := _sha256(raw)) != (expected := document["files"][WEIGHTS]):
-            raise CheckpointError(
-                f"{path / WEIGHTS} ({len(raw)} bytes) has sha256 {found[:12]}..., {CONFIG} says "
-                f"{str(expected)[:12]}...: the file was changed or damaged after saving"
-            )
+        verify(path, WEIGHTS, sha256_of(raw), len(raw), document["files"])
         return Adapter(
             path=path,
             base=dict(document["base"]),
@@ -128,47 +130,54 @@ def read_adapter(path: Path) -> Adapter:
             weights=parse_safetensors(raw),
             chat_template=document.get("chat_template"),
         )
-    except (KeyError, TypeError, LoraError, SafetensorError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValidationError,
+        LoraError,
+        SafetensorError,
+    ) as error:
         raise CheckpointError(f"{path} is not a complete adapter: {error!r}") from error
 
 
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:
-    """Add an adapter to the checkpoint that it was trained on, as a new checkpoint at `path`.
+    """Add an adapter to its base checkpoint, as a new checkpoint at `path`.
 
-    Added in float32 and saved as `save_dtype`: bfloat16 may round away what a short training
-    changed. Raises CheckpointError when the base has other weights than the adapter names,
-    DeviceError when it does not fit into memory, and FileError when `path` cannot be written.
+    The sum is computed in float32 and saved as `save_dtype`; bfloat16 may round away the changes of
+    a short training. Raises CheckpointError if the base has other weights than the adapter names,
+    DeviceError if it does not fit into memory, and FileError if `path` cannot be written.
     """
-    info, beside = read_checkpoint(base), read_adapter(adapter)
-    wanted = str(beside.base.get("weights_sha256"))
-    if info.weights_sha256 != wanted:
+    info, added = read_checkpoint(base), read_adapter(adapter)
+    expected = str(added.base.get("weights_sha256"))
+    if info.weights_sha256 != expected:
         raise CheckpointError(
-            f"the adapter {adapter} was trained on {beside.base.get('name')} with weights "
-            f"{wanted[:12]}...; {base} has {info.weights_sha256[:12]}...: name the one that it was "
-            "trained on"
+            f"the adapter {adapter} was trained on {added.base.get('name')} with weights "
+            f"{expected[:12]}..., and {base} has {info.weights_sha256[:12]}...: name the "
+            "checkpoint that it was trained on"
         )
     gpt = load_weights(info, device=torch.device("cpu"), dtype=torch.float32)
     try:
-        merge_into(gpt, beside.shape, beside.weights)
+        merge_into(gpt, added.shape, added.weights)
     except LoraError as error:
         raise CheckpointError(f"{adapter}: {error}") from error
     template = info.chat_template.source if info.chat_template else None
-    card = _card(beside, path.name)
+    card = _card(added, path.name)
     with written_to(path):
         return save_checkpoint(
             path,
             config=gpt.config,
             weights=gpt.state_dict(),
             tokenizer=info.tokenizer,
-            training=beside.training,
+            training=added.training,
             card=card,
             dtype=getattr(torch, save_dtype),
-            chat_template=beside.chat_template or template,
+            chat_template=added.chat_template or template,
         )
 
 
 def _card(adapter: Adapter, name: str) -> str:
-    """The adapter's card under the new name, with a word on how it was made."""
+    """The adapter's card under the new name, with a sentence about the merge."""
     card = adapter.path / CARD
     try:
         text = read_text(card, CARD_BYTES)
@@ -183,7 +192,3 @@ def _card(adapter: Adapter, name: str) -> str:
         f"{', '.join(shape.targets)}), merged into {adapter.base['name']}, weights sha256 "
         f"`{adapter.base['weights_sha256']}`. What follows is the adapter's own card.\n{rest}"
     )
-
-
-def _sha256(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()

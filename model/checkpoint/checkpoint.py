@@ -2,50 +2,55 @@
 
   config.json         format_version, model, tokenizer (with a chat template, if there is one),
                       training record, sha256 of the other files
-  model.safetensors   weights; a tied head is not stored twice
-  tokenizer.tiktoken  the vocabulary's ranks; not there for a model of token ids alone
-  README.md           the model card (free text; not hashed, so that people may edit it)
+  model.safetensors   weights; a tied head is stored once
+  tokenizer.tiktoken  the vocabulary's ranks; absent for a model of token ids alone
+  README.md           the model card (free text; not hashed, so it may be edited)
 
-What a file says of sizes is believed when another bears it out: the header of the weights is held
-against the configuration, and both against the memory there is, before anything is made of either.
-Files are regular ones of bounded size (`model/files.py`).
+Sizes in a file are not trusted alone: the header of the weights is compared with the configuration,
+and both with free memory, before anything is allocated. Files are regular ones of bounded size
+(`model/files.py`).
 
-Saving is atomic: everything is written into a folder aside, synced, and renamed. Loading verifies
-hashes, names, shapes and finiteness, executes nothing, and copies: a file changed afterwards cannot
-reach a loaded model. Does not cover the trainer's own state (`model/training/run/state.py`) or
-other people's formats.
+Saving is atomic: all files are written into a temporary folder, synced, and renamed. Loading
+verifies hashes, names, shapes and finiteness, executes nothing, and copies, so later changes of a
+file do not reach a loaded model. The trainer's own state is in `model/training/run/state.py`.
 """
 
 import hashlib
 import json
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import torch
+from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from logitd.model.checkpoint.atomic_folder import atomic_folder
 from logitd.model.checkpoint.hashed_file import HashedFile
 from logitd.model.checkpoint.run_folder import checkpoint_of, is_run, name_of
 from logitd.model.checkpoint.weights_file import (
     StoredTensor,
     WeightsFileError,
-    check_size,
     read_elements,
     read_header,
     write_weights,
 )
 from logitd.model.device import one_thread
-from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, forbidden, parse_json, read_regular
+from logitd.model.files import (
+    CONFIG_BYTES,
+    VOCABULARY_BYTES,
+    FileError,
+    atomic_folder,
+    forbidden,
+    parse_json,
+    read_regular,
+)
 from logitd.model.memory import available, check_weights_fit
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError, parse_ranks
@@ -55,39 +60,37 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 
 FORMAT_VERSION = 1
-HASHED_WHEN_WRONG = 2**34
-"""Bytes: a smaller file that does not fit is hashed to say whether it was damaged; in a larger one
-that would take longer than the answer is worth."""
+MOST_REHASHED = 2**34
+"""Bytes: if loading fails, a file up to this size is hashed to tell damage from another model's
+weights; a larger one would take too long."""
 MOST_TIMES = 2**10
-"""How many times as many elements as there are a shape may have, to be compared name by name."""
-CONFIG, WEIGHTS, RANKS, CARD = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.tiktoken",
-    "README.md",
-)
+"""Limit of a shape's elements as a multiple of those in the file: below it, names are compared."""
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+RANKS, CARD = "tokenizer.tiktoken", "README.md"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded or saved; the message says what is wrong and where."""
+    """A checkpoint that cannot be loaded or saved; the message names the file and the fault."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(
+    frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid")
+)
 class TrainingRecord:
-    """Where the weights come from; what every reply of the service names.
+    """The origin of the weights, named by every reply of the service. Raises ValidationError.
 
     step               optimizer steps behind the weights
     tokens             tokens seen in training, repeats included
-    val_loss           nats per token on the validation text, None when never evaluated
+    val_loss           nats per token of the validation text; None if never evaluated
     val_bits_per_byte  the same in bits per byte of text
     data               the text: name, sha256, bytes, tokens, licence, ...
     created            UTC time of saving, ISO 8601
-    base               what the weights were fine-tuned from (name, weights_sha256, step, ...), None
-                       when they were trained from scratch
+    base               the checkpoint that was fine-tuned (name, weights_sha256, step, ...); None
+                       for a training from scratch
     """
 
-    step: int
-    tokens: int
+    step: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)]
     val_loss: float | None
     val_bits_per_byte: float | None
     data: Mapping[str, Any]
@@ -95,7 +98,7 @@ class TrainingRecord:
     base: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in JSON; a base is named where there is one."""
+        """The record as JSON, without `base` if that is None."""
         record = asdict(self)
         if self.base is None:
             del record["base"]
@@ -104,7 +107,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """All of a checkpoint but its weights: cheap to read, free of torch."""
+    """A checkpoint without its weights: cheap to read, free of torch."""
 
     path: Path
     name: str
@@ -120,10 +123,10 @@ class CheckpointInfo:
 
     @property
     def special_ids(self) -> bool:
-        """Whether the name of a special token in a text becomes its id: as in training, and if that
-        is unknown, as a chat template has it."""
-        usual = "text" if self.chat_template is None else "ids"
-        return bool(self.training.data.get("special_tokens", usual) == "ids")
+        """True if the name of a special token in a text becomes its id, as in training. If the
+        record does not say, a chat template implies it."""
+        default = "text" if self.chat_template is None else "ids"
+        return bool(self.training.data.get("special_tokens", default) == "ids")
 
 
 def save_checkpoint(
@@ -137,15 +140,14 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     chat_template: str | None = None,
 ) -> CheckpointInfo:
-    """Write a new checkpoint directory at `path`, whole or not at all.
+    """Write a new checkpoint directory at `path`, completely or not at all.
 
-    `weights` are a GPT's `state_dict`, `dtype` the dtype on disk (bfloat16 halves the size),
-    `chat_template` the source of one.
-    Raises CheckpointError when `path` exists (a checkpoint never changes once written), or when
-    the template does not compile, and OSError where the disk does not take it.
+    `weights` are a GPT's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
+    `chat_template` the source of a template. Raises CheckpointError if `path` exists, because a
+    checkpoint never changes, or if the template does not compile, and OSError.
     """
     if path.exists():
-        raise CheckpointError(f"{path} exists; checkpoints are never overwritten")
+        raise CheckpointError(f"{path} exists, and a checkpoint is never overwritten")
     if config.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
             f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
@@ -161,187 +163,189 @@ def save_checkpoint(
             tokenizer.write_ranks(aside / RANKS)
             hashed.append(RANKS)
         (aside / CARD).write_text(card, encoding="utf-8")
-        document = {
-            "format_version": FORMAT_VERSION,
+        sections = {
             "model": config.to_dict(),
             "tokenizer": {
                 **tokenizer.description(),
                 **({} if chat_template is None else {"chat_template": chat_template}),
             },
             "training": training.to_dict(),
-            "files": {name: _sha256((aside / name).read_bytes()) for name in hashed},
         }
-        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-        if len(text) > CONFIG_BYTES:
-            raise CheckpointError(
-                f"the {CONFIG} of {path} would have {len(text):,} bytes, {CONFIG_BYTES:,} are the "
-                "most it may: the chat template or the special tokens are too long"
-            )
-        try:
-            parse_json(text.encode())
-        except ValueError as error:  # a description holds what somebody else's file said
-            raise CheckpointError(f"the {CONFIG} of {path} could not be read: {error}") from error
-        (aside / CONFIG).write_text(text, encoding="utf-8")
+        write_config(aside, path, sections, hashed)
     return read_checkpoint(path)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder says of itself that it is a checkpoint or an adapter of this project,
-    complete or not. What is not a plain file is not waited for. What may not be read counts as one:
-    reading it says why."""
+def write_config(
+    aside: Path, path: Path, sections: Mapping[str, Any], hashed: Sequence[str]
+) -> None:
+    """Write the configuration of the checkpoint or adapter that becomes `path` into the folder
+    `aside`, with the sha256 of its `hashed` files. Raises CheckpointError if it is unreadable."""
+    document = {
+        "format_version": FORMAT_VERSION,
+        **sections,
+        "files": {name: sha256_of((aside / name).read_bytes()) for name in hashed},
+    }
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    if len(text) > CONFIG_BYTES:
+        raise CheckpointError(
+            f"the {CONFIG} of {path} would have {len(text):,} bytes; the limit is "
+            f"{CONFIG_BYTES:,}: shorten the chat template or the special tokens"
+        )
     try:
-        if not (path / CONFIG).is_file():
-            return (path / CONFIG).exists()
-        if not os.access(path / CONFIG, os.R_OK):
-            return True
-    except PermissionError:
-        return True
+        parse_json(text.encode())
+    except ValueError as error:  # a description contains text of imported files
+        raise CheckpointError(f"the {CONFIG} of {path} could not be read: {error}") from error
+    (aside / CONFIG).write_text(text, encoding="utf-8")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True if a folder claims to be a checkpoint or an adapter of this project, complete or not.
+    An unreadable configuration counts as a claim: reading it explains the fault."""
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
+    except FileError:
+        return True
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and ("format_version" in document or "kind" in document)
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and verify everything but the weights of the checkpoint that a path means: the path of a
-    run means its best (`checkpoint_of`). Raises CheckpointError."""
+    """Read and verify everything but the weights. A run stands for its best checkpoint
+    (`checkpoint_of`). Raises CheckpointError."""
     run, path = path, checkpoint_of(path)
     if is_run(run) and not path.exists():
         raise CheckpointError(f"the run {run} has not saved a checkpoint yet")
-    document = _read_document(path)
-    config_part = _section(document, "model", path)
-    tokenizer_part = _section(document, "tokenizer", path)
-    training_part = _section(document, "training", path)
-    files = _section(document, "files", path)
+    document, where = _read_document(path), path / CONFIG
+    for name in ("model", "tokenizer", "training", "files"):
+        if not isinstance(document.get(name), dict):
+            raise CheckpointError(f"{where} has no section {name!r}")
+    files = document["files"]
     try:
-        config = GPTConfig.from_dict(config_part)
+        config = GPTConfig.from_dict(document["model"])
+        tokenizer = _tokenizer(document["tokenizer"], files, path)
+        training = TrainingRecord(**document["training"])
     except ConfigError as error:
-        raise CheckpointError(f"{path / CONFIG}: {error}") from error
-    try:
-        tokenizer = _tokenizer(tokenizer_part, files, path)
+        raise CheckpointError(f"{where}: {error}") from error
     except TokenizerError as error:
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(
+            f"{where}: {'.'.join(map(str, first['loc']))} of the training record is "
+            f"{first['input']!r:.100}: {first['msg']}"
+        ) from error
     if tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
         )
     if not isinstance(files.get(WEIGHTS), str):
-        raise CheckpointError(f"{path / CONFIG} does not give the sha256 of {WEIGHTS}")
+        raise CheckpointError(f"{where} lacks the sha256 of {WEIGHTS}")
     return CheckpointInfo(
         path=path,
         name=name_of(path),
         config=config,
         tokenizer=tokenizer,
-        training=_training_record(training_part, path),
-        files=dict(files),
-        chat_template=_chat_template(tokenizer_part.get("chat_template"), path),
+        training=training,
+        files=files,
+        chat_template=_chat_template(document["tokenizer"].get("chat_template"), path),
     )
 
 
 def load_checkpoint(
     path: Path, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[CheckpointInfo, GPT]:
-    """Read, verify and build the model, in evaluation mode, without gradients."""
+    """Read and verify a checkpoint; its model is in evaluation mode, without gradients."""
     info = read_checkpoint(path)
     return info, load_weights(info, device=device, dtype=dtype)
 
 
 def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint that `read_checkpoint` has read: for those who choose the dtype by
-    its shape. On a CPU its weights lie in an arena (`model/transformer/arena.py`).
+    """The model of a checkpoint that `read_checkpoint` has read. On a CPU its weights lie in an
+    arena (`model/transformer/arena.py`).
 
-    Each piece of the file is converted to that dtype as it is read, and what was read is hashed:
-    the model is given away only when the hash is right.
+    Each piece of the file is converted to `dtype` as it is read, and hashed. The model is returned
+    only if the hash is right. Raises CheckpointError, and DeviceError if it does not fit.
     """
-    with _open_weights(info) as file, _verified(file, info):
+    with _open_weights(info, whole=True) as file:
         gpt, stored = _shape_of(file, info)
         check_weights_fit(info.config, dtype.itemsize, available(device))
         gpt = gpt.to(dtype)
-        _take_memory(gpt, device)
-        # Beside the thread that hashes: on two cores, with torch's pool, 1.45 times as long.
+        _allocate(gpt, device)
+        weights = gpt.state_dict()
+        # Next to the thread that hashes: with torch's pool, two cores take 1.45 times as long.
         with one_thread():
-            _read_weights(file, info.path / WEIGHTS, gpt, stored)
+            for tensor in stored:
+                check = partial(_check_finite, file.path, tensor)
+                read_elements(file, tensor, weights[tensor.name], check)
     return gpt.eval().requires_grad_(False)
 
 
 def check_header(info: CheckpointInfo) -> None:
-    """Raise CheckpointError unless the weights have the names and shapes that the configuration
-    says. Reads only their header, so it is for those who are about to choose by the sizes in the
-    configuration; `load_weights` looks again."""
-    with _open_weights(info) as file:
-        try:
-            _shape_of(file, info)
-        except CheckpointError:
-            with _verified(file, info):
-                raise
-
-
-def _open_weights(info: CheckpointInfo) -> HashedFile:
-    try:
-        return HashedFile(info.path / WEIGHTS)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{info.path} has no {WEIGHTS}") from error
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+    """Raise CheckpointError unless the weights have the names and shapes of the configuration.
+    Reads only their header, for callers that make decisions by the configuration's sizes before
+    `load_weights`, which checks again."""
+    with _open_weights(info, whole=False) as file:
+        _shape_of(file, info)
 
 
 @contextmanager
-def _verified(file: HashedFile, info: CheckpointInfo) -> Iterator[None]:
-    """Reads on to the end of the weights after the block, and raises CheckpointError unless the
-    hash is right: also where the block fails, as what a damaged file says is of no interest."""
+def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
+    """Open the weights. Their hash is verified after a block that reads them `whole`, and after one
+    that fails, because the contents of a damaged file are of no interest."""
+    with _reading(info.path / WEIGHTS), HashedFile(info.path / WEIGHTS) as file:
+        try:
+            yield file
+        except (CheckpointError, WeightsFileError):
+            if file.size <= MOST_REHASHED:
+                verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+            raise
+        if whole:
+            verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except CheckpointError:
-        if file.size <= HASHED_WHEN_WRONG:
-            _verify_whole(file, info)
-        raise
-    _verify_whole(file, info)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    except WeightsFileError as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def _shape_of(file: HashedFile, info: CheckpointInfo) -> tuple[GPT, tuple[StoredTensor, ...]]:
-    """The model on the meta device, where it takes no memory, and the tensors of a file just
-    opened, which are its own. Nothing is verified yet."""
-    where = info.path / WEIGHTS
-    try:
-        stored = read_header(file)
-        check_size(file, stored)
-        _check_sizes(where, info.config, stored)
-        gpt = empty_gpt(info.config, torch.device("meta"))
-        _check_weights(where, gpt.state_dict(), stored)
-    except WeightsFileError as error:
-        raise CheckpointError(f"{where} is not a complete safetensors file: {error}") from error
+    """The model on the meta device, where it takes no memory, and the tensors of a newly opened
+    file, which have its names and shapes. Nothing is hashed yet."""
+    stored = read_header(file)
+    _check_sizes(file.path, info.config, stored)
+    gpt = empty_gpt(info.config, torch.device("meta"))
+    _check_weights(file.path, gpt.state_dict(), stored)
     return gpt, stored
 
 
 def _check_sizes(where: Path, config: GPTConfig, stored: Sequence[StoredTensor]) -> None:
-    """Raise CheckpointError for a model whose mere shape would be too much work: sizes are written
-    in a line of text, and those of the weights are those of a file that is there."""
+    """Raise CheckpointError if the configuration's sizes, a line of text, are far beyond those of
+    the file: building such a shape takes too long."""
     if config.n_layer > len(stored):
         raise CheckpointError(
             f"{where} has {len(stored):,} tensors, and the configuration says {config.n_layer:,} "
             "blocks, each of which has several: one of the two is another model's"
         )
-    held, told = sum(tensor.elements for tensor in stored), parameter_count(config)
-    if told > max(MOST_TIMES * held, 2**40):
+    held, needed = sum(tensor.elements for tensor in stored), parameter_count(config)
+    if needed > max(MOST_TIMES * held, 2**40):
         raise CheckpointError(
             f"{where} has {held:,} elements, and a model of the configuration's shape "
-            f"{told:,}: one of the two is another model's"
+            f"{needed:,}: one of the two is another model's"
         )
 
 
-def _read_weights(file: HashedFile, where: Path, gpt: GPT, stored: Sequence[StoredTensor]) -> None:
-    """Fill the weights of a model with what follows the header of a file."""
-    weights = gpt.state_dict()
-    try:
-        for tensor in stored:
-            read_elements(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
-    except WeightsFileError as error:
-        raise CheckpointError(f"{where} is not a complete safetensors file: {error}") from error
-
-
-def _take_memory(gpt: GPT, device: torch.device) -> None:
-    """Move a GPT from the meta device to one where it can be given weights."""
+def _allocate(gpt: GPT, device: torch.device) -> None:
+    """Move a GPT from the meta device to `device`, with arbitrary weights."""
     dtype = gpt.token_embedding.weight.dtype
     if device.type == "cpu":
         allocate_in_arena(gpt)
@@ -351,20 +355,15 @@ def _take_memory(gpt: GPT, device: torch.device) -> None:
     gpt.to(dtype)
 
 
-def _verify_whole(file: HashedFile, info: CheckpointInfo) -> None:
-    """Read on to the end of the weights, and raise CheckpointError unless the hash is right."""
-    _verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
-
-
 def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
-    """A GPT whose weights are about to be given: what it holds until then is arbitrary."""
+    """A GPT with arbitrary weights, for callers that fill them."""
     with torch.device(device), _SkipInit():
         return GPT(config)
 
 
 class _SkipInit(TorchFunctionMode):
-    """Leaves out all that writes into a tensor: initial weights are about to be replaced, and to
-    draw them on the meta device would import torch's compiler, which takes a second."""
+    """Skips functions that write into a tensor. Drawing initial weights on the meta device would
+    import torch's compiler, which takes a second."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -384,8 +383,8 @@ def _check_weights(
         raise CheckpointError(f"{where} lacks {len(missing)} tensors, the first is {missing[0]}")
     if unknown := sorted(names - set(expected)):
         raise CheckpointError(
-            f"{where} has {len(unknown)} tensors that the configuration does not know, "
-            f"the first is {unknown[0]}"
+            f"{where} has {len(unknown)} tensors that are not in the configuration, the first is "
+            f"{unknown[0]}"
         )
     for tensor in stored:
         if tensor.shape != (shape := tuple(expected[tensor.name].shape)):
@@ -399,11 +398,11 @@ def _check_weights(
 
 
 def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
-    # The extremes alone: torch.isfinite of all of them takes twenty times as long.
+    # The extremes suffice; torch.isfinite takes twenty times as long.
     if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
         raise CheckpointError(
-            f"{where}: {tensor.name} has NaN or infinite elements; "
-            "its training diverged, or the file was damaged before it was hashed"
+            f"{where}: {tensor.name} has NaN or infinite elements: its training diverged, or the "
+            "file was damaged before it was hashed"
         )
 
 
@@ -413,25 +412,20 @@ def _read_document(path: Path) -> dict[str, Any]:
             problem = "is not a directory" if path.exists() else "does not exist"
             expected = "expected the directory of a checkpoint or of a run"
             raise CheckpointError(f"{path} {problem}; {expected}")
-    except PermissionError as error:  # of a folder that it lies in
+    except PermissionError as error:  # of a parent folder
         raise CheckpointError(forbidden(path)) from error
+    with _reading(path / CONFIG):
+        raw = read_regular(path / CONFIG, CONFIG_BYTES)
     try:
-        document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} has no {CONFIG}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+        document = parse_json(raw)
     except ValueError as error:
         raise CheckpointError(f"{path / CONFIG} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path / CONFIG} is not a JSON object")
     if document.get("kind") == "adapter":
         raise CheckpointError(
-            f"{path} holds an adapter, not a whole model: "
-            f"`{shlex.join(['logitd', 'merge', 'BASE', str(path), 'DEST'])}` makes a "
-            "checkpoint of it and of the one that it was trained on"
+            f"{path} is an adapter, not a whole model: merge it into the checkpoint that it was "
+            f"trained on by `{shlex.join(['logitd', 'merge', 'BASE', str(path), 'DEST'])}`"
         )
     if (version := document.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
@@ -440,37 +434,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _training_record(section: Mapping[str, Any], path: Path) -> TrainingRecord:
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "step": int,
-        "tokens": int,
-        "val_loss": (int, float, NoneType),
-        "val_bits_per_byte": (int, float, NoneType),
-        "data": dict,
-        "created": str,
-    }
-    if "base" in section:
-        kinds["base"] = dict
-    if set(section) != set(kinds):
-        raise CheckpointError(
-            f"{path / CONFIG}: the training record has {sorted(section)}, expected {sorted(kinds)}"
-        )
-    for name, kind in kinds.items():
-        if not isinstance(section[name], kind) or isinstance(section[name], bool):
-            raise CheckpointError(
-                f"{path / CONFIG}: {name} of the training record is {str(section[name])[:100]!r}"
-            )
-    for name in ("step", "tokens"):
-        if section[name] < 0:
-            raise CheckpointError(
-                f"{path / CONFIG}: {name} of the training record is {section[name]}; it must be at "
-                "least 0"
-            )
-    return TrainingRecord(**section)
-
-
 def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
-    """The compiled template of a checkpoint, if it has one."""
     if source is None:
         return None
     if not isinstance(source, str):
@@ -482,35 +446,19 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
 
 
 def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path) -> Tokenizer:
-    """The tokenizer of a section `Tokenizer.description` wrote, with the ranks beside it."""
-    if type(section.get("vocab_size")) is not int:
-        raise TokenizerError("vocab_size is not an integer")
-    ranks = {}
-    if section.get("kind") != "none":
-        ranks = parse_ranks(_verified_bytes(path, RANKS, files), RANKS)
-    return Tokenizer.described(section, ranks)
+    """The tokenizer of a section that `Tokenizer.description` wrote, with the ranks of `path`."""
+    if section.get("vocab_size") is None:
+        raise TokenizerError("vocab_size is missing")
+    if section.get("kind") == "none":
+        return Tokenizer.described(section, {})
+    with _reading(path / RANKS):
+        raw = read_regular(path / RANKS, VOCABULARY_BYTES)
+    verify(path, RANKS, sha256_of(raw), len(raw), files)
+    return Tokenizer.described(section, parse_ranks(raw, RANKS))
 
 
-def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
-    section = document.get(name)
-    if not isinstance(section, dict):
-        raise CheckpointError(f"{path / CONFIG} has no section {name!r}")
-    return section
-
-
-def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
-    try:
-        raw = read_regular(path / name, VOCABULARY_BYTES)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {name}") from error
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
-    _verify(path, name, _sha256(raw), len(raw), files)
-    return raw
-
-
-def _verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless a file of `size` bytes has the sha256 that was saved."""
+def verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the sha256 `found` is that of the configuration."""
     expected = files.get(name)
     if found != expected:
         raise CheckpointError(
@@ -519,5 +467,5 @@ def _verify(path: Path, name: str, found: str, size: int, files: Mapping[str, st
         )
 
 
-def _sha256(raw: bytes) -> str:
+def sha256_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()

@@ -1,23 +1,23 @@
-"""Run folder: how a run's directory is recognised by those who only serve or read what lies in it.
+"""Run folder: a run's directory as readers of its checkpoints see it.
 
-What else is in one, and how it is written: `model/training/run/directory.py`.
+`model/training/run/directory.py` writes it and knows its other files.
 """
 
 import os
 from pathlib import Path
 
 RUN = "run.json"
-"""What was asked for: a folder that has this file is a run's."""
+"""Settings of a run; a folder with this file is a run."""
 BEST, LATEST = "best", "latest"
-"""Links to the checkpoint with the lowest validation loss, and to the newest."""
+"""Links to the checkpoint with the lowest validation loss, and to the newest one."""
 LOCK = "run.lock"
-"""Held by the process that trains the run; the first file of a run."""
+"""Lock of the process that trains the run; the first file of a run."""
 
 
 def checkpoint_of(path: Path, link: str | None = None) -> Path:
-    """The checkpoint that a path means now: of a run the one that `link` leads to, if not given its
-    best, or the latest if there is no best; of a link in a run its target, because a run that goes
-    on moves its links. Any other path is returned as it is."""
+    """The checkpoint that a path means now. For a run it is the target of `link`, by default of
+    `best`, or of `latest` if there is no best. For a link in a run it is the target, because a
+    running training moves its links. Any other path is returned unchanged."""
     if is_run(path):
         names = (BEST, LATEST) if link is None else (link,)
         path = next((path / name for name in names if (path / name).exists()), path / names[-1])
@@ -27,15 +27,14 @@ def checkpoint_of(path: Path, link: str | None = None) -> Path:
 
 
 def may_become_run(path: Path) -> bool:
-    """True if a training may still make a run here: nothing is here, or a run that is being
-    prepared."""
+    """True if the path is missing, an empty folder, a run, or a run in preparation."""
     if not path.is_dir():
         return not path.exists()
     return is_run(path) or (path / LOCK).exists() or not any(path.iterdir())
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run's; one that may not be entered is not known to be."""
+    """True if a folder is a run; False if this user may not enter it."""
     try:
         return (path / RUN).is_file()
     except PermissionError:
@@ -43,9 +42,8 @@ def is_run(path: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """What a checkpoint is called: the name of its folder, or of the run that it lies in, whose
-    checkpoints are called after steps. A link is what it points to. Replies and log lines hold this
-    name, and a folder may be called by anything: what is not UTF-8 or not printable is U+FFFD."""
+    """The name of a checkpoint in replies and log lines: that of its run, or of its folder outside
+    a run. Links are followed. Characters that are not UTF-8 or not printable become U+FFFD."""
     resolved = path.resolve()
     folder = resolved.parent if is_run(resolved.parent) else resolved
     name = os.fsencode(folder.name).decode("utf-8", "replace")

@@ -1,16 +1,15 @@
-"""Weights file: safetensors read front to back, tensor after tensor, into memory that is there.
+"""Weights file: safetensors read front to back, tensor after tensor, into existing memory.
 
-The safetensors library wants the whole file in memory and copies it once more, or maps it, and then
-the file can change under a running model. Here no more of the file is in memory at a time than a
-piece (`model/checkpoint/hashed_file.py`). Covers what safetensors says of its files: a length, a
-header of JSON, tensors without gaps between them. Written is a file by the library, whose errors of
-the disk become the system's. Does not know what the tensors should be called.
+The safetensors library holds the whole file in memory and copies it, or maps it, and then the file
+can change under a running model. Here at most two pieces are in memory
+(`model/checkpoint/hashed_file.py`). The header is checked as the library checks it: its length, its
+JSON, and tensors without gaps between them. The library writes the files.
 """
 
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
 from logitd.model.files import parse_json
 
 LARGEST_HEADER = 16 * 2**20
-"""Bytes: 100,000 tensors. The safetensors library allows six times as many, which would take
-gigabytes when they are parsed."""
+"""Bytes of a header: room for 100,000 tensors. The safetensors library allows six times as many,
+which take gigabytes when they are parsed."""
 MOST_DIMENSIONS = 8
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-"""Where the library says the system's number of an error, which it has in words alone."""
+"""The system's error number in a message of the library, which has no other form of it."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -48,12 +47,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class WeightsFileError(ValueError):
-    """A file that is not a complete safetensors file; the message says what is wrong with it."""
+    """An incomplete or invalid safetensors file; the message describes the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file, as its header tells of it. `start` counts from the header's end."""
+    """A tensor of a file. `start` counts bytes from the end of the header."""
 
     name: str
     dtype: torch.dtype
@@ -70,15 +69,15 @@ class StoredTensor:
 
 
 def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
-    """The tensors of a file that was just opened, in the order in which they follow. Raises
-    WeightsFileError."""
-    told = file.take_all(8)
-    if len(told) < 8:
-        raise WeightsFileError(f"it has {len(told)} bytes, and the length of a header takes 8")
-    length = int.from_bytes(told, "little")
+    """The tensors of a newly opened file, in its order. Raises WeightsFileError, also if the file
+    does not end with its last tensor."""
+    prefix = file.take_all(8)
+    if len(prefix) < 8:
+        raise WeightsFileError(f"it has {len(prefix)} bytes, and the length of a header takes 8")
+    length = int.from_bytes(prefix, "little")
     if length > LARGEST_HEADER:
         raise WeightsFileError(
-            f"it announces a header of {length:,} bytes, {LARGEST_HEADER:,} are the most"
+            f"it announces a header of {length:,} bytes; the limit is {LARGEST_HEADER:,}"
         )
     raw = file.take_all(length)
     if len(raw) < length:
@@ -96,23 +95,19 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     for tensor in tensors:
         if tensor.start != end:
             raise WeightsFileError(
-                f"{tensor.name} begins at {tensor.start:,}, and what is before it ends at {end:,}"
+                f"{tensor.name} begins at {tensor.start:,}, and the tensor before it ends at "
+                f"{end:,}"
             )
         end = tensor.end
-    return tuple(tensors)
-
-
-def check_size(file: HashedFile, stored: Sequence[StoredTensor]) -> None:
-    """Raise WeightsFileError unless a file of which only the header was read ends with the last of
-    its tensors."""
-    has, needs = file.size - file.taken, stored[-1].end if stored else 0
-    if has < needs:
-        ends = next(tensor for tensor in stored if tensor.end > has)
+    rest = file.size - file.taken
+    if rest < end:
+        cut = next(tensor for tensor in tensors if tensor.end > rest)
         raise WeightsFileError(
-            f"it ends within {ends.name}: its tensors take {needs:,} bytes, and it has {has:,}"
+            f"it ends within {cut.name}: its tensors take {end:,} bytes, and it has {rest:,}"
         )
-    if has > needs:
-        raise WeightsFileError("there is more behind the last of its tensors")
+    if rest > end:
+        raise WeightsFileError("it has bytes behind its last tensor")
+    return tuple(tensors)
 
 
 def read_elements(
@@ -121,8 +116,8 @@ def read_elements(
     into: Tensor,  # of its shape, contiguous; of any dtype, on any device
     see: Callable[[Tensor], None],
 ) -> None:
-    """Read the elements of the tensor that follows. `see` gets each part of them before it is
-    copied. Raises WeightsFileError where the file ends."""
+    """Read the elements of the next tensor. `see` gets each part before it is copied. Raises
+    WeightsFileError if the file ends within the tensor."""
     flat, done, width = into.view(-1), 0, tensor.dtype.itemsize
     while done < tensor.elements:
         count = min(PIECE // width, tensor.elements - done)
@@ -138,8 +133,8 @@ def read_elements(
 def write_weights(
     path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors, each contiguous and on the CPU, as a safetensors file, for its owner alone
-    (`share_files` of `model/files.py`). Raises OSError where the disk does not take it."""
+    """Write contiguous CPU tensors as a safetensors file, readable by its owner alone
+    (`share_files` of `model/files.py`). Raises OSError."""
     try:
         save_file(dict(weights), path, metadata=None if metadata is None else dict(metadata))
     except SafetensorError as error:
@@ -150,7 +145,6 @@ def write_weights(
 
 
 def _stored(name: str, entry: Any) -> StoredTensor:
-    """An entry of a header, if it is one."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -166,13 +160,13 @@ def _stored(name: str, entry: Any) -> StoredTensor:
         and all(type(count) is int and 0 <= count < 2**63 for count in (*shape, start, end))
     ):
         raise WeightsFileError(
-            f"{name} has the shape {str(shape)[:100]} at {str(start)[:20]} to {str(end)[:20]}; "
-            f"expected whole numbers, at most {MOST_DIMENSIONS} of them in a shape"
+            f"{name} has the shape {str(shape)[:100]} and the bytes {str(start)[:20]} to "
+            f"{str(end)[:20]}; expected whole numbers, at most {MOST_DIMENSIONS} in a shape"
         )
     tensor = StoredTensor(name, DTYPES[dtype], tuple(shape), start)
     if tensor.end != end:
         raise WeightsFileError(
-            f"{name}, {shape} of {dtype}, lies at {start:,} to {end:,}: it takes "
+            f"{name}, {shape} of {dtype}, has the bytes {start:,} to {end:,}; it needs "
             f"{tensor.elements} times {tensor.dtype.itemsize} bytes"
         )
     return tensor

@@ -1,11 +1,10 @@
-"""Batches: which tokens a step trains on, as a pure function of (seed, sequence number).
+"""Batches: the tokens of a training step, as a pure function of (seed, sequence number).
 
 The training tokens are cut into windows of the context length. Each pass over them begins at
-another offset and visits the windows in another order, both drawn from (seed, pass) alone. So
-nothing has to be stored to resume, other random numbers cannot disturb the order, and a step of
-B x A sequences is the same set whether it is one batch of B * A or A batches of B, in one process
-or in several. The noise of dropout follows the same rule: its seed is a function of (seed, sequence
-number). Does not move anything to a device, and computes no loss.
+another offset and visits the windows in another order, both drawn from (seed, pass) alone. So a
+resumed run needs no stored state, other random numbers cannot disturb the order, and a step of B x
+A sequences is the same set as one batch of B * A or A batches of B, in one process or in several.
+The seed of dropout is a function of (seed, sequence number) as well.
 
 Shapes: B sequences, T = window.
 """
@@ -43,7 +42,7 @@ class Batches:
     def _sequence(self, number: int) -> npt.NDArray[np.int64]:
         epoch, index = divmod(number, self.windows)
         offset, order = self._pass(epoch)
-        # The last windows of a shifted pass run over the end: they go on at the beginning.
+        # The last windows of a shifted pass would cross the end, so they wrap to the beginning.
         start = (offset + int(order[index]) * self._window) % (self._shard.count - self._window)
         return self._shard.tokens[start : start + self._window + 1].astype(np.int64)
 
@@ -55,13 +54,13 @@ class Batches:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one process computes of every step: `passes` batches of `batch_size`."""
+    """One process's part of every step: `passes` batches of `batch_size` sequences."""
 
-    total: int  # sequences of a step, all processes together
-    first: int  # of this process, within a step
+    total: int  # sequences of a step in all processes
+    first: int  # number of this process's first sequence within a step
     batch_size: int
     passes: int
-    parts: int  # batches of a step, all processes together
+    parts: int  # batches of a step in all processes
 
     def batches(self, step: int) -> range:
         """The number of the first sequence in each of this process's batches."""
@@ -70,24 +69,23 @@ class RankBatch:
 
 
 def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> RankBatch:
-    """What process `rank` of `size` computes, in batches of at most `batch_size`.
+    """The part of process `rank` of `size`, in batches of at most `batch_size`.
 
-    However many processes there are, a step is the same batch_size * accumulate sequences; with
-    accumulate a multiple of `size` it is the same batches as well. Raises DataError when the
-    sequences cannot be divided.
+    A step has batch_size * accumulate sequences for any `size`; if accumulate is a multiple of
+    `size`, the batches are the same too. Raises DataError if the sequences cannot be divided.
     """
     total = batch_size * accumulate
     own, rest = divmod(total, size)
     if rest:
         raise DataError(
             f"a step has {total} sequences (batch_size {batch_size} x accumulate {accumulate}), "
-            f"which {size} processes cannot share evenly: start a number of processes that divides "
-            f"{total}, or choose another batch_size or accumulate"
+            f"which {size} processes cannot share evenly: use a number of processes that divides "
+            f"{total}, or another batch_size or accumulate"
         )
     largest = next(count for count in range(batch_size, 0, -1) if own % count == 0)
     return RankBatch(total, rank * own, largest, own // largest, total // largest)
 
 
 def noise_seed(seed: int, sequence: int) -> int:
-    """The seed of what is drawn (dropout) for the batch that begins with this sequence."""
+    """The seed of dropout for the batch that begins with this sequence."""
     return int(np.random.SeedSequence([seed, sequence]).generate_state(1, np.uint64)[0])

@@ -1,5 +1,5 @@
-"""The error for data that cannot be used."""
+"""DataError: the error for unusable data."""
 
 
 class DataError(RuntimeError):
-    """Unusable data; the message names the file or the numbers and the fix."""
+    """The message names the file or the numbers, and the fix."""

@@ -5,10 +5,9 @@
   data/val.tokens           shard
   data/data.json            record of the text; the tokenizer without its ranks
 
-Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
-The text is streamed, once to plan the split, once to learn a vocabulary, and once to tokenise it:
-memory grows by a few bytes for each document. Does not find documents (`model/data/sources/`),
-choose sides (`split.py`) or windows (`batches.py`).
+END_OF_TEXT separates documents. The vocabulary is learned from the training side alone. The text is
+streamed three times: to plan the split, to learn a vocabulary, and to tokenise it. Memory grows by
+a few bytes per document.
 """
 
 import hashlib
@@ -22,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logitd.model.data.published_vocabulary import published_vocabulary
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.hf.tokenizer import read_tokenizer
+from logitd.model.data.errors import DataError
 from logitd.model.data.reuse import reuse_shards, shards_sha256
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, write_shard
-from logitd.model.data.sources.document import Text, TextError
+from logitd.model.data.sources.document import Text
 from logitd.model.data.split import Side, Split, sides, split_text
 from logitd.model.data.vocabulary import (
     check,
@@ -35,26 +36,27 @@ from logitd.model.data.vocabulary import (
     tokenizer_sha256,
 )
 from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, parse_ranks
+from logitd.model.text.published import published_tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError, parse_ranks
 
 RANKS = "tokenizer.tiktoken"
-"""File of the vocabulary."""
+"""File name of the vocabulary."""
 CHECKED_PIECES = 64
-"""Pieces that are decoded again to see that a tokenizer loses nothing."""
+"""Pieces that are decoded to check that a tokenizer loses nothing."""
 
 
 @dataclass(frozen=True)
 class PreparedText:
-    """A text as the trainer reads it."""
+    """A text as token ids."""
 
     tokenizer: Tokenizer
     train: Shard
     val: Shard
-    record: Mapping[str, Any]  # every checkpoint has it
+    record: Mapping[str, Any]  # part of every checkpoint
 
     @property
     def special_ids(self) -> bool:
-        """Whether the name of a special token in the text is its id, instead of plain text."""
+        """True if names of special tokens in the text became their ids."""
         return bool(self.record.get("special_tokens") == "ids")
 
 
@@ -67,12 +69,12 @@ def prepare_text(
     val_fraction: float,
     special_ids: bool = False,
 ) -> PreparedText:
-    """Learn or read the vocabulary, tokenise every document, and write `folder`.
+    """Learn or read the vocabulary, tokenise every document, and write `folder`. Raises DataError.
 
-    vocabulary    "own" learns one of `vocab_size` from the text; else a name or a file for
+    vocabulary    "own" learns one of `vocab_size` ids from the text; else a name or a file for
                   `published_vocabulary`, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out
-    special_ids   whether the name of a special token becomes its id, instead of plain text
+    special_ids   the name of a special token becomes its id, instead of plain text
     """
     folder.mkdir(parents=True, exist_ok=True)
     split = split_text(text.documents, val_fraction)
@@ -115,7 +117,6 @@ def prepare_text(
 
 
 def text_sha256(text: Text, tokenizer: Tokenizer) -> str:
-    """The sha256 of a text as its record has it."""
     if text.shards:
         return shards_sha256(text.shards, tokenizer)
     digest = hashlib.sha256()
@@ -136,8 +137,8 @@ def _tokenizer(
         return published_vocabulary(vocabulary)
     if text.shards:
         ranks = text.shards[0].with_name(RANKS)
-        raise TextError(
-            f"{text.name} is already tokenised, so no vocabulary can be learned from it: name the "
+        raise DataError(
+            f"{text.name} is already tokenised, so no vocabulary can be learned from it: give the "
             f"tokenizer that wrote it, for example --tokenizer {shlex.quote(str(ranks))}"
         )
     pieces = (
@@ -150,6 +151,25 @@ def _tokenizer(
     return learn(pieces, vocab_size)
 
 
+def published_vocabulary(name: str) -> Tokenizer:
+    """Read a published encoding by name, or a ranks file or a `tokenizer.json` of Hugging Face's
+    tokenizers by path. Raises DataError."""
+    try:
+        if Path(name).suffix == ".json" and Path(name).is_file():
+            # Gaps between its ids are closed, because no weights depend on them yet.
+            tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
+        else:
+            tokenizer = published_tokenizer(name)
+    except TokenizerError as error:
+        raise DataError(str(error)) from error
+    except ConvertError as error:  # it may name flags of `logitd import`
+        raise DataError(
+            f"the tokenizer {name} cannot be used here, as `logitd import` says: {error}"
+        ) from error
+    require_end_of_text(tokenizer, f"the tokenizer {name}")
+    return tokenizer
+
+
 def _tokenise(
     text: Text,
     tokenizer: Tokenizer,
@@ -158,8 +178,8 @@ def _tokenise(
     *,
     special_ids: bool,
 ) -> tuple[str, int, Counter[str]]:
-    """Encode every document piece by piece onto its side. Returns the sha256 of the text, the
-    number of documents, and how often it has the name of each special token."""
+    """Encode every document, piece by piece, onto its sides. Returns the sha256 of the text, the
+    number of documents, and the number of occurrences of each special token's name."""
     assert tokenizer.end_of_text is not None
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -184,13 +204,13 @@ def _tokenise(
 
 
 def read_prepared(folder: Path) -> PreparedText:
-    """Read what `prepare_text` wrote, so that a run is resumed on the same tokens."""
+    """Read the files of `prepare_text`, so that a run resumes on the same tokens."""
     try:
         document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
         ranks = parse_ranks(read_regular(folder / RANKS, VOCABULARY_BYTES), RANKS)
         tokenizer = Tokenizer.described(document, ranks)
     except (OSError, ValueError, KeyError) as error:
-        raise TextError(f"the prepared text in {folder} cannot be read: {error}") from error
+        raise DataError(f"the prepared text in {folder} cannot be read: {error}") from error
     identity = tokenizer_sha256(tokenizer)
     return PreparedText(
         tokenizer,
@@ -201,15 +221,17 @@ def read_prepared(folder: Path) -> PreparedText:
 
 
 def require_window(prepared: PreparedText, context_length: int) -> None:
-    """Refuse a text that is shorter than a window of the model's context."""
+    """Raise DataError if the shorter side has no window of the model's context."""
     record, shards = prepared.record, {"training": prepared.train, "validation": prepared.val}
-    fits = min(shard.count for shard in shards.values()) - 1
-    for side, shard in shards.items():
-        if shard.count < context_length + 1:
-            smaller = f" or a context_length of at most {fits}" if fits > 0 else ""
-            raise TextError(
-                f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes of "
-                f"{record['bytes']} in {record['documents']} documents), a window takes "
-                f"{context_length + 1} (context_length {context_length} and the token after it): "
-                f"give more text, another val_fraction{smaller}"
-            )
+    side, shard = min(shards.items(), key=lambda item: item[1].count)
+    if shard.count > context_length:
+        return
+    fits = shard.count - 1
+    near = 4 * fits >= context_length  # a much shorter context would be another model
+    shorter = f", or a context_length of at most {fits}" if near else ""
+    raise DataError(
+        f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes of {record['bytes']} "
+        f"in {record['documents']} documents), and a window takes {context_length + 1} "
+        f"(context_length {context_length} and the token after it): give more text, or another "
+        f"val_fraction{shorter}"
+    )

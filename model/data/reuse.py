@@ -1,9 +1,8 @@
 """Reuse: train on shards that another run has tokenised, without tokenising again.
 
-A shard named val.tokens is validation text, the others are training text, as in the run that wrote
-them. Without one, documents (each ends with END_OF_TEXT) are held out as those of a text are
-(`split.py`), by the sha256 and the number of their ids. Every id is checked first. Does not read
-text (`model/data/prepare.py`).
+A shard named val.tokens is validation text and the others are training text, as in their run.
+Without a val.tokens, documents (each ends with END_OF_TEXT) are held out as those of a text are
+(`split.py`), by the sha256 and the number of their ids. Every id is checked first.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from logitd.model.data.windows import byte_lengths
 from logitd.model.text.tokenizer import Tokenizer
 
 CHUNK = 2**20
-"""Ids in memory at a time."""
+"""Ids that are in memory at a time."""
 VALIDATION = "val.tokens"
 Ids = npt.NDArray[Any]  # (count,), uint16 or uint32
 
@@ -33,8 +32,8 @@ def reuse_shards(
     val_fraction: float,
     writers: Mapping[Side, ShardWriter],
 ) -> int:
-    """Copy the ids of shards. Returns the number of documents. Raises ShardError for ids or files
-    that cannot be trained on."""
+    """Copy the ids of shards to their sides. Returns the number of documents. Raises DataError for
+    a damaged shard, one of another tokenizer, and an id outside the vocabulary."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
@@ -51,7 +50,6 @@ def reuse_shards(
         return count
 
     def documents() -> Iterator[tuple[int, Ids]]:
-        """The lot and the ids of each document."""
         for shard, borders in zip(shards, ends, strict=True):
             for start, end in pairwise(borders):
                 ids = shard.tokens[start:end]
@@ -68,7 +66,7 @@ def reuse_shards(
 
 
 def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """The sha256 of the ids of shards. Raises ShardError."""
+    """The sha256 of the ids of shards. Raises DataError."""
     digest = hashlib.sha256()
     for path in paths:
         for part in _chunks(open_shard(path, tokenizer_sha256(tokenizer)).tokens):
@@ -77,8 +75,8 @@ def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]:
-    """0, and the end of each document: after its END_OF_TEXT, or at the end of the shard. Raises
-    ShardError for an id outside the vocabulary."""
+    """0, and the end of each document, after its END_OF_TEXT or at the end of the shard. Raises
+    DataError for an id outside the vocabulary."""
     ends, first = [0], 0
     for ids in _chunks(shard.tokens):
         if ids.max() >= vocab_size:

@@ -1,16 +1,14 @@
-"""Shards: token ids on disk, memory-mapped, so that a text may be larger than memory.
+"""Shards: token ids on disk, memory-mapped, so a text may be larger than memory.
 
-A shard is a header of 64 bytes and then the ids, 2 bytes each for vocabularies up to 65,536 and
-4 bytes above, little-endian:
+A shard is a header of 64 bytes and the ids, little-endian, of 2 bytes for vocabularies up to 65,536
+and 4 bytes above:
 
   8 bytes   magic "LOGITDTK"
   4 bytes   version, 1
   4 bytes   bytes per id
   8 bytes   ids
-  8 bytes   bytes of their text, separators not counted
+  8 bytes   bytes of their text, without separators
   32 bytes  sha256 of the tokenizer (`vocabulary.tokenizer_sha256`)
-
-Does not tokenise and does not choose what goes where.
 """
 
 import struct
@@ -27,15 +25,11 @@ from logitd.model.data.errors import DataError
 from logitd.model.files import whole_file
 
 DATA = "data"
-"""Folder of a run directory with its shards (`prepare.py`)."""
+"""Folder of the shards in a run directory (`prepare.py`)."""
 
 MAGIC = b"LOGITDTK"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQQ32s")
-
-
-class ShardError(DataError):
-    """A shard that cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +54,12 @@ class ShardWriter:
         self._file, self._vocab_size = file, vocab_size
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[Any], text_bytes: int) -> None:
-        """Add ids of `text_bytes` bytes of text. Raises ShardError for one outside the
+        """Add ids of `text_bytes` bytes of text. Raises DataError for an id outside the
         vocabulary."""
         ids = np.asarray(token_ids, dtype=np.int64)  # (count,)
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise outside(ids, self.count, self._vocab_size, "the text")
-        # subtle: numpy wraps ids that do not fit the dtype silently, hence the check above.
+        # NumPy wraps ids that do not fit the dtype silently, hence the check above.
         self._file.write(ids.astype(self.dtype).tobytes())
         self.count += ids.size
         self.text_bytes += text_bytes
@@ -73,8 +67,8 @@ class ShardWriter:
 
 @contextmanager
 def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iterator[ShardWriter]:
-    """Write a shard piece by piece. It gets its name at the end of the block, and is removed if the
-    block raises."""
+    """A new shard that is written in pieces: complete at the end of the block, removed if the block
+    raises."""
     with whole_file(path) as file:
         file.write(bytes(HEADER.size))
         writer = ShardWriter(file, vocab_size)
@@ -84,19 +78,19 @@ def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iter
         file.write(HEADER.pack(MAGIC, VERSION, width, count, text_bytes, tokenizer_sha256))
 
 
-def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str) -> ShardError:
-    """The error that names the first id outside the vocabulary. `first` is the index in the shard
-    of the first of the ids."""
+def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str) -> DataError:
+    """The error for the first id outside the vocabulary. The ids begin at index `first` of the
+    shard `name`."""
     wrong = (token_ids < 0) | (token_ids >= vocab_size)
     at = int(wrong.argmax())
-    return ShardError(
+    return DataError(
         f"token {first + at:,} of {name} has the id {token_ids[at]}, which is outside the "
         f"vocabulary of {vocab_size} ids (0 to {vocab_size - 1})"
     )
 
 
 def text_bytes_of(path: Path) -> int:
-    """Bytes of the text of a shard, by any tokenizer. Raises ShardError."""
+    """Bytes of the text of a shard of any tokenizer. Raises DataError."""
     return _header(path)[2]
 
 
@@ -104,11 +98,11 @@ def _header(path: Path) -> tuple[int, int, int, bytes]:
     """Bytes per id, ids, bytes of text, sha256 of the tokenizer."""
     size = path.stat().st_size if path.is_file() else -1
     if size < HEADER.size:
-        raise ShardError(f"{path} is missing or too short to be a shard")
+        raise DataError(f"{path} is missing or too short to be a shard")
     with path.open("rb") as file:
         magic, version, width, count, text_bytes, sha256 = HEADER.unpack(file.read(HEADER.size))
     if magic != MAGIC or version != VERSION or width not in (2, 4):
-        raise ShardError(
+        raise DataError(
             f"{path} begins with {magic!r}, version {version}, {width} bytes an id; this logitd "
             f"reads {MAGIC!r}, version {VERSION}, 2 or 4 bytes"
         )
@@ -116,18 +110,18 @@ def _header(path: Path) -> tuple[int, int, int, bytes]:
 
 
 def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
-    """Map a shard into memory. Raises ShardError for another tokenizer's and for a cut file."""
+    """Map a shard into memory. Raises DataError for a truncated file and another tokenizer."""
     width, count, text_bytes, sha256 = _header(path)
     size = path.stat().st_size
     if size != HEADER.size + width * count:
-        raise ShardError(
+        raise DataError(
             f"{path} has {size} bytes; its header promises {count} ids, "
-            f"{HEADER.size + width * count} bytes"
+            f"{HEADER.size + width * count} bytes: it is truncated"
         )
     if sha256 != tokenizer_sha256:
-        raise ShardError(
+        raise DataError(
             f"{path} was written by another tokenizer (sha256 {sha256.hex()[:12]}..., the run's "
-            f"is {tokenizer_sha256.hex()[:12]}...): its ids mean other text"
+            f"is {tokenizer_sha256.hex()[:12]}...), so its ids have other meanings"
         )
     if count == 0:  # an empty file cannot be mapped
         return Shard(path, np.empty(0, dtype=f"<u{width}"), text_bytes)

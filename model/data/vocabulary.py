@@ -1,40 +1,36 @@
-"""Vocabulary: the tokenizer of a training run, learned from its text; and encoding with it.
+"""Vocabulary: the tokenizer of a training run, learned from its text, and encoding with it.
 
-Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
-is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read vocabularies
-(`published_vocabulary.py`) or documents, and writes no tokens.
+rustbpe learns byte-level BPE (an optional dependency of training); the result is an ordinary
+`Tokenizer` (`model/text/tokenizer.py`).
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator
 
 from logitd.model.data.errors import DataError
-from logitd.model.data.sources.document import PIECE, TextError
+from logitd.model.data.sources.document import PIECE
 from logitd.model.extras import installation
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 
 SMALLEST = 257
-"""The 256 bytes and END_OF_TEXT."""
+"""Ids of the smallest vocabulary: the 256 bytes and END_OF_TEXT."""
 
 LEARN_FROM = 256_000_000
-"""Characters of a long text that its vocabulary is learned from: more hardly changes it."""
+"""Characters from which a vocabulary is learned; more hardly change it."""
 
 
 def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn at most `vocab_size` tokens (the 256 bytes and END_OF_TEXT included) from a text.
-
-    A short text may yield fewer: take the size from the result. `pieces` hold at most PIECE
-    characters each.
-    """
+    """Learn a vocabulary of at most `vocab_size` ids, the 256 bytes and END_OF_TEXT included. A
+    short text yields fewer. `pieces` have at most PIECE characters each. Raises DataError."""
     if vocab_size < SMALLEST:
         raise DataError(
-            f"vocab_size {vocab_size} is below {SMALLEST}: the 256 bytes and {END_OF_TEXT}"
+            f"vocab_size {vocab_size} is below {SMALLEST}, the 256 bytes and {END_OF_TEXT}"
         )
     try:
         import rustbpe
     except ImportError as error:
         raise DataError(
-            "learning a vocabulary needs rustbpe, which is not installed; use a published one, for "
+            "learning a vocabulary needs rustbpe, which is not installed: use a published one, for "
             f"example --tokenizer gpt2, or install it: {installation('train')}"
         ) from error
     trainer = rustbpe.Tokenizer()
@@ -44,35 +40,36 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
+    """Raise DataError if a tokenizer cannot separate documents."""
     if tokenizer.end_of_text is None:
         raise DataError(
-            f"{name} has no token that ends a text, which separates documents: {END_OF_TEXT}, or "
-            "the eos_token that a tokenizer_config.json beside it names"
+            f"{name} has no token to separate documents: add {END_OF_TEXT}, or a "
+            "tokenizer_config.json next to it that names the eos_token"
         )
 
 
 def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> list[int]:
-    """The ids of a piece of text. Raises TextError for what the vocabulary lacks."""
+    """The ids of a piece of text. Raises DataError if the vocabulary lacks a part of it."""
     try:
         return tokenizer.encode(piece, special_ids=special_ids)
     except TokenizerError as error:
-        raise TextError(f"the text cannot be encoded: {error}") from error
+        raise DataError(f"the text cannot be encoded: {error}") from error
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise TextError unless decoding returns the encoded text: a split pattern may drop
-    characters. For words, which do not keep white space, the ids have to come back."""
+    """Raise DataError unless decoding returns the encoded text. For words, which lose white space,
+    the ids have to come back."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:
-        raise TextError(
-            f"the tokenizer does not give back the text that begins {piece[:40]!r}: its split "
+        raise DataError(
+            f"decoding does not return the text that begins {piece[:40]!r}: the tokenizer's split "
             f"pattern {tokenizer.pattern!r} leaves characters out"
         )
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
-    """The identity of a vocabulary: a hash of ranks, pattern, kind, special and added tokens."""
+    """The hash of a vocabulary: its ranks, pattern, kind, special and added tokens."""
     digest = hashlib.sha256(tokenizer.pattern.encode())
     if tokenizer.kind != "bpe":
         digest.update(f"{tokenizer.kind} {tokenizer.vocab_size}\n".encode())
@@ -86,7 +83,7 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
 
 
 def _bounded(pieces: Iterable[str]) -> Iterator[str]:
-    # subtle: rustbpe panics, past every `except Exception`, on a million spaces in a row.
+    # A run of a million spaces makes rustbpe panic, which `except Exception` does not catch.
     total = 0
     for piece in pieces:
         assert len(piece) <= PIECE, "readers bound the pieces"

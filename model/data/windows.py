@@ -1,7 +1,6 @@
-"""Windows: the tokens that a loss is measured on, in batches of inputs and targets.
+"""Windows: the tokens on which a loss is measured, in batches of inputs and targets.
 
-`validation_windows` are fixed parts of a text, `rolling_windows` cover all of it. Computes no loss
-(`model/training/step/validate.py`).
+`validation_windows` are fixed parts of a text, `rolling_windows` cover all of it.
 
 Shapes: B windows of a batch, T positions.
 """
@@ -17,12 +16,12 @@ from logitd.model.data.shards import Shard
 from logitd.model.text.tokenizer import Tokenizer
 
 UNCOUNTED = -100
-"""Target of a token that another window counts."""
+"""Target of a token that an earlier window counts."""
 
 
 class Windows:
-    """Windows of `width` tokens that begin at `starts`, in rising order. A token counts in the
-    first window that reaches it."""
+    """Windows of `width` tokens with ascending `starts`. A token counts in the first window that
+    contains it."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class Windows:
 def validation_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, batch_size: int, batches: int | None
 ) -> Windows:
-    """The same windows at every evaluation: all of the text, or `batches` spread evenly over it. An
-    incomplete last window is left out."""
+    """The same windows at every evaluation: the whole text, or `batches` spread evenly over it,
+    without an incomplete last window."""
     every = (shard.count - 1) // window
     count = every if batches is None else min(every, batches * batch_size)
     starts = [index * every // count * window for index in range(count)]
@@ -73,9 +72,9 @@ def validation_windows(
 def rolling_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, stride: int, batch_size: int
 ) -> Windows:
-    """Windows over a whole text in which every token but the first counts exactly once, `stride`
-    of them in each: a token is predicted from at least window - stride tokens, if the text has as
-    many before it. The last window is moved back to end with the text."""
+    """Windows in which every token of a text except the first counts exactly once, `stride` tokens
+    per window. Each is predicted from at least window - stride tokens, or all tokens before it. The
+    last window ends with the text."""
     if shard.count < 2:
         raise ValueError(f"{shard.count} tokens predict none: at least 2 are needed")
     if not 1 <= stride <= window:
@@ -87,7 +86,7 @@ def rolling_windows(
 
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Bytes of text of every id (V,); special tokens have none."""
+    """Bytes of text of each id (V,), 0 for special tokens."""
     return np.array(
         [
             0 if tokenizer.is_special(token_id) else len(tokenizer.token_bytes(token_id))

@@ -15,8 +15,9 @@ import numpy as np
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.data.errors import DataError
 from logitd.model.data.shards import DATA, Shard, open_shard
-from logitd.model.data.sources.document import Document, TextError
+from logitd.model.data.sources.document import Document
 from logitd.model.data.sources.files import documents_of_all, each_once, named_files
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import lot
@@ -50,10 +51,10 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
         name, files = str(path), each_once(named_files(str(path)))
         shard = _tokenised(documents_of_all(files, None), checkpoint, READ_BYTES)
         if not shard.count:
-            raise TextError(f"{path} has no text: its files are empty")
+            raise DataError(f"{path} has no text: its files are empty")
     window = min(WINDOW, checkpoint.config.context_length)
     if shard.count <= MIN_TOKENS:
-        raise TextError(
+        raise DataError(
             f"{name} has {shard.count:,} tokens; to measure a loss takes more than {MIN_TOKENS:,}"
         )
     windows = validation_windows(
@@ -72,7 +73,7 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
         return "the run's validation text", open_shard(folder / DATA / "val.tokens", identity)
     data = checkpoint.training.data
     if data.get("built_in") is not True:
-        raise TextError(
+        raise DataError(
             "the checkpoint lies in no run directory and was not trained on Python's own text"
         )
     known = data.get("val_bytes")
@@ -82,9 +83,9 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
 
 
 def require_vocabulary(checkpoint: CheckpointInfo) -> None:
-    """Raise TextError for a model of token ids alone: it has no loss on a text."""
+    """Raise DataError for a model of token ids alone: it has no loss on a text."""
     if not checkpoint.tokenizer.has_text:
-        raise TextError(
+        raise DataError(
             f"{checkpoint.name} has no vocabulary, so it has no loss on a text; POST /score and "
             "LLM.score (model/llm.py) return the logprobs of token ids"
         )
@@ -95,7 +96,7 @@ def _tokenised(documents: Iterable[Document], checkpoint: CheckpointInfo, limit:
     try:
         ids, size = _first_ids(documents, checkpoint, limit)
     except OSError as error:
-        raise TextError(f"the text cannot be read: {error}") from error
+        raise DataError(f"the text cannot be read: {error}") from error
     return Shard(Path(), np.array(ids, dtype=np.int64), size)
 
 

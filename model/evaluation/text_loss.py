@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard, open_shard, write_shard
-from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
@@ -118,9 +118,9 @@ def _windows(
 ) -> Windows:
     context = checkpoint.config.context_length
     if shard.count < 2:
-        raise TextError(f"{name} has {shard.count} tokens; a loss takes 2")
+        raise DataError(f"{name} has {shard.count} tokens; a loss takes 2")
     if stride is not None and stride > context:
-        raise TextError(
+        raise DataError(
             f"stride is {stride}, above the model's context of {context}: tokens between two "
             "windows would be left out"
         )
@@ -144,7 +144,7 @@ def _text(
         return
     text, tokenizer = open_text(data, reading), checkpoint.tokenizer
     if text.shards:
-        raise TextError(
+        raise DataError(
             f"{text.name} are token ids that a run wrote; name the text that they were made of, or "
             "leave --data out to measure on what the run held out"
         )

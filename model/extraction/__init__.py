@@ -1,1 +1,1 @@
-"""Every token of a text through a checkpoint, into files: logprobs, or the values of stages."""
+"""Extraction: logprobs or stages of every token of a text, into files."""

@@ -1,17 +1,16 @@
-"""Compute: units through the engine that serves, to the bytes of a shard.
+"""Compute: from units, through the serving engine, to the bytes of a shard.
 
-The engine is kept full: before a step its queue always has more prompts than it has slots. Results
-come in any order and are put into the order of the plan, so a shard's bytes depend on the units,
-the checkpoint and how it is computed, and on nothing else: the engine's results do not depend on
-the batch (ARCHITECTURE.md). Reads no text and writes no file.
+Before each step the engine's queue has more prompts than the engine has slots, so it stays full.
+Results arrive in any order and are sorted by the plan. Since the engine's results do not depend on
+the batch (ARCHITECTURE.md), the bytes of a shard depend on the units, the checkpoint and the
+compute options alone.
 
-`Computer` is the seam between planning and writing on one side and computing on the other:
 `ShardComputer` computes in this process, `RayComputer` (`on_ray.py`) on many machines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from logitd.model.device import use_threads
 from logitd.model.extraction.errors import ExtractionError
@@ -27,40 +26,24 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.inference.load import LoadedModel, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
-from logitd.model.inference.options import (
-    ComputeOptions,
-    SlotDefault,
-)
+from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""As many prompts as a step of a server can compute if each is as short as a block."""
+"""By default a slot for each block of a step, so that a step of short prompts is full."""
 PREFILL_CHUNK = 1024
-"""Positions of a step on a CPU. Nobody waits for a token, and windows are cut into fewer pieces,
-which changes no bit on a CPU. On a GPU it may, so a step there is that of a server."""
+"""Positions of a step on a CPU: more than in a server, because no client waits for a token. On a
+CPU the bits do not depend on it; on a GPU they may, so the server's default holds there."""
 
 Group = Sequence[Unit]
 """The units of a shard."""
 Counted = Callable[[int], None]
-"""Callback that gets the number of newly computed tokens."""
-
-
-class Computer(Protocol):
-    """Computes shards, in this process or elsewhere."""
-
-    @property
-    def computation(self) -> Mapping[str, Any]:
-        """Entries of the index that the bits depend on besides weights, text and settings."""
-        ...
-
-    def shards(self, groups: Iterable[Group], tell: Counted = ...) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, in order; a few groups may be asked for ahead. Raises
-        ExtractionError if the model fails."""
-        ...
+"""Callback for the number of newly computed tokens."""
 
 
 class ShardComputer:
-    """A checkpoint and an engine for one quantity. For use by one thread."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation` are index
+    entries that affect the bits, in addition to weights, text and settings."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
@@ -77,13 +60,10 @@ class ShardComputer:
         self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_owner)
 
     def close(self) -> None:
-        """End the threads that compute."""
         self._engine.close()
 
-    def shards(
-        self, groups: Iterable[Group], tell: Counted = lambda tokens: None
-    ) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, one after the other."""
+    def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
+        """Each group with its file, in order."""
         for group in groups:
             yield group, self.shard(group, tell)
 
@@ -108,25 +88,20 @@ class ShardComputer:
                 if isinstance(event, OutputsChunk):
                     self._engine.grant(event.request_id)
                 if isinstance(event, FinishEvent):
-                    _require_success(event, units[index])
+                    if event.reason is not FinishReason.STOP:
+                        raise ExtractionError(
+                            f"{units[index].source} could not be computed from token "
+                            f"{units[index].start} on: {event.error or event.reason.value}"
+                        )
                     tell(units[index].counted)
                     unfinished -= 1
-        in_order = [chunk for of_unit in chunks for chunk in of_unit]
-        return self._quantity.file(units, in_order, self._config)
-
-
-def _require_success(event: FinishEvent, unit: Unit) -> None:
-    if event.reason is not FinishReason.STOP:
-        raise ExtractionError(
-            f"{unit.source} could not be computed from token {unit.start} on: "
-            f"{event.error or event.reason.value}"
-        )
+        return self._quantity.file(units, [c for unit in chunks for c in unit], self._config)
 
 
 def open_computer(
     path: Path, quantity: Quantity, options: ComputeOptions, log: Callable[[str], None]
 ) -> ShardComputer:
-    """The checkpoint at `path` in this process, whose torch threads it sets. Raises
+    """A computer of the checkpoint at `path`; sets torch's threads of this process. Raises
     CheckpointError, DeviceError and KernelError."""
     loaded = load_model(path, options, slots=SLOTS, log=log)
     placement = loaded.placement

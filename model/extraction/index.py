@@ -5,9 +5,9 @@
   extract.lock                the process that writes; removed when the extraction is finished
 
 The index is written before the first shard and after each, so a kill at any moment leaves a folder
-that can be continued: a shard that is not listed is computed again. It has no times and no traces
-of interruptions: the same extraction ends in the same bytes. A command that continues is compared
-with the index and refused if it differs. Files of others are not touched, and refused by name.
+that can be continued: an unlisted shard is computed again. The index has no times and no traces of
+interruptions, so the same extraction ends in the same bytes. A continuation with other facts than
+the index is refused, and so is a folder with other files, by their names.
 """
 
 import hashlib
@@ -26,18 +26,14 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
-"""More bytes than the index of a million shards has."""
+"""Upper bound: more than the index of a million shards."""
 _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
-"""Names of half-written files that a kill leaves."""
+"""Half-written files after a kill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A written shard.
-
-    rows      its tokens
-    document, position   the place behind its last token
-    """
+    """A written shard of `rows` tokens. Its last token is before (document, position)."""
 
     file: str
     rows: int
@@ -52,20 +48,18 @@ class Shard:
 
 
 class ExtractionFolder:
-    """The folder at `path`, locked until `release`, and its shards.
-
-    Raises ExtractionError if another process writes it, if it holds other files, or if it cannot be
-    written.
-    """
+    """The folder at `path`, locked until `close`, and its shards. Raises ExtractionError if another
+    process writes it, if it contains other files, or if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shards: list[Shard] = []
         self._facts: dict[str, Any] = {}
+        self._complete = False
         if path.exists() and not path.is_dir():
             raise ExtractionError(f"{path} exists and is not a folder: choose another --out")
         if path.is_dir() and not self._begun:
-            self._refuse_others()  # before a lock is written there
+            self._refuse_others()  # before a lock is written
         self._made = not path.exists()
         with self._writing():
             path.mkdir(parents=True, exist_ok=True)
@@ -73,8 +67,8 @@ class ExtractionFolder:
                 self._lock = FolderLock(path / LOCK)
             except FolderLocked as error:
                 raise ExtractionError(
-                    f"{path} is being written by {error.owner}: wait until that has ended, or "
-                    "choose another --out"
+                    f"{path} is being written by {error.owner}: wait until it has ended, or choose "
+                    "another --out"
                 ) from error
 
     @property
@@ -86,56 +80,53 @@ class ExtractionFolder:
     def _begun(self) -> bool:
         return (self.path / INDEX).exists()
 
-    def release(self, *, finished: bool) -> None:
-        """Unlock the folder. Removes the lock file of a finished extraction, and everything of one
-        that has not begun."""
-        if finished or not self._begun:
+    def close(self) -> None:
+        """Unlock the folder. Removes the lock file of a finished extraction, and the folder if
+        nothing was begun in it."""
+        if self._complete or not self._begun:
             (self.path / LOCK).unlink(missing_ok=True)
         if self._made and not self._begun:
             self.path.rmdir()
         self._lock.release()
 
     def begin(self, facts: Mapping[str, Any], data_name: str) -> None:
-        """Continue an extraction with these facts, or start one: remove half-written files, and
-        check the hash of every listed shard."""
+        """Start an extraction with these facts, or continue one: check the hash of every listed
+        shard, and remove half-written files."""
         self._facts = {"format_version": FORMAT_VERSION, "data_name": data_name, **facts}
         with self._writing():
-            new = not self._begun
-            if not new:
+            if begun := self._begun:
                 self._resume(facts)
             self._refuse_others()
             for child in self.path.iterdir():
                 if self._is_left_over(child.name):
                     child.unlink()
-            if new:
-                self._write_index(complete=False)
+            if not begun:
+                self._write_index()
 
-    def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> Shard:
-        """Write the next shard, and list it. Raises ExtractionError if the disk is full."""
+    def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> None:
+        """Write and list the next shard. Raises ExtractionError if the disk is full."""
         name = self._next_name(suffix)
         shard = Shard(name, rows, len(content), hashlib.sha256(content).hexdigest(), *end)
         with self._writing():
             write_whole(self.path / name, content)
             self.shards.append(shard)
-            self._write_index(complete=False)
-        return shard
+            self._write_index()
 
     def complete(self) -> None:
-        """Mark the extraction as complete."""
+        self._complete = True
         with self._writing():
-            self._write_index(complete=True)
+            self._write_index()
 
-    def _write_index(self, *, complete: bool) -> None:
+    def _write_index(self) -> None:
         document = {
             **self._facts,
-            "complete": complete,
+            "complete": self._complete,
             "rows": self.rows,
             "shards": [asdict(shard) for shard in self.shards],
         }
         write_whole(self.path / INDEX, (json.dumps(document, indent=1) + "\n").encode())
 
     def _resume(self, facts: Mapping[str, Any]) -> None:
-        """Read the index and check the shards. Raises ExtractionError if it has other facts."""
         path = self.path / INDEX
         try:
             document: dict[str, Any] = parse_json(read_regular(path, INDEX_BYTES))
@@ -146,38 +137,36 @@ class ExtractionFolder:
                 f"{path} is not the index of an extraction ({type(error).__name__}: {error}): "
                 "choose another --out"
             ) from error
+        # The default number of threads depends on the machine and on --ray.
+        begun_with = document.get("computation", {}).get("threads")
+        threads = f" (with --threads {begun_with})" if begun_with else ""
         if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
             raise ExtractionError(
-                f"{self.path} was begun differently: {'; '.join(different)}. Give the same options "
-                f"to continue{_threads_flag(document, facts)}, or choose another --out"
+                f"{self.path} was begun with other options: {'; '.join(different)}. Give the same "
+                f"options to continue{threads}, or choose another --out"
             )
         for shard in self.shards:
-            self._check(shard)
-
-    def _check(self, shard: Shard) -> None:
-        path = self.path / shard.file
-        try:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise ExtractionError(
-                f"{path} is listed in {INDEX} and cannot be read ({error.strerror}): put it back, "
-                "or choose another --out"
-            ) from error
-        if found != shard.sha256:
-            raise ExtractionError(
-                f"{path} is not what was written: it has {path.stat().st_size:,} bytes and another "
-                f"sha256 than in {INDEX} ({shard.bytes:,} bytes). It was damaged or changed: "
-                "choose another --out"
-            )
+            path = self.path / shard.file
+            try:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise ExtractionError(
+                    f"{path} is listed in {INDEX} and cannot be read ({error.strerror}): put it "
+                    "back, or choose another --out"
+                ) from error
+            if found != shard.sha256:
+                raise ExtractionError(
+                    f"{path} was damaged or changed: it has {path.stat().st_size:,} bytes and "
+                    f"another sha256 than in {INDEX} ({shard.bytes:,} bytes). Choose another --out"
+                )
 
     def _refuse_others(self) -> None:
-        """Raise ExtractionError for a file that this extraction has not written."""
         known = {INDEX, LOCK, *(shard.file for shard in self.shards)}
         for child in sorted(self.path.iterdir()):
             if child.name not in known and not self._is_left_over(child.name):
                 raise ExtractionError(
-                    f"{self.path} holds {child.name}, which this extraction has not written: "
+                    f"{self.path} contains {child.name}, which this extraction has not written: "
                     "choose a new folder for --out"
                 )
 
@@ -185,33 +174,24 @@ class ExtractionFolder:
         return f"shard-{len(self.shards):06d}{suffix}"
 
     def _is_left_over(self, name: str) -> bool:
-        """True if a kill may have left this file: half written, or written and not yet listed."""
+        """True for files that a kill leaves: half written, or written and not yet listed."""
         unlisted = {self._next_name(suffix) for suffix in (".parquet", ".safetensors")}
         return bool(_ASIDE.fullmatch(name)) or (self._begun and name in unlisted)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn errors of the disk into an ExtractionError."""
         try:
             yield
         except OSError as error:
-            rest = "; what is written stays, and the same command continues" if self._begun else ""
+            rest = "; written shards stay, and the same command continues" if self._begun else ""
             raise ExtractionError(
                 f"{self.path} cannot be written: {error.strerror or error}. Make room or repair "
                 f"it, or choose another --out{rest}"
             ) from error
 
 
-def _threads_flag(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The flag for the earlier number of threads: its default depends on the machine and --ray."""
-    threads = before.get("computation", {}).get("threads")
-    if not threads or threads == now.get("computation", {}).get("threads"):
-        return ""
-    return f" (--threads {threads})"
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Entries of `now` that have another value in `before`, as parts of a sentence."""
+    """Entries of `now` with another value in `before`, as parts of a sentence."""
     for name, value in now.items():
         old = before.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

@@ -1,9 +1,9 @@
-"""On Ray: shards computed by workers of a Ray cluster, in the order and bytes of one process.
+"""On Ray: workers of a Ray cluster compute shards, in the order and bytes of one process.
 
 The command reads, encodes, plans and writes; each worker is a Ray actor that holds the model. Ray
-places the workers, restarts those that die and repeats their calls. A few shards per worker are
-planned ahead, so memory does not grow with the text. Ray is an optional dependency, imported inside
-functions only. Joins no cluster (`ray_cluster.py`).
+places the workers, restarts dead ones and repeats their calls. A few shards per worker are planned
+ahead, so memory does not grow with the text. Ray is an optional dependency, imported inside
+functions only; `ray_cluster.py` joins the cluster.
 """
 
 import contextlib
@@ -28,46 +28,51 @@ from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 
 AHEAD = 3
-"""Shards per worker that are planned and not yet written: computed now, next, or before turn."""
+"""Shards per worker that are planned and not yet written: computing, next, or out of turn."""
 ATTEMPTS = 3
-"""Workers that may die over the same shard before it is to blame."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A Ray cluster (`ray_cluster.connected`) and the number of its workers; None: all that fit."""
-
-    address: str
-    workers: int | None = None
+"""Workers that may die over a shard before it ends the command."""
 
 
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
-    """The number of workers, how many of them have room now, and how each computes.
-
-    Default threads: those of the smallest machine, shared by its GPUs or by its part of `count`.
-    `nodes` are the machines' resources by Ray's names. Raises ExtractionError if none fits."""
-    device, threads = options.device, options.threads
-    if device not in ("auto", "cpu", "cuda"):
-        raise ExtractionError(f"--device is {device}; with --ray give cpu, cuda or auto")
-    on_gpu = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
-    # Processors of each machine, and how many workers it can hold at most.
-    unit = "GPU" if on_gpu else "CPU"
-    rooms = [(int(n["CPU"]), int(n[unit])) for n in nodes if n.get("CPU") and n.get(unit)]
-    if not threads and rooms:
-        each = -(-count // len(rooms)) if count else max(m for _, m in rooms) if on_gpu else 1
-        threads = max(1, min(processors // min(most, each) for processors, most in rooms))
-    fit = sum(min(processors // threads, most) for processors, most in rooms)
+    """The number of workers, how many of them fit now, and their options. `nodes` are the resources
+    of the machines by Ray's names. Raises ExtractionError if no worker fits."""
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise ExtractionError(f"--device is {options.device}; with --ray give cpu, cuda or auto")
+    any_gpu = any(node.get("GPU") for node in nodes)
+    on_gpu = options.device == "cuda" or (options.device == "auto" and any_gpu)
+    # Processors of each machine, and the most workers on it: one per GPU, or per processor.
+    machines = [
+        (int(node["CPU"]), int(node["GPU" if on_gpu else "CPU"]))
+        for node in nodes
+        if node.get("CPU") and (node.get("GPU") or not on_gpu)
+    ]
+    threads = options.threads or _threads_that_fill(machines, count, on_gpu=on_gpu)
+    fit = sum(min(processors // threads, most) for processors, most in machines)
     if not fit:
         needs = f"--threads {threads}{' and a GPU' if on_gpu else ''}"
-        raise ExtractionError(f"no machine has room for a worker with {needs}; Ray has {rooms}")
-    placed = replace(options, device="cuda" if on_gpu else "cpu", threads=threads)
-    return count or fit, fit, placed
+        raise ExtractionError(
+            f"no machine has room for a worker with {needs}; the resources are {list(nodes)}"
+        )
+    return count or fit, fit, replace(options, device="cuda" if on_gpu else "cpu", threads=threads)
+
+
+def _threads_that_fill(
+    machines: Sequence[tuple[int, int]], count: int | None, *, on_gpu: bool
+) -> int:
+    """Threads of each worker if the workers share the smallest machine evenly: its part of `count`,
+    else one for each GPU, else a single one."""
+    if count is not None:
+        each = -(-count // max(1, len(machines)))
+    else:
+        each = max((most for _, most in machines), default=1) if on_gpu else 1
+    shares = (processors // min(most, each) for processors, most in machines)
+    return max(1, min(shares, default=1))
 
 
 class ShardWorker:
-    """A Ray actor with the model, which is loaded at the first call."""
+    """A Ray actor with the model, which the first call loads."""
 
     def __init__(self, path: Path, quantity: Quantity, options: ComputeOptions) -> None:
         import ray
@@ -78,7 +83,7 @@ class ShardWorker:
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
 
     def facts(self) -> dict[str, Any]:
-        """Load the model; everything that the bits of a shard depend on. Raises ExtractionError."""
+        """Load the model. Returns everything that affects the bits. Raises ExtractionError."""
         try:
             weights = read_checkpoint(self._arguments[0]).weights_sha256
             self._computer = open_computer(*self._arguments, lambda line: None)
@@ -90,8 +95,8 @@ class ShardWorker:
         return {"computation": computation, **facts}
 
     def shard(self, group: Group, expected: Mapping[str, Any]) -> tuple[bytes, str]:
-        """The file of a shard, and the machine of this worker if it has just been restarted, else
-        "". Raises ExtractionError if its facts are not as `expected`."""
+        """The file of a shard, and the name of this machine if the worker is newly restarted, else
+        "". Raises ExtractionError if its facts differ from `expected`."""
         restarted = self._restarted and self._computer is None
         if self._computer is None:
             _require_equal(expected, self.facts())
@@ -100,18 +105,17 @@ class ShardWorker:
 
 
 def _require_equal(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ExtractionError if a worker has other facts than expected."""
     if different := list(differences(expected, found)):
         raise ExtractionError(
-            f"a worker would compute other bits: {'; '.join(different)}. Give the same logitd and "
-            "checkpoint to every machine, set --dtype, --kernels, --kernel-target and --threads, "
-            "or leave machines of another kind out of the cluster"
+            f"a worker would compute other bits: {'; '.join(different)}. Give every machine the "
+            "same logitd and checkpoint, set --dtype, --kernels, --kernel-target and --threads, or "
+            "leave machines of another kind out of the cluster"
         )
 
 
 @dataclass(frozen=True)
 class RayComputer:
-    """ShardWorkers on a cluster, all with the same `facts` (`Computer`)."""
+    """ShardWorkers on a cluster, all with the same `facts`; used like a ShardComputer."""
 
     workers: Sequence[Any]
     facts: Mapping[str, Any]
@@ -121,10 +125,8 @@ class RayComputer:
     def computation(self) -> Mapping[str, Any]:
         return self.facts["computation"]
 
-    def shards(
-        self, groups: Iterable[Group], tell: Counted = lambda tokens: None
-    ) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, in order; AHEAD groups per worker are asked for ahead."""
+    def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
+        """Each group with its file, in order. Workers take groups in turn, AHEAD for each."""
         calls = (
             (group, worker.shard.remote(group, self.facts))
             for group, worker in zip(groups, cycle(self.workers), strict=False)
@@ -141,7 +143,6 @@ class RayComputer:
 
 
 def _get(call: Any, where: str) -> Any:
-    """The result of a worker's call. Raises ExtractionError, with the worker's own sentence."""
     import ray
 
     try:
@@ -161,18 +162,20 @@ def on_ray(
     checkpoint: CheckpointInfo,
     quantity: Quantity,
     options: ComputeOptions,
-    cluster: Cluster,
+    address: str,
+    workers: int | None,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
-    """Workers with the checkpoint, which end with the block. Raises ExtractionError if there is no
-    such cluster, if no worker fits it, and if a worker cannot hold the model."""
+    """Workers with the checkpoint until the end of the block, as many as fit if `workers` is None.
+    Raises ExtractionError if the cluster at `address` (`ray_cluster.connected`) cannot be joined,
+    if no worker fits, and if a worker cannot load the model."""
     import ray
 
-    with connected(cluster.address, log):
+    with connected(address, log):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        count, fit, placed = choose_workers(nodes, options, cluster.workers)
+        count, fit, placed = choose_workers(nodes, options, workers)
         sizes = f"{count} on {placed.device} with --threads {placed.threads}"
-        if count > fit and cluster.address == LOCAL:
+        if count > fit and address == LOCAL:
             raise ExtractionError(f"--ray-workers: {sizes}; only {fit} of them fit")
         log(f"workers: {sizes}; {fit} of them fit now")
         actor = ray.remote(
@@ -183,8 +186,8 @@ def on_ray(
             runtime_env={"env_vars": spin_variables(os.environ)},
         )(ShardWorker)
         arguments = checkpoint.path.absolute(), quantity, placed
-        workers = [actor.remote(*arguments) for _ in range(count)]
-        facts = _get(workers[0].facts.remote(), "the model")
+        actors = [actor.remote(*arguments) for _ in range(count)]
+        facts = _get(actors[0].facts.remote(), "the model")
         ours = {"logitd": VERSION, "weights": checkpoint.weights_sha256}
         _require_equal(ours, {name: facts[name] for name in ours})
-        yield RayComputer(workers, facts, log)
+        yield RayComputer(actors, facts, log)

@@ -1,15 +1,13 @@
 """Plan: from documents to units of work, in an order that the data alone decides.
 
-A document is encoded as the trainer encodes it, without END_OF_TEXT, and cut into windows of at
-most the model's context: window k begins at token k * stride and counts the tokens that the window
-before did not reach, so each token of a document is counted exactly once. What it does not count is
-context. A token that a window counts is therefore computed with at least window - stride tokens
-before it, and in the first window with all of them.
+A document is encoded as in training, without END_OF_TEXT, and cut into windows of at most the
+model's context. Window k begins at token k * stride and counts the tokens that the window before
+does not reach; the others are context. So each token is counted once, and is computed with at least
+window - stride tokens before it, in the first window with all of them.
 
-Units follow each other as documents do, and fill one shard after the other: a unit is never
-divided. Nothing is sorted by length: the engine computes prompts one after the other in blocks of
-32 positions, several a step, and pads none to the length of another. Documents are read as a
-stream, so memory does not grow with them. Does not compute.
+Units follow each other as documents do and fill one shard after the other; no unit is divided.
+Nothing is sorted by length, because the engine pads no prompt to the length of another. Documents
+are a stream, so memory does not grow with them.
 """
 
 import hashlib
@@ -22,17 +20,17 @@ from logitd.model.extraction.errors import ExtractionError
 from logitd.model.text.tokenizer import Tokenizer
 
 MOST_POSITIONS = 2**31 - 1
-"""Tokens of a document."""
+"""Limit of a document in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """A window of a document.
 
-    document   index in the data
-    source     its name: a file, and the line or row where there are several in one
-    start      where in the document the first of `token_ids` is, in tokens
-    context    how many of them another unit counts
+    document   index of the document in the data
+    source     name of the document: a file, and the line or row in it
+    start      position of the first token in the document
+    context    number of tokens at the start that an earlier unit counts
     """
 
     document: int
@@ -43,7 +41,6 @@ class Unit:
 
     @property
     def counted(self) -> int:
-        """How many of its tokens it counts."""
         return len(self.token_ids) - self.context
 
     @property
@@ -53,13 +50,13 @@ class Unit:
 
     @property
     def end(self) -> tuple[int, int]:
-        """Document and position behind the last one."""
+        """Document and position behind its last token."""
         return self.document, self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How documents are cut: `length` tokens at most, `stride` of them counted."""
+    """Windows of at most `length` tokens, which count `stride` of them."""
 
     length: int
     stride: int
@@ -67,21 +64,20 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the data is, known by reading all of it once."""
+    """Size and hash of the data."""
 
+    sha256: str  # of names and contents
     documents: int
     bytes: int
-    sha256: str  # of all names and contents
 
 
 def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -> Windows:
-    """Windows of the model's context. `predicts`: each counted token needs one before it in the
+    """Windows of the model's context. With `predicts` each counted token needs one before it in the
     window. Raises ExtractionError for a stride that would leave tokens out."""
     widest = context_length - 1 if predicts else context_length
-    if stride is None:
-        return Windows(context_length, widest)
+    stride = widest if stride is None else stride
     if not 1 <= stride <= widest:
-        reason = ", one of which the first counted token is predicted from" if predicts else ""
+        reason = ", the first of which predicts the first counted one" if predicts else ""
         raise ExtractionError(
             f"stride is {stride}, and a window has {context_length} tokens{reason}: give 1 to "
             f"{widest}"
@@ -90,8 +86,8 @@ def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -
 
 
 class DataReader:
-    """Reads documents once, in order, and knows afterwards what they were: so that a text that
-    changes while it is read is noticed."""
+    """Reads documents once, in order, and surveys them on the way, so that a change of the data
+    between two readings is noticed."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
@@ -100,14 +96,13 @@ class DataReader:
         self.bytes = 0  # so far
 
     def __iter__(self) -> Iterator[tuple[int, str, Iterator[str]]]:
-        """Index, name and pieces of each document, whose pieces are read to the end before the
-        next one is asked for."""
+        """Index, name and pieces of each document; read all pieces before the next document."""
         for document in self._documents:
             name = document.name.encode(errors="surrogateescape")
             content = hashlib.sha256()
-            # A file may have a name that is not text; a column of texts cannot have it.
+            # A file name may be invalid UTF-8, which a column of texts cannot contain.
             yield self.documents, name.decode(errors="replace"), self._pieces(document, content)
-            # Hashes of one length: no text looks like the border between two.
+            # Hashes have one length, so no text can imitate the border between two.
             self._digest.update(hashlib.sha256(name).digest() + content.digest())
             self.documents += 1
 
@@ -119,12 +114,12 @@ class DataReader:
             yield piece
 
     def survey(self) -> Survey:
-        """What was read, when all of it was."""
-        return Survey(self.documents, self.bytes, self._digest.hexdigest())
+        """The survey, after the last document."""
+        return Survey(self._digest.hexdigest(), self.documents, self.bytes)
 
 
 def survey(documents: Iterable[Document]) -> Survey:
-    """Read everything and keep nothing."""
+    """Read all documents for their survey."""
     reader = DataReader(documents)
     for _, _, pieces in reader:
         for _ in pieces:
@@ -140,8 +135,9 @@ def units_of(
     *,
     special_ids: bool = False,
 ) -> Iterator[Unit]:
-    """The units of documents from the place (document, position) on where an earlier unit ended.
-    Documents before it are read and not encoded. Raises TextError for what the vocabulary lacks."""
+    """The units of documents from `begin` on, the (document, position) at which an earlier unit
+    ended. Earlier documents are read and not encoded. Raises DataError for text outside the
+    vocabulary."""
     for number, name, pieces in reader:
         if number < begin[0]:
             for _ in pieces:
@@ -157,14 +153,14 @@ def document_units(
     document: int, source: str, parts: Iterable[Sequence[int]], windows: Windows
 ) -> Iterator[Unit]:
     """The windows of one document, whose token ids come in parts."""
-    held: list[int] = []  # from `start` on
-    start = counted = 0  # positions; what is before `counted` was counted
+    held: list[int] = []  # tokens from `start` on
+    start = counted = 0  # positions; tokens before `counted` are counted
     for part in parts:
         held += part
         if start + len(held) > MOST_POSITIONS:
             raise ExtractionError(
-                f"{source} has more than {MOST_POSITIONS:,} tokens, which are the most that "
-                "positions of 32 bits count: cut it into several documents"
+                f"{source} has more than {MOST_POSITIONS:,} tokens, the limit of positions of 32 "
+                "bits: cut it into several documents"
             )
         while len(held) >= windows.length:
             token_ids = tuple(held[: windows.length])
@@ -177,7 +173,7 @@ def document_units(
 
 
 def shards_of(units: Iterable[Unit], shard_tokens: int) -> Iterator[list[Unit]]:
-    """Units in groups of at most so many counted tokens; more only where a single unit has."""
+    """Units in groups of at most `shard_tokens` counted tokens; a larger unit is alone."""
     group: list[Unit] = []
     tokens = 0
     for unit in units:

@@ -1,7 +1,7 @@
-"""Ray cluster: start Ray on this machine, or join a cluster that runs, and leave it again.
+"""Ray cluster: start Ray on this machine or join a running cluster, and leave it again.
 
-`on_ray.py` and `deploy/ray_serve.py` connect here. Ray is an optional dependency, imported inside
-functions only. Starts no workers.
+`on_ray.py` and `deploy/ray_serve.py` connect here and start their own workers. Ray is an optional
+dependency, imported inside functions only.
 """
 
 import contextlib
@@ -17,18 +17,19 @@ from logitd.model.extraction.errors import ExtractionError
 
 LOCAL = "local"
 CONNECT_SECONDS = 5.0
+"""Timeout of the first connection."""
 
 
 @contextlib.contextmanager
 def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Connect to the cluster at `address`, and disconnect at the end of the block.
+    """Connect to the cluster at `address` until the end of the block.
 
-    `address` is host:port, "auto" for the cluster that this machine belongs to, or "local": then
-    Ray starts here and ends with the block. Raises ExtractionError if there is no such cluster.
+    `address` is host:port, "auto" for the cluster of this machine, or "local", which starts Ray
+    here and ends it with the block. Raises ExtractionError if the cluster cannot be joined.
     """
     if address not in (LOCAL, "auto"):
         _require_listener(address)
-    # Ray reads these when it is imported. A late reference would otherwise start it again.
+    # Ray reads these at its import. Without the first, a late reference starts Ray again.
     os.environ |= {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
@@ -36,14 +37,14 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if address == LOCAL:
             log("starting Ray on this machine")
-            # Ray listens on every interface, so it gets a token, which stays set: Ray reads it
-            # once. Without a token Ray would write one into the user's home.
+            # Ray listens on every interface, so it needs a token, or it writes one into the user's
+            # home. The variable stays set, because Ray reads it once.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            # Paths of sockets have at most 107 bytes, so the folder lies high up.
+            # The path is short because paths of sockets have at most 107 bytes.
             folder = tempfile.TemporaryDirectory("", "logitd-ray-", "/tmp", True)
             options |= {"_temp_dir": stack.enter_context(folder), "include_dashboard": False}
             options |= {"_node_ip_address": "127.0.0.1", "num_cpus": available_processors()}
-        # Ray prints deaths of workers on stdout, which carries the result, and has no switch.
+        # Ray has no public switch for printing deaths of workers on stdout, next to the result.
         ray._private.worker._worker_logs_enabled = False
         stack.callback(ray.shutdown)
         try:
@@ -54,12 +55,11 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Raise ExtractionError unless something listens at host:port: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError, ValueError) as error:
         raise ExtractionError(
-            f"--ray is {address}, and nothing answers there ({error}). Give the host:port of a "
+            f"--ray is {address}, and nothing answers there ({error}): give the host:port of a "
             "running `ray start --head` (not ray://), auto, or local"
         ) from error

@@ -1,26 +1,27 @@
 """Run: a whole text through a checkpoint into a folder, continuing after a kill.
 
-Checks the checkpoint and the request, reads the data once to identify it, locks the folder and
-compares it with both, and then computes and writes shard after shard. Prints nothing: the caller
-gets events.
+It checks the checkpoint and the request, reads the data once to identify it, locks the folder,
+compares its index with both, and then computes and writes shard after shard. The caller gets
+events; nothing is printed.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.data.sources.document import Text
+from logitd.model.data.sources.download import Report
 from logitd.model.data.sources.open_text import open_text
-from logitd.model.data.sources.progress import Report, unreported
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import tokenizer_sha256
-from logitd.model.extraction.compute import Computer, Group, open_computer
-from logitd.model.extraction.errors import ExtractionError, require_package
+from logitd.model.extraction.compute import Group, ShardComputer, open_computer
+from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import ExtractionFolder
-from logitd.model.extraction.on_ray import Cluster, on_ray
+from logitd.model.extraction.on_ray import RayComputer, on_ray
 from logitd.model.extraction.plan import (
     DataReader,
     Survey,
@@ -36,6 +37,7 @@ from logitd.model.extraction.quantities import (
     choose_logprobs,
     choose_stages,
 )
+from logitd.model.extras import installation
 from logitd.model.inference.options import DEFAULTS, ComputeOptions
 from logitd.model.version import VERSION
 
@@ -45,11 +47,11 @@ SECONDS_BETWEEN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ExtractionRequest:
-    """The quantity, windows and shards that a user asks for.
+    """The requested quantity, windows and shards.
 
-    stages        names and patterns; none: logprobs, with those of the `top_k` likeliest
-    lens          the lens instead, with its `top_k` likeliest (0: LENS_TOP_K)
-    stride        tokens that each window counts; None: as many as it can
+    stages        names and patterns; if empty, logprobs with the `top_k` likeliest tokens
+    lens          the lens instead, with its `top_k` likeliest tokens (0: LENS_TOP_K)
+    stride        tokens that each window counts; None: as many as possible
     shard_tokens  most tokens of a shard; None: the default of the quantity
     """
 
@@ -62,7 +64,7 @@ class ExtractionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """The data is read once, and the folder is ready for shards; some may be there already."""
+    """The data is known, and the folder is ready; it may already contain shards."""
 
     survey: Survey
     shards: int
@@ -71,10 +73,10 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of an extraction, reported about twice a second."""
+    """Progress of an extraction, about twice a second."""
 
     tokens: int  # computed in all runs of the command
-    share: float  # of the data, 0 to 1; an estimate until all of it is encoded
+    share: float  # of the data, 0 to 1; an estimate until it is encoded
     tokens_per_second: float  # of this run
     seconds_left: float
     shards: int
@@ -82,7 +84,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """A finished extraction. `tokens` and `seconds` are those of this run alone."""
+    """A finished extraction. `tokens` and `seconds` are of this run alone."""
 
     path: Path
     rows: int
@@ -103,39 +105,38 @@ def extract(
     path: Path,
     data: Sequence[str],
     out: Path,
-    asked: ExtractionRequest,
+    request: ExtractionRequest,
     *,
     options: ComputeOptions = DEFAULTS,
-    cluster: Cluster | None = None,
+    ray: str | None = None,
+    ray_workers: int | None = None,
     reading: ReadOptions = AS_USUAL,
     log: Callable[[str], None] = lambda line: None,
-    report: Report = unreported,
+    report: Report = lambda event: None,
     tell: Tell = lambda event: None,
 ) -> Extracted:
-    """Compute every token of the texts of `data` by the checkpoint at `path`, into the folder
-    `out`, in this process or on a `cluster`. Leaves torch's threads as `options` sets them.
+    """Compute every token of the texts `data` by the checkpoint at `path`, into the folder `out`,
+    in this process or on the Ray cluster at the address `ray`. Sets torch's threads by `options`.
 
-    Raises ExtractionError, DataError, CheckpointError, DeviceError and KernelError.
+    Raises ExtractionError, InvalidRequest, DataError, CheckpointError, DeviceError and KernelError.
     """
-    if cluster is not None:
-        require_package("ray", "ray", "--ray")
+    if ray is not None:
+        _require_package("ray", "ray", "--ray")
     checkpoint = read_checkpoint(path)
-    quantity = _choose_quantity(checkpoint, asked)
+    quantity = _choose_quantity(checkpoint, request)
     windows = choose_windows(
-        checkpoint.config.context_length, asked.stride, predicts=quantity.predicts
+        checkpoint.config.context_length, request.stride, predicts=quantity.predicts
     )
     text = _open_data(data, reading, report)
-    folder = ExtractionFolder(out)
-    finished = False
-    try:
+    with closing(ExtractionFolder(out)) as folder:
         surveyed = survey(text.documents)
-        opened: AbstractContextManager[Computer] = (
+        opened: AbstractContextManager[ShardComputer | RayComputer] = (
             closing(open_computer(checkpoint.path, quantity, options, log))
-            if cluster is None
-            else on_ray(checkpoint, quantity, options, cluster, log)
+            if ray is None
+            else on_ray(checkpoint, quantity, options, ray, ray_workers, log)
         )
         with opened as computer:
-            shard_tokens = asked.shard_tokens or quantity.shard_tokens(checkpoint.config)
+            shard_tokens = request.shard_tokens or quantity.shard_tokens(checkpoint.config)
             facts = {
                 "logitd": VERSION,
                 "checkpoint": {
@@ -143,11 +144,7 @@ def extract(
                     "weights_sha256": checkpoint.weights_sha256,
                     "tokenizer_sha256": tokenizer_sha256(checkpoint.tokenizer).hex(),
                 },
-                "data": {
-                    "sha256": surveyed.sha256,
-                    "documents": surveyed.documents,
-                    "bytes": surveyed.bytes,
-                },
+                "data": asdict(surveyed),
                 "settings": {
                     **quantity.settings(),
                     "window": windows.length,
@@ -170,32 +167,27 @@ def extract(
                 folder.add(content, quantity.suffix, rows=rows, end=group[-1].end)
         _check_unchanged(surveyed, reader.survey(), text, folder)
         folder.complete()
-        finished = True
-    finally:
-        folder.release(finished=finished)
-    return Extracted(
-        path=out,
-        rows=folder.rows,
-        documents=surveyed.documents,
-        shards=len(folder.shards),
-        tokens=meter.tokens,
-        seconds=meter.seconds,
-    )
+    rows, shards = folder.rows, len(folder.shards)
+    return Extracted(out, rows, surveyed.documents, shards, meter.tokens, meter.seconds)
 
 
-def _choose_quantity(checkpoint: CheckpointInfo, asked: ExtractionRequest) -> Quantity:
-    """The quantity that is asked for. Raises ExtractionError if the model cannot give it."""
+def _choose_quantity(checkpoint: CheckpointInfo, request: ExtractionRequest) -> Quantity:
     if not checkpoint.tokenizer.has_text:
         raise ExtractionError(
-            f"{checkpoint.name} has no vocabulary, so a text has no tokens for it; LLM.score and "
-            "LLM.activations (model/llm.py) take token ids"
+            f"{checkpoint.name} has no vocabulary, so a text has no tokens: give token ids to "
+            "LLM.score and LLM.activations (model/llm.py)"
         )
-    if asked.stages:
-        return choose_stages(asked.stages, checkpoint.config)
-    require_package("pyarrow", "parquet", "Parquet")
-    if asked.lens:
-        return choose_lens(asked.top_k or LENS_TOP_K, checkpoint.config)
-    return choose_logprobs(asked.top_k, checkpoint.config)
+    if request.stages:
+        return choose_stages(request.stages, checkpoint.config)
+    _require_package("pyarrow", "parquet", "Parquet")
+    if request.lens:
+        return choose_lens(request.top_k or LENS_TOP_K, checkpoint.config)
+    return choose_logprobs(request.top_k, checkpoint.config)
+
+
+def _require_package(name: str, extra: str, use: str) -> None:
+    if find_spec(name) is None:
+        raise ExtractionError(f"{use} needs {name}: {installation(extra)}")
 
 
 def _open_data(data: Sequence[str], reading: ReadOptions, report: Report) -> Text:
@@ -204,7 +196,7 @@ def _open_data(data: Sequence[str], reading: ReadOptions, report: Report) -> Tex
     text = open_text(data, reading, report=report)
     if text.shards:
         raise ExtractionError(
-            f"{text.name} are token ids that a run wrote: name the text that they were made of"
+            f"{text.name} contains token ids of a run: name the text that they were made from"
         )
     return text
 
@@ -212,7 +204,7 @@ def _open_data(data: Sequence[str], reading: ReadOptions, report: Report) -> Tex
 def _check_unchanged(before: Survey, after: Survey, text: Text, folder: ExtractionFolder) -> None:
     if not folder.rows:
         raise ExtractionError(
-            f"{text.name} has {before.documents} documents of {before.bytes} bytes, and no token"
+            f"{text.name} has no token: {before.documents} documents of {before.bytes} bytes"
         )
     if before != after:
         raise ExtractionError(
@@ -231,24 +223,21 @@ class _Meter:
     ) -> None:
         self._folder, self._reader, self._tell = folder, reader, tell
         self._bytes = surveyed.bytes
-        self._before = folder.rows
-        self._planned, self._planned_bytes = folder.rows, 0  # of all runs
-        self._began: float | None = None  # when the data behind the finished shards was reached
+        self._before = self._planned = folder.rows  # tokens
+        self._planned_bytes = 0
+        self._began: float | None = None  # when the reader passed the finished shards
         self._reported = time.monotonic()
         self.tokens = 0
 
     @property
     def seconds(self) -> float:
-        """Seconds of computing, encoding and writing."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def planned(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """The groups as they are asked for."""
         for group in groups:
             self._planned += sum(unit.counted for unit in group)
             self._planned_bytes = self._reader.bytes
-            if self._began is None:
-                self._began = time.monotonic()
+            self._began = self._began or time.monotonic()
             yield group
 
     def computed(self, tokens: int) -> None:
@@ -261,8 +250,5 @@ class _Meter:
         done = self._before + self.tokens
         expected = max(done, self._planned * self._bytes / max(1, self._planned_bytes))
         rate = self.tokens / max(self.seconds, 1e-9)
-        self._tell(
-            Progress(
-                done, done / expected, rate, (expected - done) / rate, len(self._folder.shards)
-            )
-        )
+        left = (expected - done) / rate
+        self._tell(Progress(done, done / expected, rate, left, len(self._folder.shards)))

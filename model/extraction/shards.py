@@ -1,11 +1,9 @@
-"""Shards: the bytes of a shard's file, Parquet or safetensors. The same values give the same bytes.
+"""Shards: the bytes of a shard's file, Parquet or safetensors; equal values make equal bytes.
 
-Logprobs and the lens are Parquet files with a row for each token, stages are a safetensors file
-with a tensor for each. A row of the lens has lists with an entry for each layer, instead of a row
-for each layer: so all files have the same rows, and a question across layers is asked of one row.
-
-Parquet needs pyarrow (an optional dependency). Does not decide what a shard has (`plan.py`) or
-which are there, and does not write (`index.py`).
+Logprobs and the lens are Parquet files with a row per token, stages are a safetensors file with a
+tensor per stage. A row of the lens has lists with an entry per layer, so all Parquet files have the
+same rows, and a question across layers needs one row. Parquet needs pyarrow, an optional
+dependency.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,7 @@ Values = npt.NDArray[Any]
 
 
 def nullable_column(values: Values, present: Booleans) -> Column:
-    """A column (tokens,) that is null unless `present`; `values` (P,) are those that are."""
+    """A column (tokens,) with `values` (P,) at the `present` tokens and null elsewhere."""
     import pyarrow as arrow
 
     whole = np.zeros(len(present), dtype=values.dtype)
@@ -34,8 +32,8 @@ def nullable_column(values: Values, present: Booleans) -> Column:
 
 
 def list_column(values: Values, counts: Integers, present: Booleans) -> Column:
-    """A column (tokens,) of lists with `counts` entries each, null unless `present`; the entries
-    are `values` (entries,), or lists of K of them (entries, K)."""
+    """A column (tokens,) of lists with `counts` entries each, null unless `present`. The entries
+    are `values` (entries,), or lists of K values (entries, K)."""
     import pyarrow as arrow
 
     entries = arrow.array(values.reshape(-1))
@@ -47,15 +45,15 @@ def list_column(values: Values, counts: Integers, present: Booleans) -> Column:
 
 
 def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
-    """A Parquet file of the counted tokens of units: their places, and `columns`."""
+    """A Parquet file of the counted tokens of units: their places and `columns`."""
     import pyarrow as arrow
     from pyarrow import parquet
 
     sources = {unit.source: None for unit in units}
-    of_source = {source: index for index, source in enumerate(sources)}
-    indices = _repeated([of_source[unit.source] for unit in units], units, np.int32)
+    index = {source: place for place, source in enumerate(sources)}
+    indices = _repeated([index[unit.source] for unit in units], units, np.int32)
     places = {
-        "document": arrow.array(document_column(units)),
+        "document": arrow.array(_document_column(units)),
         "source": arrow.DictionaryArray.from_arrays(arrow.array(indices), arrow.array([*sources])),
         "position": arrow.array(position_column(units)),
         "token": arrow.array(_token_column(units)),
@@ -73,25 +71,24 @@ def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
 
 
 def safetensors_file(units: Sequence[Unit], tensors: Mapping[str, Values]) -> bytes:
-    """A safetensors file of the counted tokens of units: `tensors` (tokens, ...), and their places
-    `document`, `position` and `token` (tokens,)."""
+    """A safetensors file of the counted tokens of units: `tensors` (tokens, ...), and `document`,
+    `position` and `token` (tokens,)."""
     return save(
         {
             **{name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
-            "document": document_column(units),
+            "document": _document_column(units),
             "position": position_column(units),
             "token": _token_column(units),
         }
     )
 
 
-def document_column(units: Sequence[Unit]) -> npt.NDArray[np.int64]:
-    """The document of each counted token: (tokens,)."""
+def _document_column(units: Sequence[Unit]) -> npt.NDArray[np.int64]:
     return _repeated([unit.document for unit in units], units, np.int64)
 
 
 def position_column(units: Sequence[Unit]) -> Integers:
-    """The position of each counted token in its document: (tokens,)."""
+    """Position of each counted token in its document (tokens,)."""
     return np.concatenate([np.arange(unit.place[1], unit.end[1], dtype=np.int32) for unit in units])
 
 
@@ -100,5 +97,4 @@ def _token_column(units: Sequence[Unit]) -> Integers:
 
 
 def _repeated(values: Sequence[int], units: Sequence[Unit], kind: Any) -> Values:
-    """The value of each unit, once for each counted token."""
     return np.repeat(np.array(values, dtype=kind), [unit.counted for unit in units])

@@ -1,16 +1,14 @@
 """Added tokens: texts that become one token each, split off before a text is cut and merged.
 
-Covers special tokens and others (GPT-NeoX has 23 of them, for runs of spaces), by the rules of
-Hugging Face's `tokenizers` (`AddedVocabulary` there): the leftmost match counts, of several the
-longest. A token may have flags:
+They are special tokens and others (GPT-NeoX has 23 for runs of spaces), by the rules of
+`AddedVocabulary` in Hugging Face's `tokenizers`: the leftmost match counts, of several the longest.
+The caller decides in which texts special tokens count. A token may have flags:
 
-  lstrip, rstrip  white space before or after it is dropped
-  single_word     it is no match next to a letter, digit, mark or underscore
-  normalized      it is looked for in what the others leave, as if that were a text of its own;
-  unnormalized    with the others. Special tokens are looked for first and the others afterwards,
-                  unless one of these two says otherwise
-
-Does not decide in which texts special tokens count: its callers do.
+  lstrip, rstrip  it takes the white space before or after it
+  single_word     it does not match next to a letter, digit, mark or underscore
+  normalized      it is searched in the second pass, in the texts that the first pass leaves
+  unnormalized    it is searched in the first pass. Without either flag, special tokens belong to
+                  the first pass and other tokens to the second
 """
 
 from collections import defaultdict
@@ -24,14 +22,14 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Characters of an added token: each of its lengths is tried at a place where one may begin."""
+"""Longest added token: the lengths of all tokens are tried wherever one may begin."""
 
-_WORD = regex.compile(r"\w")  # Python's own \w has no marks, the library's has
+_WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Characters [start, end) of a text: one added token, or a text without any (None)."""
+    """Characters [start, end) of a text: an added token, or (None) a text without any."""
 
     start: int
     end: int
@@ -42,7 +40,7 @@ class AddedTokens:
     """Splits texts at added tokens.
 
     special, ordinary  texts and ids
-    flags              of either, by text
+    flags              flags of both, by text
 
     Raises ValueError for an empty text, one that is too long, or unknown flags.
     """
@@ -55,7 +53,7 @@ class AddedTokens:
     ) -> None:
         tokens = {**special, **ordinary}
         for text in tokens:
-            text.encode()  # half a surrogate pair is no text
+            text.encode()  # raises for half a surrogate pair
             if not 0 < len(text) <= MOST_CHARACTERS:
                 raise ValueError(
                     f"the added token {text[:40]!r} has {len(text):,} characters; 1 to "
@@ -80,11 +78,11 @@ class AddedTokens:
         ]
 
     def split(self, text: str, written: str = "") -> Iterator[Cut]:
-        """The added tokens of a text and what is between them, in order; white space that a token
-        strips is in its cut.
+        """The added tokens of a text and the texts between them, in order. White space that a token
+        strips belongs to its cut.
 
-        A special token counts where its text is in `written` too, at the same place: `text` itself
-        lets all of them count, and "" none.
+        A special token counts if `written` has it too, at the same place: with `text` itself all
+        count, with "" none.
         """
         cuts = [Cut(0, len(text), None)] if text else []
         for each in self._passes:
@@ -97,7 +95,7 @@ class AddedTokens:
 
 
 class _Pass:
-    """The tokens that are looked for together."""
+    """Tokens that are searched together."""
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class _Pass:
         self._first = regex.compile(f"[{''.join(map(regex.escape, lengths))}]")
 
     def split(self, text: str, written: str, within: Cut) -> Iterator[Cut]:
-        at = done = within.start  # where to look next; what is cut already
+        at = done = within.start  # search from `at`; text before `done` is cut
         while (match := self._first.search(text, at, within.end)) is not None:
             left = match.start()
             found = self._longest(text, written, left, within.end)
@@ -129,7 +127,7 @@ class _Pass:
             if "rstrip" in flags:
                 right = end_of_space(text, right, within.end)
             if left == right:
-                continue  # the token before has stripped all of it
+                continue  # the previous token has stripped all of it
             if done < left:
                 yield Cut(done, left, None)
             yield Cut(left, right, self._tokens[found])
@@ -138,7 +136,7 @@ class _Pass:
             yield Cut(done, within.end, None)
 
     def _longest(self, text: str, written: str, start: int, end: int) -> str:
-        """The longest token that begins at a place, "" if none does."""
+        """The longest token that begins at `start`, or ""."""
         for length in self._lengths[text[start]]:
             found = text[start : start + length]
             if found not in self._tokens or start + length > end:
@@ -149,14 +147,13 @@ class _Pass:
 
 
 def _in_word(text: str, start: int, end: int, within: Cut) -> bool:
-    """True if a letter of a longer word is next to text[start:end]."""
     before = start > within.start and _WORD.match(text[start - 1])
     after = end < within.end and _WORD.match(text[end])
     return bool(before or after)
 
 
 def end_of_space(text: str, start: int, end: int | None = None) -> int:
-    """The place behind the white space that begins at `start`, at most `end`."""
+    """The end of the white space that begins at `start`, at most `end`."""
     end = len(text) if end is None else end
     while start < end and _is_space(text[start]):
         start += 1
@@ -164,5 +161,5 @@ def end_of_space(text: str, start: int, end: int | None = None) -> int:
 
 
 def _is_space(character: str) -> bool:
-    """White space as Unicode has it, without Python's four separators."""
+    """True for Unicode's white space, which lacks the four separators of Python's."""
     return character.isspace() and not "\x1c" <= character <= "\x1f"

@@ -1,22 +1,22 @@
-"""Chat template: from messages to the pieces of a prompt, as the checkpoint says it.
+"""Chat template: from messages to the pieces of a prompt.
 
 A template is Jinja in the dialect of Hugging Face's tokenizers (`trim_blocks`, `lstrip_blocks`,
-`raise_exception`, `break` and `continue`). It gets `messages`, each with `role` and `content` (and
-`name`, if given), `add_generation_prompt` and, where the vocabulary has an end of text, `bos_token`
-and `eos_token`, both its name.
+`raise_exception`, `break` and `continue`). Its variables are `messages`, each with `role` and
+`content` (and `name`, if given), `add_generation_prompt` and, if the vocabulary has an end of text,
+`bos_token` and `eos_token`, both its name. Tools, a clock and random numbers are not supported.
 
-Special tokens. What the template writes becomes a special token if it reads like one. What a
-message says never does, nor takes part in one (`model/text/message_text.py`). Added tokens that are
-not special are found in both.
+Text that the template writes becomes a special token if it reads like one. Text of a message never
+does, not even in part (`model/text/message_text.py`). Other added tokens are found in both.
 
-A template comes with the checkpoint, not with a request. It runs in Jinja's sandbox, which has no
-way to files, modules or the insides of objects; its time and its output are bounded. What it takes
-in memory in between is not. Does not cover tools, and has no clock and no random numbers.
+A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, which
+reaches no files, modules or insides of objects. Its time and its output are bounded; its memory in
+between is not.
 """
 
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
@@ -29,63 +29,49 @@ from logitd.model.text.tokenizer import Tokenizer
 MAX_SOURCE = 2**16
 """Characters of a template."""
 MAX_CHARACTERS = 2**22
-"""Characters that it may write."""
+"""Characters that a template may write."""
 MAX_SECONDS = 5.0
-"""Time that it may take; a common one takes less than a millisecond."""
+"""Time limit of one rendering; a common template takes less than a millisecond."""
 
 _NO_FILTERS = (
-    "random",
-    "e",
-    "escape",
-    "forceescape",
-    "striptags",
-    "urlencode",
-    "urlize",
-    "xmlattr",
+    *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
 )
-"""What draws; and what is for HTML, and would not see what is hidden in a message."""
+"""Filters that draw, or write HTML, which would miss the hidden characters of a message."""
 
-# No name in a template has a space in it: what is kept under these cannot be seen or replaced.
+# A name in a template has no space, so a template can neither read nor replace these.
 _DEADLINE = "the deadline"
 _TIMED = "timed items"
 
 _CUT = "\ud800"
-"""Ends the final message that is to be continued. No message can hold it."""
+"""Mark at the end of a final message that is to be continued; no message can contain it."""
 
 Message = Mapping[str, str]
 Part = str | int
-"""A text, to be encoded as plain text, or the id of an added token."""
+"""Plain text, or the id of an added token."""
 
 
 class ChatTemplateError(ValueError):
-    """A template that cannot be used, or failed on the messages at hand; the message says why."""
+    """An unusable template, or one that failed on these messages; the message says why."""
 
 
 class ChatTemplate:
-    """A compiled template. Raises ChatTemplateError when it does not compile.
-
-    May be used by several threads at once.
-    """
+    """A compiled template, safe for use by several threads. Raises ChatTemplateError if `source`
+    does not compile."""
 
     def __init__(self, source: str) -> None:
         _check_source(source)
         self.source = source
         environment = _environment()
-        try:
-            tree = environment.parse(source)
-            _watch_loops(tree, environment)
-            code = environment.compile(tree, filename="<chat template>")
+        with _explained("the chat template does not compile"):
+            try:
+                tree = environment.parse(source)
+                _watch_loops(tree, environment)
+                code = environment.compile(tree, filename="<chat template>")
+            except TemplateSyntaxError as error:
+                raise ChatTemplateError(
+                    f"line {error.lineno} of the chat template: {error.message}"
+                ) from error
             self._template = Template.from_code(environment, code, environment.globals)
-        except TemplateSyntaxError as error:
-            raise ChatTemplateError(
-                f"line {error.lineno} of the chat template: {error.message}"
-            ) from error
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # nested too deeply for Jinja, or for Python
-            raise ChatTemplateError(
-                f"the chat template does not compile: {_message(error)}"
-            ) from error
 
     def render(
         self,
@@ -95,23 +81,29 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[Part]:
-        """The prompt of a conversation that the assistant is to continue; with
-        `continue_final_message` it ends where the text of the final message ends.
+        """The prompt of a conversation that the assistant continues. With
+        `continue_final_message` it ends with the text of the final message.
 
-        `role` is taken as it is, so it must come from a closed set; every other text of a message
-        may be anything. Raises ChatTemplateError when the template refuses the messages
-        (`raise_exception`), fails on them, or takes or writes too much.
+        `role` is not escaped, so it must come from a closed set; other texts of a message may be
+        anything. Raises ChatTemplateError if the template refuses the messages (`raise_exception`),
+        fails on them, or exceeds its time or its output.
         """
         if continue_final_message:
             *before, final = messages
             messages = [*before, {**final, "content": final["content"] + _CUT}]
         hidden = _hidden(messages, tokenizer.special_tokens)
-        handled = [_handled(message, hidden) for message in messages]
+        escaped = [
+            {
+                name: text if name == "role" else MessageText(text, hidden)
+                for name, text in message.items()
+            }
+            for message in messages
+        ]
         try:
-            text = self._run(handled, tokenizer, add_generation_prompt=add_generation_prompt)
-        except ChatTemplateError as error:  # which may repeat what a message says
-            said = str(error).replace(_CUT, "").translate(hidden.show)
-            raise ChatTemplateError(said.encode(errors="replace").decode()) from error
+            text = self._run(escaped, tokenizer, add_generation_prompt=add_generation_prompt)
+        except ChatTemplateError as error:  # it may quote a message
+            message = str(error).replace(_CUT, "").translate(hidden.show)
+            raise ChatTemplateError(message.encode(errors="replace").decode()) from error
         if continue_final_message:
             text, cut, _ = text.rpartition(_CUT)
             if not cut:
@@ -119,7 +111,15 @@ class ChatTemplate:
                     "the chat template does not write the final message, so it cannot be continued"
                 )
             text = text.replace(_CUT, "")
-        return _split(text, tokenizer, hidden.show)
+        shown = text.translate(hidden.show)
+        if _has_surrogates(shown):
+            raise ChatTemplateError(
+                "the chat template wrote half a surrogate pair, which is not text"
+            )
+        return [
+            shown[cut.start : cut.end] if cut.token_id is None else cut.token_id
+            for cut in tokenizer.added.split(shown, text)
+        ]
 
     def _run(
         self, messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
@@ -133,7 +133,7 @@ class ChatTemplate:
             name = tokenizer.end_of_text_name
             variables |= {"bos_token": name, "eos_token": name}
         parts, length = [], 0
-        try:
+        with _explained("the chat template failed on these messages"):
             for part in self._template.generate(variables):
                 length += len(part)
                 if length > MAX_CHARACTERS:
@@ -141,21 +141,26 @@ class ChatTemplate:
                         f"the chat template wrote more than {MAX_CHARACTERS} characters"
                     )
                 parts.append(part)
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # anything that an expression can do wrong
-            raise ChatTemplateError(
-                f"the chat template failed on these messages: {_message(error)}"
-            ) from error
         return "".join(parts)
 
 
+@contextmanager
+def _explained(problem: str) -> Iterator[None]:
+    """Turn any error of Jinja, or of a template's expression, into a ChatTemplateError."""
+    try:
+        yield
+    except ChatTemplateError:
+        raise
+    except Exception as error:
+        raise ChatTemplateError(f"{problem}: {type(error).__name__}: {str(error)[:200]}") from error
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a look at the clock at each call, and bounded products."""
+    """Jinja's sandbox with a check of the deadline at each call, and bounded products."""
 
     intercepted_binops = frozenset(("*", "**"))
 
-    # The names are Jinja's: with two underscores they cannot be a keyword of the template's call.
+    # Jinja's parameter names: the underscores keep them apart from keywords of the template's call.
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time(__context)
         return super().call(__context, __obj, *args, **kwargs)
@@ -172,7 +177,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    # The same messages give the same prompt: nothing that draws, or remembers from call to call.
+    # Nothing random and nothing with a state: the same messages make the same prompt.
     environment.globals = {
         name: environment.globals[name] for name in ("range", "dict", "namespace")
     }
@@ -186,7 +191,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _watch_loops(tree: nodes.Template, environment: ImmutableSandboxedEnvironment) -> None:
-    """Make every loop look at the clock before each turn."""
     for loop in list(tree.find_all(nodes.For)):
         if loop.recursive:
             raise ChatTemplateError(
@@ -210,22 +214,20 @@ def _check_time(context: Context) -> None:
 
 
 def _raise_exception(message: object) -> None:
-    """How a template refuses messages."""
     raise ChatTemplateError(f"the chat template says: {str(message)[:300]}")
 
 
 def _title(value: object) -> str:
-    """Jinja's own takes the text to pieces that show what is hidden."""
+    """Title case; Jinja's own filter takes the text to pieces and shows hidden characters."""
     return str(value).title()
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    """Jinja's own writes for HTML."""
+    """JSON; Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _too_large(left: Any, right: Any) -> bool:
-    """Whether a product takes more than a prompt may."""
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
         return max(abs(left), abs(right)) > 2**64
     many, times = (right, left) if isinstance(left, int) else (left, right)
@@ -255,34 +257,5 @@ def _hidden(messages: Sequence[Message], special_tokens: Iterable[str]) -> Hidde
         raise ChatTemplateError(str(error)) from error
 
 
-def _handled(message: Message, hidden: Hidden) -> Message:
-    """A message as the template gets it."""
-    return {
-        name: text if name == "role" else MessageText(text, hidden)
-        for name, text in message.items()
-    }
-
-
-def _split(written: str, tokenizer: Tokenizer, shown: Mapping[int, int]) -> list[Part]:
-    """Text between added tokens, with what was hidden shown again, and the ids of those. Special
-    ones count only in what the template wrote."""
-    text = _checked(written.translate(shown))
-    return [
-        text[cut.start : cut.end] if cut.token_id is None else cut.token_id
-        for cut in tokenizer.split(text, written)
-    ]
-
-
-def _checked(text: str) -> str:
-    if _has_surrogates(text):  # of the template's own making
-        raise ChatTemplateError("the chat template wrote half a surrogate pair, which is not text")
-    return text
-
-
 def _has_surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in set(text))
-
-
-def _message(error: Exception) -> str:
-    """An exception in a few words."""
-    return f"{type(error).__name__}: {str(error)[:200]}"

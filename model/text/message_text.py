@@ -1,15 +1,14 @@
-"""Message text: what a message says, as a chat template may handle it, so that no special token can
-come of it.
+"""Message text: the text of a message as a chat template sees it. It forms no special token.
 
-Every character that stands in a special token is hidden in the text of a message: a lone surrogate
-stands for it, which no text that we read can hold, until the special tokens of the whole prompt
-have been found. So these consist of characters that the template wrote and of none that a message
-did, whatever the template does with messages: it may cut, join, reverse, repeat them or change
-their case, and write parts of special tokens beside them.
+Every character of a special token is hidden in a message: a lone surrogate, which no input text can
+contain, replaces it until the special tokens of the whole prompt are found. So a special token
+consists of characters that the template wrote, whatever the template does with messages: it may
+cut, join, reverse and repeat them, change their case, and write parts of special tokens next to
+them.
 
-A template that does what is usual sees nothing of this: the methods of a `MessageText` answer as
-what it says. Only a plain string that was made from it holds the surrogates, and what looks into
-that (`'a' in ('x' ~ content)`) does not find those characters.
+The methods of a `MessageText` answer as its plain text would, so a usual template notices nothing.
+Only a plain string that was made from it contains surrogates: a search in such a string
+(`'a' in ('x' ~ content)`) does not find hidden characters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,15 +20,15 @@ SURROGATES = range(0xDC00, 0xE000)
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Characters and what stands for each, there and back (for `str.translate`)."""
+    """Tables for `str.translate`: from characters to their surrogates, and back."""
 
     hide: Mapping[int, int]
     show: Mapping[int, int]
 
     @classmethod
     def of(cls, special_tokens: Iterable[str], texts: Iterable[str]) -> Self:
-        """Those of special tokens, and those of these texts that become one in another case, in
-        every case. Raises ValueError when there are too many."""
+        """Hide the characters of special tokens, and those of `texts` that a change of case turns
+        into one. Raises ValueError if there are more than surrogates."""
         dangerous = _in_all_cases(set[str]().union(*special_tokens))
         for character in set[str]().union(*texts):
             if dangerous & (cases := _in_all_cases({character})):
@@ -37,99 +36,69 @@ class Hidden:
         characters = sorted(map(ord, dangerous))
         if len(characters) > len(SURROGATES):
             raise ValueError(
-                f"the special tokens have {len(characters)} characters; {len(SURROGATES)} can be "
-                "told from what messages say"
+                f"the special tokens have {len(characters)} different characters; at most "
+                f"{len(SURROGATES)} can be hidden in messages"
             )
         hide = dict(zip(characters, SURROGATES, strict=False))
         return cls(hide, {surrogate: character for character, surrogate in hide.items()})
 
 
 def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of str that answers as what the text says."""
-
     def method(self: "MessageText", *args: Any, **kwargs: Any) -> Any:
-        said = tuple(_said(argument) for argument in args)
-        answer = plain(
-            self._said, *said, **{name: _said(argument) for name, argument in kwargs.items()}
-        )
-        return _hidden_again(answer, self._hidden)
+        shown = {name: _shown(argument) for name, argument in kwargs.items()}
+        return _hidden(plain(self._plain, *map(_shown, args), **shown), self._table)
 
     return method
 
 
 class MessageText(str):
-    """A text in which characters are hidden, and the strings that come out of its methods. What a
-    method puts in counts as said by the message, and makes no special token either."""
+    """A text with hidden characters. The results of its methods are of the same kind, their
+    arguments included: they form no special token either."""
 
-    _said: str
-    _hidden: Hidden
+    _plain: str
+    _table: Hidden
 
-    def __new__(cls, said: str, hidden: Hidden) -> Self:
-        text = super().__new__(cls, said.translate(hidden.hide))
-        text._said, text._hidden = said, hidden
+    def __new__(cls, plain: str, table: Hidden) -> Self:
+        text = super().__new__(cls, plain.translate(table.hide))
+        text._plain, text._table = plain, table
         return text
 
     def __str__(self) -> Self:
         return self
 
     def __hash__(self) -> int:
-        return hash(self._said)
+        return hash(self._plain)
 
     def __iter__(self) -> Iterator[str]:
-        return (MessageText(character, self._hidden) for character in self._said)
-
-    __repr__ = _answering(str.__repr__)
-    __eq__ = _answering(str.__eq__)
-    __ne__ = _answering(str.__ne__)
-    __contains__ = _answering(str.__contains__)
-    __getitem__ = _answering(str.__getitem__)
-    startswith = _answering(str.startswith)
-    endswith = _answering(str.endswith)
-    find = _answering(str.find)
-    rfind = _answering(str.rfind)
-    index = _answering(str.index)
-    rindex = _answering(str.rindex)
-    count = _answering(str.count)
-    split = _answering(str.split)
-    rsplit = _answering(str.rsplit)
-    splitlines = _answering(str.splitlines)
-    partition = _answering(str.partition)
-    rpartition = _answering(str.rpartition)
-    strip = _answering(str.strip)
-    lstrip = _answering(str.lstrip)
-    rstrip = _answering(str.rstrip)
-    removeprefix = _answering(str.removeprefix)
-    removesuffix = _answering(str.removesuffix)
-    replace = _answering(str.replace)
-    upper = _answering(str.upper)
-    lower = _answering(str.lower)
-    title = _answering(str.title)
-    capitalize = _answering(str.capitalize)
-    casefold = _answering(str.casefold)
-    swapcase = _answering(str.swapcase)
-    isalpha = _answering(str.isalpha)
-    isdigit = _answering(str.isdigit)
-    isspace = _answering(str.isspace)
+        return (MessageText(character, self._table) for character in self._plain)
 
 
-def _said(argument: Any) -> Any:
-    """An argument, its texts of messages as they are said."""
+for _name in (
+    *("__repr__", "__eq__", "__ne__", "__contains__", "__getitem__", "startswith", "endswith"),
+    *("find", "rfind", "index", "rindex", "count", "split", "rsplit", "splitlines", "partition"),
+    *("rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace"),
+    *("upper", "lower", "title", "capitalize", "casefold", "swapcase"),
+    *("isalpha", "isdigit", "isspace"),
+):
+    setattr(MessageText, _name, _answering(getattr(str, _name)))
+
+
+def _shown(argument: Any) -> Any:
     if isinstance(argument, MessageText):
-        return argument._said
-    return tuple(map(_said, argument)) if isinstance(argument, tuple) else argument
+        return argument._plain
+    return tuple(map(_shown, argument)) if isinstance(argument, tuple) else argument
 
 
-def _hidden_again(answer: Any, hidden: Hidden) -> Any:
-    """An answer, its strings hidden."""
+def _hidden(answer: Any, table: Hidden) -> Any:
     if isinstance(answer, str):
-        return MessageText(answer, hidden)
+        return MessageText(answer, table)
     if isinstance(answer, (list, tuple)):
-        return type(answer)(_hidden_again(item, hidden) for item in answer)
+        return type(answer)(_hidden(item, table) for item in answer)
     return answer
 
 
 def _in_all_cases(characters: Iterable[str]) -> set[str]:
-    """These characters, and all that become of them by any changes of case."""
+    """These characters, and every character that changes of case make of them."""
     known: set[str] = set()
     new = set(characters)
     while new:

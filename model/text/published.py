@@ -1,23 +1,27 @@
-"""Published vocabularies: a published encoding by its name, or a ranks file by its path.
+"""Published vocabularies: an encoding of tiktoken by its name, or a ranks file by its path.
 
-A ranks file says neither how text is cut nor which special tokens there are: published ones are
-known by their hash. Does not learn a vocabulary (`model/data/vocabulary.py`) and does not read
-other formats (`model/convert/`).
+A ranks file holds neither its split pattern nor its special tokens; those of published files are
+known by the file's hash.
 """
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import tiktoken
+
 from logitd.model.files import VOCABULARY_BYTES, read_regular
 from logitd.model.text.tokenizer import (
     CL100K_PATTERN,
     END_OF_TEXT,
     GPT2_PATTERN,
-    PUBLISHED,
+    SPLIT_PATTERN,
     Tokenizer,
     TokenizerError,
+    parse_ranks,
 )
+
+PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
 
 _FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
 
@@ -31,12 +35,29 @@ KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
         {END_OF_TEXT: 100257, **_FIM, "<|endofprompt|>": 100276},
     ),
 }
-"""Published ranks files by sha256: a ranks file holds neither its pattern nor special tokens."""
+"""Split pattern and special tokens of published ranks files, by the file's sha256."""
 
 
 def published_tokenizer(name: str) -> Tokenizer:
-    """A published encoding by name, or a ranks file by path. Raises TokenizerError."""
-    return Tokenizer.named(name) if name in PUBLISHED else _from_file(Path(name))
+    """A published encoding by name, which tiktoken reads from its cache or downloads, or a ranks
+    file by path. Raises TokenizerError."""
+    return _named(name) if name in PUBLISHED else _from_file(Path(name))
+
+
+def _named(name: str) -> Tokenizer:
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:  # the errors of requests, by which tiktoken downloads, are OSErrors
+        raise TokenizerError(
+            f"the ranks of {name} are not in tiktoken's cache and could not be downloaded "
+            f"({type(error).__name__}): put them into the folder that TIKTOKEN_CACHE_DIR names, or "
+            "give a ranks file"
+        ) from error
+    return Tokenizer(
+        ranks=encoding._mergeable_ranks,
+        pattern=encoding._pat_str,
+        special_tokens=encoding._special_tokens,
+    )
 
 
 def _from_file(path: Path) -> Tokenizer:
@@ -49,7 +70,7 @@ def _from_file(path: Path) -> Tokenizer:
         raw = read_regular(path, VOCABULARY_BYTES)
     except OSError as error:
         raise TokenizerError(str(error)) from error
-    known = KNOWN_FILES.get(hashlib.sha256(raw).hexdigest())
-    if known is None:
-        return Tokenizer.parse_ranks(raw, name=path.name)
-    return Tokenizer.parse_ranks(raw, name=path.name, pattern=known[0], special_tokens=known[1])
+    ranks = parse_ranks(raw, path.name)
+    unknown = SPLIT_PATTERN, {END_OF_TEXT: len(ranks)}
+    pattern, special_tokens = KNOWN_FILES.get(hashlib.sha256(raw).hexdigest(), unknown)
+    return Tokenizer(ranks=ranks, pattern=pattern, special_tokens=special_tokens)

@@ -1,18 +1,15 @@
-"""Tokenizer: text to token ids and back, read from files alone.
+"""Tokenizer: text to token ids and back.
 
-Covers byte pair encoding by tiktoken, vocabularies whose tokens are whole pieces of text
-(`pieces.py`), and models without a vocabulary, which know token ids alone; the ranks file
-(`tokenizer.tiktoken`: one base64 token, a space and its rank per line), and what stands beside it
-in `config.json`; tokens that are split off before a text is cut (`added_tokens.py`); where each
-token lies in its text, and incremental decoding that never shows half a character. Does not cover
-learning a vocabulary (`model/data/vocabulary.py`) or reading other people's (`model/convert/`), and
-never opens a network connection by itself: only `Tokenizer.named` asks tiktoken for a published
-encoding, which tiktoken may download.
+It covers byte pair encoding by tiktoken, vocabularies of whole pieces of text (`pieces.py`), and
+models without a vocabulary, which have token ids alone. It also covers the ranks file
+(`tokenizer.tiktoken`: per line a base64 token, a space and its rank), the tokenizer's section of
+`config.json`, added tokens (`added_tokens.py`), and the place of each token in its text.
+
+Learning a vocabulary is in `model/data/vocabulary.py`, published ones in `published.py`, other
+people's formats in `model/convert/`.
 """
 
 import base64
-import binascii
-import codecs
 import itertools
 import math
 import re
@@ -26,12 +23,10 @@ import regex
 import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from logitd.model.files import VOCABULARY_BYTES, read_regular
-from logitd.model.text.added_tokens import AddedTokens, Cut, Flag, end_of_space
+from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
 from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
-PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 CL100K_PATTERN = (
@@ -43,11 +38,11 @@ SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}[\p{L}\p{M}]*+|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]{1,64}+[\r\n]{0,64}+|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
 )
-"""Split pattern of vocabularies that are learned here. A checkpoint stores its own.
+"""Split pattern of vocabularies that are learned here; a checkpoint stores its own.
 
-The shape of GPT-4's pattern. Combining marks stay with their letters, as Hindi and other scripts
-need it; at most two digits are together; every open-ended run of white space is bounded, because
-the published patterns overflow tiktoken's stack on about a million spaces.
+It has the shape of GPT-4's pattern. Combining marks stay with their letters, as Hindi and other
+scripts need. A piece has at most two digits. Runs of white space are bounded, because the published
+patterns overflow tiktoken's stack on about a million spaces.
 """
 KNOWN_PATTERNS = frozenset(
     (
@@ -55,39 +50,39 @@ KNOWN_PATTERNS = frozenset(
         SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*+", r"\p{L}++"),  # of older checkpoints
     )
 )
-"""Patterns that take time in proportion to a text and leave nothing of it out."""
+"""Patterns that run in linear time and cover every text."""
 
 TokenizerKind = Literal["bpe", "pieces", "words", "none"]
 """How a text becomes ids.
 
-bpe     cut by the pattern; a piece that is a token is that token, the others are merged from bytes
-pieces  cut by the pattern; every piece is a token as a whole
-words   the same; tokens begin with a space that a text may leave out, white space only separates
-none    not at all: there is no vocabulary, and the ids have no text
+bpe     the pattern cuts it; a piece that is no token is merged from bytes
+pieces  the pattern cuts it; every piece is a token as a whole
+words   like pieces, but tokens begin with a space that a text may leave out, and white space only
+        separates
+none    it does not: there is no vocabulary, and the ids have no text
 """
 
 NO_VOCABULARY = (
-    "this model has no vocabulary: its token ids have no text, so a text has no token ids. Give "
-    "token ids; or, if its vocabulary is known, import the model once more with --tokenizer"
+    "this model has no vocabulary, so a text has no token ids: give token ids, or, if its "
+    "vocabulary is known, import the model again with --tokenizer"
 )
-"""Why a text is rejected where there are ids alone."""
 
 MOST_IDS = 2**24
-"""Of a vocabulary: sixty times the largest that is published."""
+"""Largest vocabulary: sixty times the largest published one."""
 
-TRIED = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
-"""A text that every pattern of a tokenizer is tried on."""
+PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
+"""Text that every new pattern is tried on."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
-"""Bytes of UTF-8 that go on with a character; every other one begins one."""
+"""Bytes that continue a character in UTF-8; every other byte begins one."""
 
 
 class TokenizerError(ValueError):
-    """A vocabulary or a token id that cannot be used; the message says which and why."""
+    """An unusable vocabulary, text or token id; the message says which and why."""
 
 
 class NoVocabularyError(TokenizerError):
-    """A text for a model that knows token ids alone."""
+    """A text for a model that has token ids alone."""
 
     def __init__(self) -> None:
         super().__init__(NO_VOCABULARY)
@@ -95,15 +90,13 @@ class NoVocabularyError(TokenizerError):
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Where one token of a text lies: characters [start, end) that it touches."""
+    """The characters [start, end) of a text that a token touches."""
 
     start: int
     end: int
 
 
 class _Description(BaseModel):
-    """The members of a tokenizer in JSON."""
-
     model_config = ConfigDict(strict=True)
 
     pattern: str = ""
@@ -112,27 +105,27 @@ class _Description(BaseModel):
     kind: TokenizerKind = "bpe"
     added_tokens: dict[str, int] = {}
     added_flags: dict[str, list[Flag]] = {}
-    end_of_text: str | None = None
+    end_of_text: str | None = END_OF_TEXT
     end_ids: list[int] = []
 
 
 class Tokenizer:
-    """A vocabulary with its split pattern and special tokens, of one of the kinds.
+    """A vocabulary with its split pattern and special tokens.
 
-    ranks             bytes of each ordinary token and its id
-    special_tokens    names and ids. The ordinary ids are those from 0 on that are not special, so
-                      special tokens may stand before, between and after them
-    added_tokens    texts that are one token wherever they occur, and their ids. An id may be that
-                    of the ordinary token with the same bytes
-    added_flags     of special and added tokens, by name (`added_tokens.py`)
+    ranks             bytes of each ordinary token, and its id
+    special_tokens    names and ids. Ordinary ids count from 0 and skip the special ones, so special
+                      tokens may be before, between and after them
+    added_tokens      texts that are one token wherever they occur, and their ids. An id may be that
+                      of the ordinary token with the same bytes
+    added_flags       flags of special and added tokens, by name (`added_tokens.py`)
     end_of_text_name  the special token that ends a document
-    end_ids         other ids that end a generated text
+    end_ids           further ids that end a generated text
 
-    Text that looks like a special token is encoded as plain text, unless its id is asked for.
+    The name of a special token in a text is plain text unless the caller asks for its id.
 
-    tiktoken needs a rank for each of the 256 bytes, and other people's vocabularies may lack some:
-    such bytes have the ranks from `vocab_size` on, which are not ids. A text that needs one of them
-    is rejected, so that no caller gets a token that the model does not have.
+    tiktoken needs a rank for each of the 256 bytes, and an imported vocabulary may lack some. Such
+    bytes have the ranks from `vocab_size` on, which are not ids, and a text that needs one of them
+    is rejected.
     """
 
     def __init__(
@@ -154,13 +147,13 @@ class Tokenizer:
         self.added_flags = {name: sorted(flags) for name, flags in (added_flags or {}).items()}
         named = self.special_tokens | self.added_tokens
         try:
-            self._added = AddedTokens(self.special_tokens, self.added_tokens, self.added_flags)
+            self.added = AddedTokens(self.special_tokens, self.added_tokens, self.added_flags)
         except ValueError as error:
             raise TokenizerError(str(error)) from error
         largest = max([vocab_size or 0, *named.values()])
         if largest > MOST_IDS:
             raise TokenizerError(
-                f"the vocabulary goes up to {largest:,}; {MOST_IDS:,} ids are the most it may have"
+                f"the vocabulary goes up to {largest:,}; the limit is {MOST_IDS:,} ids"
             )
         self.kind: TokenizerKind = kind
         self.ranks = dict(ranks)
@@ -184,21 +177,21 @@ class Tokenizer:
             }
             _check_ranks(self.ranks, named, beyond, every_byte=kind == "bpe")
             self.vocab_size = max([*self.tokens.values(), *named.values()]) + 1
-        if kind != "none" and not pattern:
-            raise TokenizerError(
-                "the split pattern is empty, so it cuts no text: a pattern says what the pieces of "
-                "a text are; the whole text is one piece with '[\\s\\S]+'"
-            )
+            if not pattern:
+                raise TokenizerError(
+                    "the split pattern is empty: give a pattern that matches every piece of a "
+                    "text; '[\\s\\S]+' makes the whole text one piece"
+                )
         ends = (self.end_of_text, *end_ids)
         self.ends = tuple(dict.fromkeys(end for end in ends if end is not None))
-        """Ids that end a generated text; the first is the end of a document, if there is one."""
+        """Ids that end a generated text; the first ends a document, if there is such an id."""
         if wrong := [end for end in self.ends if not 0 <= end < self.vocab_size]:
             raise TokenizerError(
                 f"end_ids has {wrong[0]}, outside the vocabulary of {self.vocab_size} ids"
             )
         self._encoding = self._byte_pairs() if kind == "bpe" else None
         self._pieces = self._whole_pieces() if kind in ("pieces", "words") else None
-        # Ids of a published encoding may have gaps, and of kind "none" all are: without bytes.
+        # An id has no bytes in a gap of a published encoding, and in kind "none".
         self._bytes = [b""] * self.vocab_size
         for token, rank in self.tokens.items():
             self._bytes[rank] = token
@@ -223,8 +216,8 @@ class Tokenizer:
             )
         except ValueError as error:
             raise self._bad_pattern(error) from error
-        with self._teaching():
-            encoding.encode_ordinary(TRIED)  # a pattern that matches nothing at all shows here
+        with self._translated_panics():
+            encoding.encode_ordinary(PROBE)  # fails if the pattern can match an empty text
         return encoding
 
     def _whole_pieces(self) -> PieceEncoder:
@@ -242,17 +235,15 @@ class Tokenizer:
 
     @classmethod
     def without_text(cls, vocab_size: int) -> Self:
-        """The tokenizer of a model whose ids have no text: it knows how many there are."""
         return cls(ranks={}, pattern="", special_tokens={}, vocab_size=vocab_size, kind="none")
 
     @property
     def has_text(self) -> bool:
-        """Whether there is a vocabulary; without one, texts are rejected and ids have none."""
         return self.kind != "none"
 
     @property
     def cuts_in_time(self) -> bool:
-        """Whether its pattern takes time in proportion to a text; one from a file may not."""
+        """True if the pattern is known to run in linear time."""
         if self._pieces is not None:
             return self._pieces.is_known
         return self.pattern in KNOWN_PATTERNS or not self.has_text
@@ -263,67 +254,45 @@ class Tokenizer:
         return self.special_tokens.get(self.end_of_text_name)
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
-        """Token ids of a text. The name of a special token is plain text, or, with `special_ids`,
-        becomes its id. Raises TokenizerError for a character or a word that the vocabulary lacks,
-        and NoVocabularyError where there is none."""
+        """Token ids of a text. With `special_ids` the name of a special token becomes its id, else
+        it is plain text. Raises TokenizerError for a character or a word that the vocabulary lacks,
+        and NoVocabularyError if there is no vocabulary."""
         if self.kind == "none":
             raise NoVocabularyError
         if not special_ids and not self.added_tokens:
             return self._encode_ordinary(text, 0)
         ids = list[int]()
-        for cut in self.split(text, text if special_ids else ""):
+        for cut in self.added.split(text, text if special_ids else ""):
             if cut.token_id is None:
                 ids += self._encode_ordinary(text[cut.start : cut.end], cut.start)
             else:
                 ids.append(cut.token_id)
         return ids
 
-    def split(self, text: str, written: str) -> Iterator[Cut]:
-        """A text cut at its added tokens; special ones count where they are in `written` as well
-        (`AddedTokens.split`)."""
-        return self._added.split(text, written)
-
     def _encode_ordinary(self, text: str, at: int) -> list[int]:
-        """The ids of a text without added tokens, which begins at the character `at` of a whole."""
+        """Ids of a part without added tokens, which begins at character `at` of the text."""
         if self._pieces is not None:
             try:
                 return self._pieces.encode(text, at)
             except UnknownPiece as error:
                 raise TokenizerError(str(error)) from error
         assert self._encoding is not None
-        with self._teaching():
+        with self._translated_panics():
             ids = self._encoding.encode_ordinary(text)
         self._check_complete(ids, at)
-        self._check_whole(ids, text)
+        if self.pattern not in KNOWN_PATTERNS:
+            kept, whole = len(self._encoding.decode_bytes(ids)), len(text.encode(errors="replace"))
+            if kept < whole:
+                raise TokenizerError(
+                    f"the split pattern {self.pattern[:60]!r} keeps {kept} of the text's {whole} "
+                    "bytes"
+                )
         return ids
 
-    def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """`encode` of many texts, on several threads."""
-        if self._encoding is None or self.added_tokens:
-            return list(map(self.encode, texts))
-        with self._teaching():
-            batch = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
-        for ids, text in zip(batch, texts, strict=True):
-            self._check_complete(ids, 0)
-            self._check_whole(ids, text)
-        return batch
-
-    def _check_whole(self, ids: Sequence[int], text: str) -> None:
-        """Raise TokenizerError if the pattern, which is not a known one, leaves out characters."""
-        assert self._encoding is not None
-        if self.pattern in KNOWN_PATTERNS:
-            return
-        whole = text.encode(errors="replace")
-        if len(kept := self._encoding.decode_bytes(list(ids))) < len(whole):
-            raise TokenizerError(
-                f"the split pattern {self.pattern[:60]!r} keeps {len(kept)} of the text's "
-                f"{len(whole)} bytes"
-            )
-
     @contextmanager
-    def _teaching(self) -> Iterator[None]:
-        """Turns what tiktoken raises where a pattern cuts a text into nothing at all, or does not
-        come to an end, into a TokenizerError."""
+    def _translated_panics(self) -> Iterator[None]:
+        """Turn a panic of tiktoken into a TokenizerError: the pattern matches an empty piece, or
+        does not come to an end."""
         try:
             yield
         except BaseException as error:
@@ -335,20 +304,20 @@ class Tokenizer:
             ) from error
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, known without encoding it."""
+        """Lower bound of the text's tokens, without encoding it."""
         if self.kind in ("words", "none") or self._stripping:
-            return 0  # white space may have none; nothing has one
+            return 0  # white space may have no token
         return -(-len(text.encode()) // self._longest_token)
 
     def _check_complete(self, ids: Sequence[int], at: int) -> None:
-        """Raise TokenizerError, naming the character, where an encoded text, which begins at the
-        character `at` of a whole, needs a byte without an id."""
+        """Raise TokenizerError, naming the character, if the part that begins at character `at` of
+        the text needs a byte without an id."""
         if self._complete or not ids or max(ids) < self.vocab_size:
             return
         assert self._encoding is not None
         tokens = list(map(self._encoding.decode_single_token_bytes, ids))
-        known = next(place for place, token_id in enumerate(ids) if token_id >= self.vocab_size)
-        whole, start = b"".join(tokens), sum(map(len, tokens[:known]))
+        lacking = next(place for place, token_id in enumerate(ids) if token_id >= self.vocab_size)
+        whole, start = b"".join(tokens), sum(map(len, tokens[:lacking]))
         character = len(whole[:start].decode(errors="ignore"))
         raise TokenizerError(
             f"{whole.decode(errors='replace')[character]!r}, the character at {at + character} of "
@@ -364,7 +333,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for (of a special token: its name)."""
+        """The bytes of one id; for a special token, its name."""
         if not 0 <= token_id < self.vocab_size:
             raise TokenizerError(
                 f"token id {token_id} is outside the vocabulary of {self.vocab_size} ids "
@@ -373,26 +342,26 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """One id as text, for people; `token_bytes` is the truth."""
+        """One id as text, for display: bytes that are not UTF-8 become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def spans(self, token_ids: Iterable[int], text: str | None = None) -> list[TokenSpan]:
-        """Where each id of an encoded text lies in it. A token that holds some bytes of a character
-        touches that character, so two tokens may share one.
+        """The characters that each id of an encoded text touches. Two tokens may share a character
+        of several bytes.
 
-        Found from the bytes alone: tiktoken's own offsets raise on incomplete text. Of kind "words"
-        the `text` is needed as well, whose white space the ids do not know; so it is where added
-        tokens strip white space, which then belongs to them.
+        The bytes decide: tiktoken's own offsets raise on incomplete text. Kind "words" needs the
+        `text`, because its ids have no white space. With the text, white space that an added token
+        strips is part of that token.
         """
         if self.kind == "words":
             if text is None:
-                raise ValueError("where words lie is found in their text; none was given")
+                raise ValueError("spans of words need the text")
             names = map(self.token_text, token_ids)
             return list(itertools.starmap(TokenSpan, word_spans(names, text)))
-        spans, begun = [], 0  # characters whose first byte has come
+        spans, begun = [], 0  # characters whose first byte is behind us
         stripping = self._stripping if text is not None else {}
         for token_id in token_ids:
             token = self.token_bytes(token_id)
@@ -406,38 +375,26 @@ class Tokenizer:
             spans.append(TokenSpan(start, begun))
         return spans
 
-    def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self)
-
     def description(self) -> dict[str, Any]:
-        """All but the ranks, as JSON: what `described` takes with a file of them. Usual values are
-        left out."""
-        usual = {
-            "kind": "bpe",
-            "added_tokens": {},
-            "added_flags": {},
-            "end_of_text": END_OF_TEXT,
-            "end_ids": [],
-        }
-        said = {
+        """Everything but the ranks, as JSON for `described`. Default values are left out."""
+        members = {
             "kind": self.kind,
             "added_tokens": self.added_tokens,
             "added_flags": self.added_flags,
             "end_of_text": self.end_of_text_name,
             "end_ids": [end for end in self.ends if end != self.end_of_text],
         }
-        unusual = {name: value for name, value in said.items() if value != usual[name]}
+        optional = _Description.model_validate(members).model_dump(exclude_defaults=True)
         if self.kind == "none":
-            return {"kind": "none", "vocab_size": self.vocab_size} | unusual
+            return {"kind": "none", "vocab_size": self.vocab_size} | optional
         return {
             "pattern": self.pattern,
             "special_tokens": self.special_tokens,
             "vocab_size": self.vocab_size,
-            **unusual,
+            **optional,
         }
 
     def write_ranks(self, path: Path) -> None:
-        """Write the ranks in tiktoken's file form."""
         lines = (
             base64.b64encode(token) + b" %d\n" % rank
             for token, rank in sorted(self.ranks.items(), key=lambda item: item[1])
@@ -445,94 +402,22 @@ class Tokenizer:
         path.write_bytes(b"".join(lines))
 
     @classmethod
-    def read_ranks(
-        cls,
-        path: Path,
-        *,
-        pattern: str = SPLIT_PATTERN,
-        special_tokens: Mapping[str, int] | None = None,
-    ) -> "Tokenizer":
-        """Read a ranks file. Without special tokens, END_OF_TEXT takes the id after the last."""
-        return cls.parse_ranks(
-            read_regular(path, VOCABULARY_BYTES),
-            name=path.name,
-            pattern=pattern,
-            special_tokens=special_tokens,
-        )
-
-    @classmethod
-    def parse_ranks(
-        cls,
-        raw: bytes,
-        *,
-        name: str,
-        pattern: str = SPLIT_PATTERN,
-        special_tokens: Mapping[str, int] | None = None,
-    ) -> "Tokenizer":
-        """`read_ranks` of bytes already read; `name` is the file's, for messages."""
-        ranks = parse_ranks(raw, name)
-        if special_tokens is None:
-            special_tokens = {END_OF_TEXT: len(ranks)}
-        return cls(ranks=ranks, pattern=pattern, special_tokens=special_tokens)
-
-    @classmethod
     def described(cls, description: Mapping[str, Any], ranks: Mapping[bytes, int]) -> "Tokenizer":
-        """The tokenizer of a `description`, which may have other members besides, and its ranks."""
+        """The tokenizer of a `description`, whose unknown members are ignored, and its ranks."""
         try:
-            said = _Description.model_validate(dict(description))
+            members = _Description.model_validate(dict(description)).model_dump()
         except ValidationError as error:
             first = error.errors()[0]
             raise TokenizerError(
                 f"{'.'.join(map(str, first['loc']))[:60]} of the tokenizer is "
-                f"{str(first['input'])[:60]!r}: {first['msg']}"
+                f"{first['input']!r:.60}: {first['msg']}"
             ) from error
-        members = said.model_dump()
         name = members.pop("end_of_text") or END_OF_TEXT
         return cls(ranks=ranks, end_of_text_name=name, **members)
 
-    @classmethod
-    def named(cls, name: str) -> "Tokenizer":
-        """A published tiktoken encoding. tiktoken reads it from its cache or downloads it."""
-        if name not in PUBLISHED:
-            raise TokenizerError(f"unknown encoding {name!r}; known are {', '.join(PUBLISHED)}")
-        try:
-            encoding = tiktoken.get_encoding(name)
-        except OSError as error:  # requests' errors are OSErrors
-            raise TokenizerError(
-                f"the ranks of {name} are not in tiktoken's cache and could not be downloaded "
-                f"({type(error).__name__}); put them into the folder that TIKTOKEN_CACHE_DIR "
-                "names, or give a ranks file"
-            ) from error
-        return cls(
-            ranks=encoding._mergeable_ranks,
-            pattern=encoding._pat_str,
-            special_tokens=encoding._special_tokens,
-        )
-
-
-class Detokenizer:
-    """Turns a growing list of ids into text, piece by piece.
-
-    The pieces joined equal `Tokenizer.decode` of all the ids, and no piece ends inside a
-    character: its bytes are held until it is whole, or until `finish`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        """The text that one more id completes, "" while a character is open."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
-
-    def finish(self) -> str:
-        """What is left of an open character: "" or U+FFFD."""
-        return self._decoder.decode(b"", final=True)
-
 
 def parse_ranks(raw: bytes, name: str) -> dict[bytes, int]:
-    """The tokens and ranks of a file's bytes; `name` is the file's, for messages. Raises
-    TokenizerError."""
+    """Tokens and ranks of a ranks file; `name` is its name in messages. Raises TokenizerError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), start=1):
         if not line.strip():
@@ -540,7 +425,7 @@ def parse_ranks(raw: bytes, name: str) -> dict[bytes, int]:
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
+        except ValueError as error:
             raise TokenizerError(
                 f"line {number} of {name} is {line[:60]!r}; expected a base64 token, "
                 "a space and its rank"
@@ -555,8 +440,8 @@ def _check_ranks(
     *,
     every_byte: bool,
 ) -> None:
-    """tiktoken panics or answers wrongly on these, so they are refused here. `every_byte`: it
-    needs a rank for each of them."""
+    """Raise TokenizerError for ranks on which tiktoken would panic or encode wrongly. With
+    `every_byte` each of the 256 bytes needs a rank."""
     if every_byte and (missing := [byte for byte in range(256) if bytes([byte]) not in ranks]):
         raise TokenizerError(
             f"{len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.device import Placement, describe
 from logitd.model.training.run.step_log import Figures
 

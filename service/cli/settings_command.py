@@ -61,7 +61,16 @@ class SettingsCommand(click.Command):
         flags, rest = args[:end], args[end:]
         if "checkpoint" in names and flags[-1:] != ["--checkpoint"]:
             flags = [word.removeprefix("--checkpoint=") for word in flags if word != "--checkpoint"]
-        return super().parse_args(ctx, flags + rest)
+        try:
+            return super().parse_args(ctx, flags + rest)
+        except click.UsageError as error:
+            if "extra argument" not in error.message or "--data" not in flags:
+                raise
+            raise click.UsageError(
+                f"{error.message}. --data takes one value: quote a pattern, as in --data '*.txt', "
+                "so that the shell does not expand it, or repeat --data",
+                ctx,
+            ) from error
 
     def invoke(self, ctx: click.Context) -> "CommandSettings":
         from logitd.service.cli.flags import read_settings

@@ -25,8 +25,8 @@ StageNames = Annotated[
     NoDecode,
     BeforeValidator(split_list),
     Field(
-        description="values of these stages instead, into safetensors: names and patterns with "
-        "commas between them, such as embedding,blocks.*.output (GET /stages lists them)"
+        description="values of these stages instead, as safetensors: names and patterns separated "
+        "by commas, such as embedding,blocks.*.output (GET /stages lists them)"
     ),
 ]
 
@@ -49,37 +49,34 @@ class ExtractSettings(CommandSettings):
     checkpoint: CliPositionalArg[CheckpointPath]
     data: tuple[str, ...] = Field(
         min_length=1,
-        description="text to go over: files, folders and globs (text, JSON, CSV, Parquet, "
-        "gzip), addresses, or builtin:python",
+        description="text: files, folders and quoted globs (text, JSON, CSV, Parquet, gzip), "
+        "addresses, or builtin:python",
     )
-    out: Path = Field(
-        description="folder to write; one that was begun with the same flags is gone on with"
-    )
+    out: Path = Field(description="folder to write; the same flags continue an unfinished one")
     logprobs: bool = Field(False, description="the logprob of each token")
     top_k: int | None = Field(
         None,
         ge=1,
-        description="besides, the K likeliest tokens in its place and their logprobs; with --lens "
-        "those of each layer (default there: 5)",
+        description="also the K likeliest tokens in its place with their logprobs; with --lens "
+        "those of each layer (default 5)",
     )
     lens: bool = Field(
         False,
-        description="instead, what each layer would say of each token if the model stopped there: "
-        "its logprob and rank, the likeliest, entropy, divergence from the last layer",
+        description="instead, what each layer would predict if the model stopped there: logprob "
+        "and rank of the token, the likeliest ones, entropy, divergence from the last layer",
     )
     stages: StageNames = ()
     stride: int | None = Field(
         None,
         ge=1,
-        description="tokens that each window of a long document counts; the rest of it is what "
-        "they are computed from (default: as many as fit, which is fastest)",
+        description="tokens that each window of a long document counts; its other tokens are "
+        "context (default: as many as fit, which is fastest)",
     )
     shard_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of a shard (default: 262,144, and of stages and the lens as many as "
-        "fill 256 MiB); "
-        "what a kill costs at most",
+        description="tokens of a shard, the most that a kill costs (default: 262,144; for stages "
+        "and the lens as many as fill 256 MiB)",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None
@@ -92,13 +89,13 @@ class ExtractSettings(CommandSettings):
     quantize: Quantize = "none"
     ray: str | None = Field(
         None,
-        description="compute on the machines of a Ray cluster: its address (host:6379), auto for "
-        "the one that this machine belongs to, or local to start Ray here; the files are the same",
+        description="compute on a Ray cluster with the same files: its address (host:6379), auto "
+        "for the cluster of this machine, or local to start Ray here",
     )
     ray_workers: int | None = Field(
         None,
         ge=1,
-        description="with --ray, processes that hold the model (default: as many as fit, each of "
-        "--threads threads, and with a GPU where there are any)",
+        description="processes that hold the model (default: as many as fit, each with --threads "
+        "threads, and with a GPU if there are any)",
     )
     as_json: AsJson = False

@@ -163,7 +163,12 @@ class BenchSettings(CommandSettings):
         ge=1,
         description="tokens per prompt; if not given 256, or what the model's context leaves",
     )
-    tokens: int = Field(64, ge=2, description="tokens generated per sequence")
+    tokens: int = Field(
+        64,
+        ge=2,
+        description="tokens that each sequence generates; streams of a server generate more if "
+        "that is needed for all of them to run at once",
+    )
     rounds: int = Field(
         3, ge=1, le=1000, description="runs of each case; the result is their median"
     )

@@ -1,7 +1,7 @@
-"""Sizes of the attacks and the memory of the server that they attack.
+"""Sizes of the attacks, and the memory of the server under attack.
 
-What one mechanism does is tested beside that mechanism. An attack tries what only a whole process
-shows: its memory, and what its other clients wait.
+Tests of a mechanism are next to it. An attack tests a whole process: its memory, and the waiting
+times of other clients.
 """
 
 from pathlib import Path
@@ -13,12 +13,12 @@ from tests.profiles import THOROUGH
 
 
 def times(short: int, long: int) -> int:
-    """Number of tries: `long` in hypothesis' profile "thorough", else `short`."""
+    """The size of an attack: `long` in hypothesis' profile "thorough", else `short`."""
     return long if settings().max_examples >= THOROUGH else short
 
 
 def resident_mib(process: ServedProcess) -> float:
-    """Memory of the server's process that is in use, as the kernel counts it."""
+    """Resident memory of the server's process in MiB."""
     status = Path(f"/proc/{process.process.pid}/status").read_text(encoding="ascii")
     kib = next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]
     return int(kib) / 1024

@@ -1,4 +1,4 @@
-"""Bodies of requests that cost a server most, and what another client waits meanwhile."""
+"""Expensive request bodies, and the waiting time of another client."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ ALL_STRUCTURE = {
     "long numbers": b'{"prompt": [' + (b"9" * 4000 + b",") * 1000 + b"1]}",
     "escapes": b'{"prompt": "' + b"\\n" * (2 * MIB - 20) + b'"}',
 }  # fmt: skip
-"""Bodies of 4 MB that a parser makes most objects of, or looks at longest."""
+"""Bodies of 4 MB with the most objects, or the longest parsing time."""
 
 CHANGE = {"stage": "blocks.*.attention.heads", "operation": "zero"}
 MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,12 +51,12 @@ MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unknown fields": ("/generate", {f"tempratur{i}": 1 for i in range(900)}),
 }  # fmt: skip
-"""Small requests out of which a server makes much."""
+"""Small requests that cause much work."""
 ANSWERS = {200, 400, 504}
-"""504: the request's own timeout, which may be as short as it likes."""
+"""Accepted statuses; 504 is the request's own timeout."""
 
 LONGEST_PAUSE = 1.0
-"""Seconds that no other client waits even on a busy machine; on an idle one it waits tens of ms."""
+"""Limit in seconds for another client on a busy machine; an idle one takes tens of ms."""
 ASKS = """
 import http.client, select, sys, time
 asks = http.client.HTTPConnection(sys.argv[1], timeout=30)
@@ -71,7 +71,7 @@ while not select.select([sys.stdin], [], [], 0.001)[0]:
     longest = max(longest, time.perf_counter() - started)
 print(longest)
 """
-"""A client in a process of its own, whose waits are the server's doing."""
+"""A client in its own process, so that only the server delays it."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
     """A server of 12 layers of 12 heads and a context of 1,024 tokens."""
     config = tiny_config(n_layer=12, n_head=12, n_kv_head=12, d_model=96, context_length=1024)
     path = save_tiny_checkpoint(tmp_path_factory.mktemp("deep") / "saved", tiny_gpt(config)).path
-    # What is large by its cost alone would be refused at once.
+    # Without this flag expensive requests are refused at once.
     unbounded = ("--max-request-tokens", str(2**40))
     with ServedProcess("--checkpoint", str(path), "--threads", "1", *unbounded) as running:
         yield running
@@ -87,7 +87,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def pauses(server: ServedProcess) -> Iterator[None]:
-    """Fail the test if another client had to wait for LONGEST_PAUSE."""
+    """Fail the test if another client waits for LONGEST_PAUSE."""
     asking = subprocess.Popen(
         [sys.executable, "-c", ASKS, server.address],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -102,7 +102,7 @@ def pauses(server: ServedProcess) -> Iterator[None]:
 
 @pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("name", ALL_STRUCTURE)
-def test_large_body_is_refused_while_others_are_answered(server: ServedProcess, name: str) -> None:
+def test_large_body_is_refused_without_delaying_others(server: ServedProcess, name: str) -> None:
     headers = {"Content-Type": "application/json"}
     with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
         for _ in range(times(1, 50)):
@@ -112,7 +112,7 @@ def test_large_body_is_refused_while_others_are_answered(server: ServedProcess, 
 
 @pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("name", MUCH_FROM_LITTLE)
-def test_small_body_of_much_work_lets_others_be_answered(server: ServedProcess, name: str) -> None:
+def test_small_body_of_much_work_does_not_delay_others(server: ServedProcess, name: str) -> None:
     path, body = MUCH_FROM_LITTLE[name]
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
         for _ in range(times(1, 20)):

@@ -1,4 +1,4 @@
-"""Connections that send without end or never read, and the memory that a server gives them."""
+"""Connections that send without end or never read, and the memory that they take."""
 
 import contextlib
 import json
@@ -40,8 +40,8 @@ def checkpoint(tmp_path: Path) -> str:
     return str(save_tiny_checkpoint(tmp_path / "long", gpt=gpt).path)
 
 
-def test_bytes_without_end_take_no_memory(checkpoint: str) -> None:
-    """Cold: what the zygote forks has the memory that others left there."""
+def test_endless_bytes_take_no_memory(checkpoint: str) -> None:
+    """The server starts cold: a fork of the zygote has memory of earlier tests."""
     mib = times(20, 400)
     flags = ("--checkpoint", checkpoint, "--threads", "1")
     with ServedProcess(*flags, cold=True) as server:
@@ -54,11 +54,11 @@ def test_bytes_without_end_take_no_memory(checkpoint: str) -> None:
                 while sent < mib * MIB:
                     raw.sendall(more * 1024)
                     sent += 1024 * len(more)
-            assert sent < 16 * MIB, f"{sent:,} bytes of {name} were taken, also by sockets"
+            assert sent < 16 * MIB, f"{sent:,} bytes of {name} were taken, sockets included"
             assert resident_mib(server) - before < 32, name
 
 
-def test_replies_that_nobody_reads_are_let_go_with_their_memory(checkpoint: str) -> None:
+def test_unread_replies_are_dropped_with_their_memory(checkpoint: str) -> None:
     count = times(4, 30)
     flags = ("--checkpoint", checkpoint, "--threads", "1", "--max-queue", "64")
     body = json.dumps(LARGE).encode()
@@ -67,7 +67,7 @@ def test_replies_that_nobody_reads_are_let_go_with_their_memory(checkpoint: str)
         ExitStack() as stack,
     ):
         reply = httpx.post(f"{server.url}/generate", json=LARGE, trust_env=False, timeout=60)
-        assert len(reply.content) > 10 * 10**6, "small enough for sockets to hold"
+        assert len(reply.content) > 10 * 10**6, "sockets could hold the reply"
         own, before = _sockets(server), resident_mib(server)
         readers = []
         for _ in range(count):
@@ -79,7 +79,7 @@ def test_replies_that_nobody_reads_are_let_go_with_their_memory(checkpoint: str)
             server.sample("logitd_sequences_finished_total") <= count or _sockets(server) > own + 1
         ):
             assert time.monotonic() < deadline, f"{_sockets(server) - own} are still open"
-            for raw in readers[::2]:  # these read a little at a time
+            for raw in readers[::2]:  # these clients read a little at a time
                 with contextlib.suppress(OSError):
                     raw.recv(10)
             time.sleep(0.2)
@@ -97,7 +97,7 @@ def _connect(server: ServedProcess, receive_buffer: int | None = None) -> socket
 
 
 def _sockets(server: ServedProcess) -> int:
-    """Sockets that the server's process has open, whatever it says itself."""
+    """Open sockets of the server's process by /proc."""
     targets = []
     for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile

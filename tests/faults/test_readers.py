@@ -1,4 +1,4 @@
-"""Readers that read slowly, and the slots that others get meanwhile."""
+"""Slow readers, and the slots of other clients."""
 
 import contextlib
 import json
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.slow
 SLOTS = 4
 POSITIONS = 1024
 PIECE = 32 * 1024
-"""Bytes that a slow reader takes at a time."""
+"""Bytes that a slow reader takes at once."""
 LONGEST = 10.0
-"""Seconds in which a server with nothing else to compute gives four tokens."""
+"""Seconds in which an idle server returns four tokens."""
 
 
-def test_slow_readers_of_large_replies_take_no_slot_from_others(tmp_path: Path) -> None:
+def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
     """Twice as many readers as slots, each far slower than its rows are computed."""
     flags = [*("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1")]
     flags += ["--slots", str(SLOTS), "--max-queue", "64"]
@@ -41,7 +41,7 @@ def test_slow_readers_of_large_replies_take_no_slot_from_others(tmp_path: Path) 
             reader.start()
         try:
             _wait_for_slots(server)
-            time.sleep(1)  # until what the sockets hold is full
+            time.sleep(1)  # until the buffers of the sockets are full
             deadline = time.monotonic() + times(4, 120)
             with httpx.Client(base_url=server.url, trust_env=False, timeout=LONGEST) as client:
                 while time.monotonic() < deadline:
@@ -55,7 +55,7 @@ def test_slow_readers_of_large_replies_take_no_slot_from_others(tmp_path: Path) 
 
 
 def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> None:
-    """Ask for every row of a prompt, and read about 100 kB/s until told to stop."""
+    """Request every row of a prompt, and read about 100 kB/s until `stop`."""
     prompt = np.random.default_rng(seed).integers(0, 256, POSITIONS).tolist()
     body = json.dumps({"prompt": prompt, "positions": "all"}).encode()
     with socket.socket() as raw:
@@ -74,15 +74,14 @@ def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> Non
 
 
 def _wait_for_slots(server: ServedProcess) -> None:
-    """Wait until every slot is taken."""
     deadline = time.monotonic() + 30
     while server.sample("logitd_kv_slots_used") < SLOTS:
-        assert time.monotonic() < deadline, "the readers do not get their slots"
+        assert time.monotonic() < deadline, "the readers have no slots"
         time.sleep(0.05)
 
 
 def _wide_checkpoint(folder: Path) -> str:
-    """A model of little arithmetic whose rows are as wide as those of GPT-2."""
+    """A cheap model with rows as wide as GPT-2's."""
     config = tiny_config(
         n_layer=1, d_model=16, n_head=1, vocab_size=50_000, context_length=POSITIONS
     )

@@ -1,5 +1,5 @@
-"""Soak: sound and broken requests to all endpoints, clients that leave, and changes of the weights,
-all at once and for long.
+"""Soak: valid and broken requests to all endpoints, clients that leave, and reloads, all at once
+and for a long time.
 """
 
 import json
@@ -23,11 +23,11 @@ from tests.model.factories import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_gpt,
 
 CLIENTS = 8
 STEPS = (1, 2, 3)
-"""Of the checkpoints, one of which is served at a time."""
+"""Steps of the checkpoints that are served in turn."""
 ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
-"""MiB from the end of the first quarter to the end: allocators and caches, which have bounds."""
+"""MiB after the first quarter, for bounded allocators and caches."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
 
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}
@@ -63,17 +63,10 @@ SOUND: dict[str, list[dict[str, Any]]] = {
     ],
     "/lens": [{"prompt": "abcdef", "positions": "all"}],
     "/sweep": [
-        {
-            "prompt": "abc",
-            "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"},
-            "over": ["layers", "heads"],
-        },
-        {
-            "prompt": "abc",
-            "over": ["layers", "positions"],
-            "stream": True,
-            "vary": {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "abd"}},
-        },
+        {"prompt": "abc", "over": ["layers", "heads"],
+         "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"}},
+        {"prompt": "abc", "over": ["layers", "positions"], "stream": True,
+         "vary": {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "abd"}}},
     ],
     "/tokenize": [{"prompt": "some text"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
@@ -87,7 +80,8 @@ SOUND: dict[str, list[dict[str, Any]]] = {
         {"messages": MESSAGES, "max_tokens": 20, "stream": True, "logprobs": True},
         {"messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": "required"},
     ],
-}
+}  # fmt: skip
+OVERFLOW = {"stage": "embedding", "operation": "scale", "factor": 3e38}
 BROKEN: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "x" * 5000}),
     ("/generate", {"prompt": "a", "temprature": 1}),
@@ -96,35 +90,24 @@ BROKEN: list[tuple[str, Any]] = [
     ("/logits", {"prompt": "a", "positions": [99]}),
     ("/attention", {"prompt": "a", "layers": [99]}),
     ("/activations", {"prompt": "a", "stages": ["blocks.99.output"]}),
-    (
-        "/generate",
-        {
-            "prompt": "a",
-            "interventions": [
-                {"stage": "embedding", "operation": "scale", "factor": 3e38},
-                {"stage": "embedding", "operation": "scale", "factor": 3e38},
-            ],
-        },
-    ),
-    (
-        "/sweep",
-        {"prompt": "a", "vary": {"stage": "embedding", "operation": "zero"}, "over": ["heads"]},
-    ),
+    ("/generate", {"prompt": "a", "interventions": [OVERFLOW, OVERFLOW]}),
+    ("/sweep", {"prompt": "a", "over": ["heads"],
+                "vary": {"stage": "embedding", "operation": "zero"}}),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}),
     ("/v1/chat/completions", {"messages": []}),
     ("/nowhere", {}),
-]
+]  # fmt: skip
 
 
 @dataclass
 class Tally:
-    """Answers that all clients saw together."""
+    """Answers of all clients."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0
-    """Requests whose client went away before the end of the answer."""
+    """Requests whose client left before the end of the answer."""
     answers: set[tuple[str, str]] = field(default_factory=set)
-    """To the one question that is always the same: whose it was, and what."""
+    """Answers to QUESTION, each with the hash of its checkpoint."""
     problems: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -138,7 +121,7 @@ class Tally:
 
 
 class Client(threading.Thread):
-    """Sends one request after the other for so many seconds."""
+    """Sends one request after the other for some seconds."""
 
     def __init__(self, url: str, seed: int, seconds: float, tally: Tally) -> None:
         super().__init__()
@@ -158,26 +141,22 @@ class Client(threading.Thread):
                 except (httpx.HTTPError, AssertionError) as error:
                     self._tally.problems.append(f"{act.__name__} {self._asked}: {error!r}")
 
-    def _choose(self) -> tuple[str, dict[str, Any]]:
-        path = self._random.choice(list(SOUND))
-        return path, self._random.choice(SOUND[path])
-
-    def _sound(self) -> None:
-        path, body = self._choose()
-        self._asked = f"{path} {body}"
-        response = self._http.post(path, json=body)
-        self._tally.answer(path, response.status_code)
-        assert response.status_code in (200, 429), response.text
-
-    def _broken(self) -> None:
-        path, body = self._random.choice(BROKEN)
+    def _post(self, path: str, body: Any, expected: tuple[int, ...]) -> httpx.Response:
         self._asked = f"{path} {body}"
         response = self._http.post(path, json=body)
         self._tally.answer("other" if path == "/nowhere" else path, response.status_code)
-        assert response.status_code in (400, 404, 429), response.text
+        assert response.status_code in expected, response.text
+        return response
+
+    def _sound(self) -> None:
+        path = self._random.choice(list(SOUND))
+        self._post(path, self._random.choice(SOUND[path]), (200, 429))
+
+    def _broken(self) -> None:
+        self._post(*self._random.choice(BROKEN), (400, 404, 429))
 
     def _leave(self) -> None:
-        """A stream that is left after its first bytes."""
+        """Leave a stream after its first bytes."""
         body = {"prompt": "and so on", "max_tokens": 100, "ignore_eos": True, "stream": True}
         self._asked = "/generate, to leave it"
         with self._http.stream("POST", "/generate", json=body) as response:
@@ -185,10 +164,7 @@ class Client(threading.Thread):
         self._tally.leave()
 
     def _ask(self) -> None:
-        self._asked = f"/generate {QUESTION}"
-        response = self._http.post("/generate", json=QUESTION)
-        self._tally.answer("/generate", response.status_code)
-        assert response.status_code in (200, 429), response.text
+        response = self._post("/generate", QUESTION, (200, 429))
         if response.status_code == 200:
             reply = response.json()
             choice = reply["choices"][0]
@@ -197,7 +173,7 @@ class Client(threading.Thread):
 
 
 class Administrator(threading.Thread):
-    """Has one checkpoint after the other served, and now and then one that there is not."""
+    """Reloads one checkpoint after the other, and sometimes a missing one."""
 
     def __init__(self, url: str, tally: Tally, stop: threading.Event) -> None:
         super().__init__()
@@ -227,7 +203,7 @@ class Administrator(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_counters_memory_and_answers_hold_under_everything_at_once(tmp_path: Path) -> None:
+def test_counters_memory_and_answers_hold_under_load(tmp_path: Path) -> None:
     """The run has four quarters; memory may grow in the first."""
     seconds = times(8, 1200)
     for step in STEPS:
@@ -267,10 +243,10 @@ def test_counters_memory_and_answers_hold_under_everything_at_once(tmp_path: Pat
 
 
 def _compare(server: ServedProcess, tally: Tally) -> None:
-    """Raise AssertionError where the server's counters are not the clients'."""
+    """Assert that the server's counters equal those of the clients."""
     held = ("logitd_kv_slots_used", "logitd_queue_elements", "logitd_num_sequences_waiting")
     deadline = time.monotonic() + 20
-    while any(map(server.sample, held)):  # requests that were left end a moment later
+    while any(map(server.sample, held)):  # abandoned requests end a moment later
         assert time.monotonic() < deadline, {name: server.sample(name) for name in held}
         time.sleep(0.1)
     text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30).text

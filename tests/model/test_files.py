@@ -1,9 +1,8 @@
-"""Files that are not what their names promise: a sentence at once, whatever is there."""
+"""Files: unusual ones are refused at once, and writes are complete or absent."""
 
 import os
 import re
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from logitd.model.files import (
     FileError,
+    atomic_folder,
     open_regular,
     parse_json,
     read_regular,
@@ -23,7 +23,7 @@ from tests.model.full_disk import files_of_at_most
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Files that are not regular, by what a message calls them; none is removed afterwards."""
+    """Irregular files by their name in messages."""
     folder.mkdir(exist_ok=True)
     (folder / "directory").mkdir()
     os.mkfifo(folder / "pipe")
@@ -48,7 +48,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
         assert caught.value.strerror == str(caught.value)
 
 
-def test_links_to_themselves_and_missing_files_are_the_systems_errors(tmp_path: Path) -> None:
+def test_looping_links_and_missing_files_raise_the_system_error(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(OSError, match="symbolic links"):
@@ -57,7 +57,7 @@ def test_links_to_themselves_and_missing_files_are_the_systems_errors(tmp_path: 
         read_regular(tmp_path / "none", 100)
 
 
-def test_pipe_that_takes_a_files_place_is_not_waited_for(
+def test_pipe_that_replaces_a_checked_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -72,9 +72,7 @@ def test_pipe_that_takes_a_files_place_is_not_waited_for(
 
 
 @given(size=st.integers(0, 300), most=st.integers(0, 300))
-def test_no_more_is_read_than_was_said(
-    tmp_path_factory: pytest.TempPathFactory, size: int, most: int
-) -> None:
+def test_read_is_bounded(tmp_path_factory: pytest.TempPathFactory, size: int, most: int) -> None:
     path = tmp_path_factory.mktemp("files") / "file"
     path.write_bytes(b"x" * size)
     if size <= most:
@@ -84,7 +82,7 @@ def test_no_more_is_read_than_was_said(
             read_regular(path, most)
 
 
-def test_size_that_is_not_told_is_bounded_too() -> None:
+def test_read_of_unknown_size_is_bounded() -> None:
     path = Path("/proc/self/maps")
     assert path.stat().st_size == 0
     assert b"python" in read_regular(path, 2**22)
@@ -92,17 +90,16 @@ def test_size_that_is_not_told_is_bounded_too() -> None:
         read_regular(path, 100)
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
+def test_refused_file_leaves_no_descriptor(tmp_path: Path) -> None:
     paths = odd_files(tmp_path).values()
     before = len(os.listdir("/proc/self/fd"))
     for path in paths:
         with pytest.raises(FileError):
             open_regular(path)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() >= 1
 
 
-def test_line_ends_are_those_of_python(tmp_path: Path) -> None:
+def test_line_ends_are_normalized_as_by_python(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes("a\r\nb\rc\n\u00e9".encode())
     assert read_text(path) == path.read_text(encoding="utf-8")
@@ -124,17 +121,17 @@ def test_line_ends_are_those_of_python(tmp_path: Path) -> None:
         ("{", "property name"),
     ],
 )
-def test_json_that_could_not_be_written_again_is_refused(text: str, sentence: str) -> None:
+def test_json_that_cannot_be_written_again_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_json(text.encode())
 
 
-def test_other_json_is_read_as_it_is() -> None:
+def test_json_keeps_its_values() -> None:
     text = '{"a": [1, -9223372036854775808, 1.5, 1e300, null, true, "\\ud83d\\ude00"]}'
     assert parse_json(text.encode()) == {"a": [1, -(2**63), 1.5, 1e300, None, True, "\U0001f600"]}
 
 
-def test_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_whole(path, b"first")
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
@@ -142,13 +139,38 @@ def test_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"first")]
 
 
-def test_write_error_names_the_file_and_the_reason(tmp_path: Path) -> None:
-    """NumPy has no number for a write cut short."""
-    said = []
-    for error in (OSError(28, "No space left on device"), OSError("8 requested and 2 written")):
-        with pytest.raises(FileError) as caught, written_to(tmp_path / "new"):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError("8 requested and 2 written"), "8 requested and 2 written"),  # NumPy's
+    ],
+)
+def test_write_error_names_the_file_and_the_reason(error: OSError, reason: str) -> None:
+    with (
+        pytest.raises(FileError, match=f"new cannot be written: .*{reason}"),
+        written_to(Path("new")),
+    ):
+        raise error
+
+
+def test_folder_appears_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    with atomic_folder(path) as aside:
+        (aside / "file").write_text("x")
+        assert not path.exists()
+    assert (path / "file").read_text() == "x"
+    assert os.stat(path).st_mode & 0o777 == 0o755
+    assert [each.name for each in path.parent.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("error", [OSError("full"), SystemExit(1)])
+def test_failed_folder_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def fail() -> None:
+        with atomic_folder(tmp_path / "b") as aside:
+            (aside / "file").write_text("x")
             raise error
-        said.append(str(caught.value))
-    assert all(str(tmp_path / "new") in message for message in said)
-    assert "No space left on device" in said[0]
-    assert "8 requested and 2 written" in said[1]
+
+    with pytest.raises(type(error)):
+        fail()
+    assert list(tmp_path.iterdir()) == []

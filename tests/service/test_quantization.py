@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint, read_checkpoint
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.errors import DataError
 from logitd.model.evaluation import quantization_cost
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_cost import QuantizationCost
@@ -230,7 +230,7 @@ def test_a_loss_above_the_bound_is_refused_unless_any_is_accepted(
     try:
         held_out_windows(read_checkpoint(BUNDLED))
         load_library()
-    except (TextError, KernelsUnavailable) as reason:
+    except (DataError, KernelsUnavailable) as reason:
         pytest.skip(str(reason))
     app = create_app(serve_settings(BUNDLED, max_quantization_loss="0.01%", **INT4))
     with serving_app(app) as server:

@@ -316,7 +316,7 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
     order = foreign.order or range(tokenizer.vocab_size)
     characters, pairs = byte_characters(), _pairs(model, path)
     expected = list[int]()
-    for part in tokenizer.split(text, ""):
+    for part in tokenizer.added.split(text):
         if part.token_id is not None:
             expected.append(order[part.token_id])
             continue

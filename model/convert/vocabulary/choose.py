@@ -21,7 +21,7 @@ from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
 from logitd.model.convert.vocabulary.named import FORMS, named_vocabulary
 from logitd.model.convert.vocabulary.table import table_in
-from logitd.model.text.tokenizer import PUBLISHED
+from logitd.model.text.published import PUBLISHED
 
 PADDED_TO = (8, 16, 32, 64, 128)
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)

@@ -16,8 +16,8 @@ from logitd.model.convert.source_file import source_bytes, source_json, source_t
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.files import Candidate, table_of_lines, vocabulary_in
 from logitd.model.convert.vocabulary.table import Table, table_of
-from logitd.model.text.published import published_tokenizer
-from logitd.model.text.tokenizer import PUBLISHED, Tokenizer, TokenizerError
+from logitd.model.text.published import PUBLISHED, published_tokenizer
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 NONE = "none"
 _RULE = re.compile(r"(characters|words):(.+?)((?:,(?:first|last)=\d+)*)", re.DOTALL)

@@ -1,6 +1,4 @@
-"""Documents: named texts, read in pieces so that one can be larger than memory. All text is
-UTF-8. The other modules of this folder find them.
-"""
+"""Documents: named UTF-8 texts, read in pieces, so one can be larger than memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,33 +10,30 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import text_bytes_of
 
 PIECE = 100_000
-"""Most characters in a piece. Tokenizers overflow their stack on runs of a million spaces."""
+"""Characters of a piece; tokenizers overflow their stack on runs of a million spaces."""
 
 LONGEST_PART = 2**26
-"""Characters of a part of a file that is divided into documents; it is held in memory whole."""
-
-
-class TextError(DataError):
-    """A text that cannot be trained on; the message names the file or the numbers."""
+"""Characters between two separators, which are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A named text. `pieces` reads it anew each time, in order, PIECE characters at most a time."""
+    """A named text. Each call of `pieces` reads it from the start, at most PIECE characters at a
+    time."""
 
     name: str
     pieces: Callable[[], Iterator[str]]
-    size: int | None = None  # bytes in UTF-8; None: not known before it is read
-    drawn_by_name: bool = False  # its name decides whether it is held out, instead of its content
+    size: int | None = None  # bytes; None: unknown until it is read
+    drawn_by_name: bool = False  # the name decides if it is held out, instead of the content
 
     def count_bytes(self) -> int:
-        """Bytes in UTF-8, by reading it if need be."""
+        """Bytes, by reading it if the size is unknown."""
         return self.size if self.size is not None else sum(map(_size, self.pieces()))
 
 
 class Documents:
-    """The documents of several sources, one after the other, opened again by each iteration: of a
-    source with a million documents only one is in memory."""
+    """The documents of several sources, opened again by each iteration; one document is in memory
+    at a time."""
 
     def __init__(self, *sources: Callable[[], Iterable[Document]]) -> None:
         self._sources = sources
@@ -49,7 +44,7 @@ class Documents:
 
 
 def split_documents(documents: Iterable[Document], separator: str) -> Iterator[Document]:
-    """The texts between separators, without the line breaks around these, as documents."""
+    """The texts between separators as documents, without line breaks at their ends."""
     for document in documents:
         texts = (text.strip("\r\n") for text in _between(document, separator))
         for number, text in enumerate(filter(None, texts), start=1):
@@ -63,27 +58,27 @@ def _between(document: Document, separator: str) -> Iterator[str]:
         *whole, rest = (rest + piece).split(separator)
         yield from whole
         if len(rest) > LONGEST_PART:
-            raise TextError(
-                f"{document.name} has more than {LONGEST_PART:,} characters without "
-                f"{separator!r} (--split-at) between them"
+            raise DataError(
+                f"{document.name} has more than {LONGEST_PART:,} characters without the separator "
+                f"{separator!r} (--split-at)"
             )
     yield rest
 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents and their record for a checkpoint; or shards that are already tokenised."""
+    """Documents, or already tokenised shards, with their record for a checkpoint."""
 
     name: str
     licence: str
     documents: Iterable[Document]
-    built_in: bool = False  # Python's own text and nothing else
-    downloads: Sequence[Mapping[str, Any]] = ()  # url, sha256 and bytes of each
+    built_in: bool = False  # it is Python's own text alone
+    downloads: Sequence[Mapping[str, Any]] = ()  # url, sha256 and bytes of each file
     shards: Sequence[Path] = ()
 
     def count_bytes(self, limit: float) -> int:
-        """Bytes in UTF-8 of all documents or shards, or some number above `limit` if there are
-        more: documents of unknown size are read no further than that."""
+        """Bytes of all documents or shards. Reading stops above `limit`, so a larger result is a
+        lower bound."""
         if self.shards:
             return sum(map(text_bytes_of, self.shards))
         total = 0
@@ -97,12 +92,11 @@ class Text:
 
 
 def text_document(name: str, text: str, **facts: Any) -> Document:
-    """A document that is in memory."""
     return Document(name, partial(pieces_of, text), len(text.encode()), **facts)
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """A text in memory in pieces, cut after a line's end if there is one."""
+    """The pieces of a text in memory, cut after a line break if possible."""
     at = 0
     while len(text) - at > PIECE:
         end = text.rfind("\n", at, at + PIECE) + 1 or at + PIECE
@@ -113,7 +107,7 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def beginning(documents: Iterable[Document], characters: int) -> str:
-    """The first characters of documents, with a line break between two."""
+    """The first characters of documents, joined by line breaks."""
     text = ""
     for document in documents:
         text += "\n" * bool(text)

@@ -1,13 +1,12 @@
 """Files: the documents in files of every kind that can be trained on.
 
-  objects, one a line       JSON lines, one document per line (`records.py`)
-  NAME.json, .csv, .tsv     one document per item or row
-  NAME.parquet              one document per row
-  others                    UTF-8 text, one document per file
+  objects, one per line     JSON lines, a document per line (`records.py`)
+  NAME.json, .csv, .tsv     a document per item or row
+  NAME.parquet              a document per row
+  others                    UTF-8 text, a document per file
 
-All but Parquet may be compressed with gzip, which is recognised by a file's first bytes, as JSON
-lines are by the first two lines. A file that is not text is rejected, by name. Does not fetch URLs
-(`download.py`).
+All kinds but Parquet may be compressed with gzip. The first bytes show gzip, the first two lines
+JSON lines. A file that is not text is refused by name.
 """
 
 import glob
@@ -20,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TextIO
 
-from logitd.model.data.sources.document import PIECE, Document, TextError
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.document import PIECE, Document
 from logitd.model.data.sources.records import (
     LONGEST_LINE,
     csv_documents,
@@ -31,7 +31,7 @@ from logitd.model.data.sources.records import (
 )
 
 GZIP = b"\x1f\x8b"
-"""First bytes of gzip, and of no UTF-8."""
+"""First bytes of gzip; no UTF-8 begins with them."""
 Kind = Literal["text", "json lines", "json", "csv", "parquet"]
 BY_NAME: dict[str, Kind] = {
     ".parquet": "parquet",
@@ -45,31 +45,30 @@ ONLY_TEXT = "convert it, or name only text, for example 'FOLDER/**/*.txt'"
 
 
 def named_files(name: str) -> list[Path]:
-    """The files that one word of `--data` names, in the order of their names."""
+    """The files that one word of `--data` names, sorted."""
     path = Path(name)
     if path.is_file():
         return [path]
     if path.is_dir():
-        below = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        below = [file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}"]
         missing = f"the folder {name} has no files"
     else:
         below = [Path(match) for match in glob.glob(name, recursive=True)]
         missing = f"{name} is not a file, a folder or a glob that matches a file"
     if not (files := [file for file in below if file.is_file()]):
-        raise TextError(missing)
+        raise DataError(missing)
     return sorted(files)
 
 
 def each_once(files: Iterable[Path]) -> list[Path]:
-    """Files that several words name, once each."""
     return list({file.resolve(): file for file in files}.values())
 
 
 def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Document]:
-    """The documents in a file, which messages call `name`; none in an empty one.
+    """The documents in a file, which messages call `name`; an empty file has none.
 
-    text_field  field of records with the text; "" reads every file as plain text, None is "text"
-                for callers without a flag (`records.py`)
+    text_field  field of records that contains the text; "" reads every file as plain text, None is
+                "text" for commands without the flag (`records.py`)
     """
     with _reading(name):
         kind = "text" if text_field == "" else kind_of(path)
@@ -83,7 +82,7 @@ def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Docu
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a file, by its content if that shows it, else by its name."""
+    """The kind of a file by its name, JSON lines by its content."""
     name = Path(path.name.lower().removesuffix(".gz"))
     if known := BY_NAME.get(name.suffix):
         return known
@@ -98,15 +97,8 @@ def kind_of(path: Path) -> Kind:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether the text of a file is in a field of its records."""
     with _reading(path.as_posix()):
         return kind_of(path) != "text"
-
-
-def plain_file(path: Path, name: str, *, drawn_by_name: bool = False) -> Document:
-    """A file of text that is not compressed, as one document."""
-    size = path.stat().st_size
-    return Document(name, partial(_read, path, name), size, drawn_by_name=drawn_by_name)
 
 
 def documents_of_all(files: Sequence[Path], text_field: str | None) -> Iterator[Document]:
@@ -115,7 +107,7 @@ def documents_of_all(files: Sequence[Path], text_field: str | None) -> Iterator[
 
 
 def open_utf8(path: Path) -> TextIO:
-    """Open a file as text, unpacked if it is packed; line ends stay as they are."""
+    """Open a plain or compressed file as text; line ends stay unchanged."""
     if _is_packed(path):
         return gzip.open(path, "rt", encoding="utf-8", newline="")
     return path.open(encoding="utf-8", newline="")
@@ -123,21 +115,20 @@ def open_utf8(path: Path) -> TextIO:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn an error of reading a file into a sentence that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise TextError(
-            f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}); "
+        raise DataError(
+            f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}): "
             f"{ONLY_TEXT}"
         ) from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TextError(
-            f"{name} begins like a gzip file and cannot be unpacked ({error}): it is cut short "
-            "or damaged"
+        raise DataError(
+            f"{name} begins like a gzip file and cannot be unpacked ({error}): it is truncated or "
+            "damaged"
         ) from error
     except OSError as error:
-        raise TextError(f"{name} cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def _is_packed(path: Path) -> bool:
@@ -145,18 +136,13 @@ def _is_packed(path: Path) -> bool:
         return file.read(len(GZIP)) == GZIP
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def _read(path: Path, name: str) -> Iterator[str]:
-    """A file in pieces, cut after a line's end if there is one."""
     with _reading(name), open_utf8(path) as file:
         rest = ""
         while block := file.read(PIECE - len(rest)):
             if "\0" in block:
-                raise TextError(
-                    f"{name} has NUL characters, so it is binary, or text in UTF-16; {ONLY_TEXT}"
+                raise DataError(
+                    f"{name} has NUL characters, so it is binary or UTF-16: {ONLY_TEXT}"
                 )
             block = rest + block
             cut = block.rfind("\n") + 1 if len(block) == PIECE else len(block)

@@ -2,11 +2,10 @@
 
   builtin:python         the documentation and sources of this Python; the default
   http://, https://      a file, fetched once
-  *.tokens               shards that a run has tokenised, trained on as they are
+  *.tokens               shards of a run, used without tokenising again
   anything else          files, folders and globs (`files.py`)
 
-Several arguments make one text with the documents of all of them. Reads only the beginning of each,
-and does not split training from validation (`split.py`).
+All arguments together make one text. Only the beginning of each file is read here.
 """
 
 import sysconfig
@@ -14,8 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from logitd.model.data.sources.document import Documents, Text, TextError, split_documents
-from logitd.model.data.sources.download import download, is_address
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.document import Documents, Text, split_documents
+from logitd.model.data.sources.download import Report, download, is_address
 from logitd.model.data.sources.files import (
     documents_of,
     documents_of_all,
@@ -23,7 +23,6 @@ from logitd.model.data.sources.files import (
     holds_records,
     named_files,
 )
-from logitd.model.data.sources.progress import Report, unreported
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 
@@ -36,39 +35,42 @@ def open_text(
     options: ReadOptions = AS_USUAL,
     *,
     licence: str = "not stated",
-    report: Report = unreported,
+    report: Report = lambda event: None,
 ) -> Text:
-    """Open the text that `data` names. Addresses are fetched now, files are read later.
+    """Open the text that `data` names. Addresses are fetched now, files are read later. Raises
+    DataError.
 
-    licence  licence of all but the built-in text, for the checkpoint's card
+    licence  licence of all texts except the built-in one, for the checkpoint's card
     """
     text_field, split_at = options.text_field, options.split_at
     words = list(dict.fromkeys(data)) or [PYTHON]
     name = ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
     built_in = [python_text(Path(sysconfig.get_path("stdlib")))] if PYTHON in words else []
-    as_it_is = (text_field or "text", split_at) == ("text", None)
-    if built_in and len(words) == 1 and as_it_is:
+    unchanged = (text_field or "text", split_at) == ("text", None)
+    if built_in and len(words) == 1 and unchanged:
         return built_in[0]
     addresses = [word for word in words if is_address(word)]
     others = [word for word in words if word != PYTHON and not is_address(word)]
     files = each_once(file for word in others for file in _files(word))
     if any(file.suffix == SHARD for file in files):
         texts = [*(str(file) for file in files if file.suffix != SHARD), *addresses]
-        if not as_it_is:
-            raise TextError(
-                f"--text-field and --split-at go with text, and {name} is already tokenised"
+        if not unchanged:
+            raise DataError(
+                f"--text-field and --split-at need text, and {name} is already tokenised: leave "
+                "them out"
             )
         if built_in or texts:
-            raise TextError(
+            raise DataError(
                 f"{name}: shards (*{SHARD}) and text ({[*texts, PYTHON][0]}) cannot be trained on "
-                "together; tokenise all of the text in one run, or name shards alone"
+                "together: tokenise all of the text in one run, or name shards alone"
             )
         return Text(name=name, licence=licence, documents=(), shards=files)
     downloads = [download(url, max_mb=options.max_download_mb, report=report) for url in addresses]
     paths = [*files, *(file.path for file in downloads)]
     if text_field not in ("text", "") and not any(map(holds_records, paths)):
-        raise TextError(
-            f"--text-field {text_field} goes with JSON, CSV and Parquet; {name} has only plain text"
+        raise DataError(
+            f"--text-field {text_field} needs JSON, CSV or Parquet, and {name} has only plain "
+            "text: leave it out"
         )
     documents = Documents(
         *(partial(iter, text.documents) for text in built_in),
@@ -78,7 +80,7 @@ def open_text(
     if split_at:
         documents = Documents(partial(split_documents, documents, split_at))
     if next(iter(documents), None) is None:
-        raise TextError(f"{name}: {len(paths)} files, and all are empty")
+        raise DataError(f"{name}: all of the {len(paths)} files are empty")
     return Text(
         name=name,
         licence="; ".join([*(text.licence for text in built_in), *([licence] if paths else [])]),
@@ -88,11 +90,10 @@ def open_text(
 
 
 def _files(word: str) -> list[Path]:
-    """The files that a word names; the shards of a run's data folder."""
     if word.startswith("builtin:"):
-        raise TextError(f"{word} is not built in; the only built-in text is {PYTHON}")
+        raise DataError(f"{word} is not built in; the only built-in text is {PYTHON}")
     if "://" in word:
-        raise TextError(f"{word} is neither an http nor an https address, and no other is fetched")
+        raise DataError(f"{word} is neither an http nor an https address: download the file first")
     if (Path(word) / f"train{SHARD}").is_file():
         return sorted(Path(word).glob(f"*{SHARD}"))
     return named_files(word)

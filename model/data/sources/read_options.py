@@ -1,4 +1,4 @@
-"""ReadOptions: how files become documents. Its fields are flags of commands that read texts."""
+"""ReadOptions: how files become documents. The fields are flags of commands that read texts."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -32,7 +32,7 @@ class ReadOptions:
 
     @classmethod
     def of(cls, settings: object) -> "ReadOptions":
-        """The options among the attributes of `settings`."""
+        """The options in the attributes of `settings`."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 

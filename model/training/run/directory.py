@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from logitd.model.checkpoint.beside import METRICS
+from logitd.model.checkpoint.card_and_curve import METRICS
 from logitd.model.checkpoint.run_folder import BEST, LATEST, LOCK, RUN, is_run
 from logitd.model.data.shards import DATA
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_whole

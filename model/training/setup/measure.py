@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from logitd.model.data.published_vocabulary import published_vocabulary
+from logitd.model.data.prepare import published_vocabulary
 from logitd.model.device import Placement, use_threads
 from logitd.model.training.configuration.autosize import (
     MEASURED_STEPS,

@@ -1,7 +1,7 @@
-"""`logitd bench`: how fast a checkpoint runs here, and which share of the machine's limit that is.
+"""`logitd bench`: the speed of a checkpoint on this machine, as a share of the machine's limit.
 
-The engine is measured in process, after the peak rates of the machine; before them, with --url, the
-same prompts as streams of a running server, by the Python client. A stream that fails ends it.
+With --url it first measures the same prompts as streams of a running server, by the Python client;
+then the peak rates of the machine, and the engine in process.
 """
 
 import asyncio
@@ -31,18 +31,19 @@ from logitd.service.settings.tools import BenchSettings
 ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
 USUAL_PROMPT_TOKENS = 256
 Arrivals = list[tuple[float, int]]
-"""When tokens of a stream came, and how many; first when it was sent, with none."""
+"""Times at which tokens of a stream arrived, and their numbers; the first is the request, with
+0."""
 
 
 def run(settings: BenchSettings) -> int:
-    """Print a line for each rate, and last the report as JSON."""
+    """Print a line per rate, and the report as JSON on the last line."""
     report = measure(settings)
     say("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
     return 0
 
 
 def measure(settings: BenchSettings) -> dict[str, Any]:
-    """The report, to which keys may be added. Raises ERRORS."""
+    """The report, to which members may be added. Raises ERRORS."""
     loaded = load_model(settings.checkpoint, ComputeOptions.of(settings), log=_log)
     placement = loaded.placement
     check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
@@ -58,7 +59,7 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
     )
     http = []
     if settings.url is not None:
-        http = asyncio.run(measure_server(settings.url, workload))
+        http = asyncio.run(measure_server(settings.url, workload, config.context_length))
     _log("measuring the machine and the engine")
     machine = measure_machine(placement)
     prefill, decode = measure_engine(
@@ -87,26 +88,40 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
     }
 
 
-async def measure_server(url: str, workload: Workload) -> list[dict[str, float]]:
-    """Rates of as many streams at once as each batch has sequences. Raises LogitdError."""
+async def measure_server(url: str, workload: Workload, context: int) -> list[dict[str, float]]:
+    """Rates of as many streams at once as each batch has sequences. Streams of a small model may
+    end before the last one begins; then all generate more tokens, up to the context. Raises
+    LogitdError and BenchmarkError."""
     rows = []
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
         client = AsyncClient(url, max_retries=0, http=http)
+        tokens, most = workload.tokens, context - workload.prompt_tokens
         for batch in workload.batches:
-            rates, first_tokens = [], []
-            for number in range(workload.rounds):
-                prompts = workload.prompts(batch, f"decode {number}")
-                asked = (stream(client, prompt, workload.tokens) for prompt in prompts)
-                streams = await asyncio.gather(*asked)
-                rates.append(whole_batch_rate(streams))
-                first_tokens += [arrivals[1][0] - arrivals[0][0] for arrivals in streams]
+            rates: list[float] = []
+            first_tokens: list[float] = []
+            while len(rates) < workload.rounds:
+                prompts = workload.prompts(batch, f"decode {len(rates)}")
+                requests = (stream(client, prompt, tokens) for prompt in prompts)
+                streams = await asyncio.gather(*requests)
+                rate = whole_batch_rate(streams)
+                if rate is not None:
+                    rates.append(rate)
+                    first_tokens += [arrivals[1][0] - arrivals[0][0] for arrivals in streams]
+                elif tokens < most:
+                    tokens = min(2 * tokens, most)
+                else:
+                    raise BenchmarkError(
+                        f"{batch} streams of {tokens} tokens never ran at once, and the context of "
+                        f"{context} has no room for more: lower --batches or --prompt-tokens, or "
+                        "give the server more --slots"
+                    )
             row = {"batch": batch, "tokens_per_second": statistics.median(rates)}
             rows.append({**row, "first_token_seconds": statistics.median(first_tokens)})
     return rows
 
 
 async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arrivals:
-    """Ask for `tokens` after a prompt, and note when they come."""
+    """Request `tokens` after a prompt, and note their arrivals."""
     arrivals = [(time.perf_counter(), 0)]
     chunks = client.stream(prompt, max_tokens=tokens, ignore_eos=True, prefix_reuse=False)
     async with chunks:
@@ -116,19 +131,18 @@ async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arr
     return arrivals
 
 
-def whole_batch_rate(streams: Sequence[Arrivals]) -> float:
+def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
     """Tokens per second from the first token of the last stream to the last token of the first one
-    that ends. Raises BenchmarkError if there is no such time."""
+    that ends; None if the streams do not run at once."""
     begin = max(arrivals[1][0] for arrivals in streams)
     end = min(arrivals[-1][0] for arrivals in streams)
     if end <= begin:
-        raise BenchmarkError(f"{len(streams)} streams never ran at once: raise --tokens")
-    came = sum(count for arrivals in streams for at, count in arrivals if begin < at <= end)
-    return came / (end - begin)
+        return None
+    return sum(n for arrivals in streams for at, n in arrivals if begin < at <= end) / (end - begin)
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What a terminal shows of a report."""
+    """The report as lines for a terminal."""
     bandwidth, products = (rate / 1e9 for rate in report["machine"].values())
     yield f"{report['processor']}, {report['device']}, {report['threads']} threads"
     yield f"memory {bandwidth:,.1f} GB/s, matrix products {products:,.0f} GFLOP/s"

@@ -19,7 +19,7 @@ from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.text import Text
 
-from logitd.model.checkpoint.beside import read_card, sampled_prompt
+from logitd.model.checkpoint.card_and_curve import read_card, sampled_prompt
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, is_checkpoint
 from logitd.model.device import unproven
 from logitd.model.memory import format_bytes

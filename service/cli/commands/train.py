@@ -4,7 +4,7 @@ import os
 import sys
 
 from logitd.model.data.errors import DataError
-from logitd.model.data.sources.progress import Downloading
+from logitd.model.data.sources.download import Downloading
 from logitd.model.device import DeviceError, keep_freed_memory
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.events import Event, Noticed, Progress, line

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from logitd.model.checkpoint.beside import read_card, read_curve
+from logitd.model.checkpoint.card_and_curve import read_card, read_curve
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.version import VERSION
 from logitd.service.errors import ERRORS

@@ -1,8 +1,6 @@
-"""Rates: the timed steps are those of a whole batch, and every token is generated. How long they
-take, no test knows."""
+"""Rates: the timed steps are those of a whole batch, and every token is generated."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +30,7 @@ def gpt() -> GPT:
 
 
 def ahead(batch: int, prompt: int) -> int:
-    """Tokens that the first sequence has when the last prompt is computed, 64 positions a step."""
+    """Tokens of the first sequence at the end of the last prefill, with 64 positions per step."""
     blocks = -(-prompt // 32)
     return -(-batch * blocks // 2) - -(-blocks // 2)
 
@@ -51,28 +49,27 @@ def workload(batch: int, prompt: int, **changed: Any) -> Workload:
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("prompt", [1, 31, 32, 33, 64, 100])
-def test_as_many_whole_steps_as_were_wanted(gpt: GPT, batch: int, prompt: int) -> None:
-    """Positions are counted exactly."""
+def test_whole_steps_are_counted(gpt: GPT, batch: int, prompt: int) -> None:
     asked = workload(batch, prompt)
     engine = Engine(gpt, EngineConfig(slots=batch, prefill_chunk=64))
     steps = full_steps(engine, asked.requests(batch, "x"))
     assert len(steps) == STEPS
     assert all(seconds > 0 for seconds, _ in steps)
-    # Each step attends over one position more in each sequence, up to all but the last token's.
+    # Each step attends to one position more in each sequence.
     live = [positions for _, positions in steps]
     assert [later - earlier for earlier, later in itertools.pairwise(live)] == [batch] * 8
     if batch == 1:
         assert live == list(range(prompt + 1, prompt + 1 + STEPS))
 
 
-def test_positions_count_the_lead_of_the_first(gpt: GPT) -> None:
-    """Three prompts of a chunk each: two, one and no tokens ahead when the last is computed."""
+def test_positions_include_the_lead_of_the_first(gpt: GPT) -> None:
+    """Three prompts of a chunk each lead by two, one and no tokens at the end of the prefill."""
     engine = Engine(gpt, EngineConfig(slots=3, prefill_chunk=64))
     steps = full_steps(engine, workload(3, 64).requests(3, "x"))
     assert steps[0][1] == 3 * 64 + 3 + 2 + 1
 
 
-def test_a_sequence_that_ends_otherwise_is_an_error(gpt: GPT) -> None:
+def test_failed_sequence_is_an_error(gpt: GPT) -> None:
     class Failing(PlainDecoder):
         def decode(self, *args: Any) -> Any:
             raise ZeroDivisionError("on purpose")
@@ -82,7 +79,7 @@ def test_a_sequence_that_ends_otherwise_is_an_error(gpt: GPT) -> None:
         full_steps(engine, workload(1, 8).requests(1, "x"))
 
 
-def test_all_cases_are_measured_against_their_limits(gpt: GPT) -> None:
+def test_rates_are_shares_of_their_limits(gpt: GPT) -> None:
     asked = workload(4, 40, batches=(1, 4), rounds=2)
     prefill, decode = measure_engine(gpt, PlainDecoder, asked, MACHINE)
     assert [rate.batch for rate in prefill] == [rate.batch for rate in decode] == [1, 4]
@@ -92,7 +89,7 @@ def test_all_cases_are_measured_against_their_limits(gpt: GPT) -> None:
         assert rate.share_of_limit * 40 * rate.batch / least == pytest.approx(
             rate.tokens_per_second
         )
-    # Alone from its second token on: 41 to 39 + tokens positions.
+    # A single sequence attends to 41 up to 39 + tokens positions.
     alone = decode_work(gpt, batch=1, live_positions=40 + asked.tokens / 2)
     least, _ = limit(alone, MACHINE)
     assert decode[0].share_of_limit / least == pytest.approx(decode[0].tokens_per_second)
@@ -101,21 +98,15 @@ def test_all_cases_are_measured_against_their_limits(gpt: GPT) -> None:
 def test_rates_are_tokens_over_the_time_of_whole_steps(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that is moved on by hand: a thousand seconds for each look at it."""
+    """The clock advances by a thousand seconds per reading."""
 
-    def ticking() -> Iterator[float]:
-        now = 0.0
-        while True:
-            yield now
-            now += 1000.0
-
-    clock = ticking().__next__
+    clock = itertools.count(0.0, 1000.0).__next__
     monkeypatch.setattr("logitd.model.benchmark.rates.time.perf_counter", clock)
     prefill, (decode,) = measure_engine(
         gpt, PlainDecoder, workload(4, 40, rounds=3), MACHINE
     )  # fmt: skip
     assert decode.tokens_per_second == pytest.approx(4 / 1000)
-    # A prefill of one prompt is one step, two looks, within two looks around it.
+    # A prefill of one prompt is one step with two readings, between two more.
     assert prefill[0].tokens_per_second == pytest.approx(40 / 3000)
 
 
@@ -125,7 +116,7 @@ def test_too_few_steps_of_a_whole_batch_are_refused(gpt: GPT) -> None:
         measure_engine(gpt, PlainDecoder, workload(4, 40, tokens=tokens), MACHINE)
 
 
-def test_prompts_depend_on_the_case_and_share_no_beginning() -> None:
+def test_prompts_depend_on_the_case_and_share_no_prefix() -> None:
     asked = workload(32, 200)
     prompts = asked.prompts(32, "a")
     assert prompts == asked.prompts(32, "a")

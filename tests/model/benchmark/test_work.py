@@ -1,4 +1,4 @@
-"""Work: the formulas against numbers worked out by hand, and against the sizes of real tensors."""
+"""Work: the formulas equal numbers by hand, and the sizes of real tensors."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from logitd.model.benchmark.work import Work, decode_work, limit, prefill_work
 from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.inference.kv_cache import KVCache
-from logitd.model.inference.options import KVCacheDType
+from logitd.model.inference.options import KVCacheDType, Quantization
 from logitd.model.machine import Machine
 from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
@@ -19,24 +19,24 @@ from logitd.model.transformer.size import attention_operations
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 GPT2 = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
-# Of GPT-2's smallest. Per block 768 x 2304, 768 x 768, 768 x 3072 and 3072 x 768.
+# The smallest GPT-2 has 768 x 2304, 768 x 768, 768 x 3072 and 3072 x 768 per block.
 BLOCKS, BLOCK_ROWS = 12 * 12 * 768**2, 12 * (2304 + 768 + 3072 + 768)
 HEAD = 50_257 * 768
-# Two norms and four biases a block, and the last norm.
+# Two norms and four biases per block, and the last norm.
 VECTORS = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
 LOOKED_UP = 2 * 768
-"""A token's row and a position's."""
+"""Rows of a token and of a position."""
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> GPT:
-    """As shapes alone."""
+    """A model on the meta device."""
     with torch.device("meta"):
         return GPT(GPT2)
 
 
 def tensor_bytes(checkpoint: Path) -> dict[str, int]:
-    """The bytes of each tensor in a checkpoint's file, from its header."""
+    """Bytes of each tensor by the header of a checkpoint's file."""
     raw = (checkpoint / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -47,37 +47,32 @@ def tensor_bytes(checkpoint: Path) -> dict[str, int]:
     }
 
 
-def test_the_numbers_here_are_all_parameters() -> None:
+def test_numbers_by_hand_are_all_parameters() -> None:
     assert BLOCKS + HEAD + VECTORS + 1024 * 768 == 124_439_808
 
 
-def test_a_decode_step_by_hand(gpt2: GPT) -> None:
+def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
     """Eight sequences at 288 positions each."""
     work = decode_work(gpt2, batch=8, live_positions=8 * 288)
     cells = 8 * 288 * 2 * 12 * 768
     assert work.read_bytes == 4 * (BLOCKS + HEAD + VECTORS + 8 * LOOKED_UP + cells)
-    # A query of 768 numbers meets a key and takes a value, at each position of each layer.
+    # A query of 768 numbers is multiplied by a key and a value per position and layer.
     assert work.operations == 8 * 2 * (BLOCKS + HEAD) + 8 * 288 * 12 * (2 * 768 + 2 * 768)
 
 
-def test_an_int8_step_reads_a_byte_per_element(gpt2: GPT) -> None:
-    plain = decode_work(gpt2, batch=1, live_positions=100)
-    quantized = decode_work(gpt2, batch=1, live_positions=100, quantize="int8")
-    rows = BLOCK_ROWS + 50_257
-    assert plain.read_bytes - quantized.read_bytes == 3 * (BLOCKS + HEAD) - 8 * rows
-    assert quantized.operations is None
-
-
-def test_an_int4_step_reads_half_a_byte_and_a_scale_for_sixteen(gpt2: GPT) -> None:
-    """Of the blocks; the head has int8."""
-    eight, four = (
-        decode_work(gpt2, batch=1, live_positions=100, quantize=kind) for kind in ("int8", "int4")
+def test_quantized_step_reads_less(gpt2: GPT) -> None:
+    """A byte per element; with int4 half a byte in the blocks, and a byte of scale per sixteen."""
+    plain, eight, four = (
+        decode_work(gpt2, batch=1, live_positions=100, quantize=kind)
+        for kind in get_args(Quantization)
     )
+    rows = BLOCK_ROWS + 50_257
+    assert plain.read_bytes - eight.read_bytes == 3 * (BLOCKS + HEAD) - 8 * rows
     assert eight.read_bytes - four.read_bytes == BLOCKS * (1 - 1 / 2 - 1 / 16)
-    assert four.operations is None
+    assert eight.operations is four.operations is None
 
 
-def test_a_prefill_by_hand(gpt2: GPT) -> None:
+def test_prefill_equals_numbers_by_hand(gpt2: GPT) -> None:
     work = prefill_work(gpt2, prompts=3, length=5)
     seen = 1 + 2 + 3 + 4 + 5
     assert work.operations == 3 * (2 * 5 * BLOCKS + 2 * HEAD + 12 * seen * 4 * 768)
@@ -86,8 +81,10 @@ def test_a_prefill_by_hand(gpt2: GPT) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """All of a checkpoint's tensors, less embeddings of which only rows are read, and padding."""
+def test_step_reads_the_tensors_of_the_file(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A step reads all tensors but padding, and only rows of embeddings."""
     config = tiny_config(**FAMILIES[family])
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", gpt=tiny_gpt(config), dtype=dtype)
     _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=dtype)
@@ -112,7 +109,7 @@ def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_p
 
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_and_values_are_those_of_the_cache(family: str, kept: KVCacheDType) -> None:
+def test_keys_and_values_equal_the_cache(family: str, kept: KVCacheDType) -> None:
     config = tiny_config(**FAMILIES[family])
     cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32, kept=kept)
     gpt = tiny_gpt(config)
@@ -124,10 +121,9 @@ def test_keys_and_values_are_those_of_the_cache(family: str, kept: KVCacheDType)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_operations_are_those_that_torch_counts(family: str) -> None:
-    """Torch's own count of a whole forward over one position: the head's padding, which it
-    multiplies too, taken off, and attention, which it is let leave out, added; so are the gates of
-    value embeddings, which are spelled as sums."""
+def test_operations_equal_the_count_of_torch(family: str) -> None:
+    """Torch counts a forward over one position with the head's padding, and without attention and
+    the gates of value embeddings, which are sums."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
     counter = FlopCounterMode(display=False)
@@ -143,7 +139,7 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
     assert prefill.operations == counted + attention_operations(config)
 
 
-def test_the_longer_of_reading_and_multiplying_is_the_limit() -> None:
+def test_longer_of_reading_and_multiplying_is_the_limit() -> None:
     machine = Machine(read_bandwidth=100.0, matrix_rate=1000.0)
     assert limit(Work(50.0, 400.0), machine) == (0.5, "memory")
     assert limit(Work(50.0, 600.0), machine) == (0.6, "matrix products")

@@ -1,4 +1,4 @@
-"""A checkpoint to be damaged."""
+"""A checkpoint of a single test."""
 
 import shutil
 from pathlib import Path
@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture
 def saved(checkpoint_path: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own, to be damaged."""
+    """A copy that the test may damage."""
     return Path(shutil.copytree(checkpoint_path, tmp_path / "tiny"))

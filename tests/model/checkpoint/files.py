@@ -1,7 +1,4 @@
-"""A checkpoint's files in the tests: read, changed as a broken trainer or disk would, and refused.
-
-Does not cover adapters. `save_tiny_checkpoint` of the factories makes a whole checkpoint.
-"""
+"""Reads a checkpoint's files, and changes them as a broken trainer or disk would."""
 
 import hashlib
 import json
@@ -41,7 +38,7 @@ def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def rehash(path: Path) -> None:
-    """Make the hashes those of the files as they are now."""
+    """Replace the hashes by those of the current files."""
     hashes = {
         name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (WEIGHTS, RANKS)
     }
@@ -49,7 +46,7 @@ def rehash(path: Path) -> None:
 
 
 def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change tensors as a broken trainer would: the hashes are right, the numbers are not."""
+    """Change tensors as a broken trainer would: the hashes are right."""
     weights = load_file(path / WEIGHTS)
     change(weights)
     save_file(weights, path / WEIGHTS)
@@ -57,7 +54,7 @@ def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> N
 
 
 def refuse(path: Path, message: str) -> None:
-    """Loading fails; the message names the checkpoint's path and matches a pattern."""
+    """Assert that loading fails with a message that names the path and matches a pattern."""
     with pytest.raises(CheckpointError, match=message) as error:
         load(path)
     assert str(path) in str(error.value)

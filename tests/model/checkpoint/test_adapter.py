@@ -1,4 +1,4 @@
-"""Adapter folders, and merging them into the checkpoint that they were trained on."""
+"""Adapter folders, and their merge with the base checkpoint."""
 
 import json
 from pathlib import Path
@@ -59,14 +59,12 @@ def test_saved_adapter_is_read_again(adapter: Path, gpt: GPT) -> None:
     assert (found.training.step, found.base["name"]) == (20, "base")
     for name, tensor in trained_weights(gpt).items():
         assert torch.equal(found.weights[name], tensor)
-    assert sorted(path.name for path in adapter.iterdir()) == [
-        *("README.md", WEIGHTS, "config.json"),
-    ]
-    assert [path for path in adapter.parent.iterdir() if path.name.startswith(".")] == []
+    assert sorted(path.name for path in adapter.iterdir()) == ["README.md", WEIGHTS, "config.json"]
+    assert not list(adapter.parent.glob(".*"))
 
 
 @torch.no_grad()
-def test_merged_checkpoint_computes_what_base_and_adapter_did(
+def test_merged_checkpoint_computes_like_base_and_adapter(
     base: Path, adapter: Path, gpt: GPT, tmp_path: Path
 ) -> None:
     info = merge(base, adapter, tmp_path / "merged", save_dtype="float32")
@@ -82,14 +80,14 @@ def test_merged_checkpoint_computes_what_base_and_adapter_did(
     assert "About it." in card
 
 
-def test_full_disk_is_told_and_nothing_is_left(
+def test_full_disk_is_explained_and_leaves_nothing(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with files_of_at_most(10_000):
         assert run(["merge", str(base), str(adapter), str(tmp_path / "merged")]) == 1
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'merged'}" in said
-    assert "File too large" in said
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'merged'}" in message
+    assert "File too large" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
@@ -101,9 +99,7 @@ def test_merge_refuses_another_base_with_both_hashes(adapter: Path, tmp_path: Pa
     assert not (tmp_path / "merged").exists()
 
 
-def test_adapter_is_no_checkpoint_and_a_checkpoint_no_adapter(
-    base: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_adapter_and_checkpoint_are_not_confused(base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"adapter.*logitd merge"):
         read_checkpoint(adapter)
     with pytest.raises(CheckpointError, match="not an adapter"):
@@ -143,7 +139,7 @@ def test_damaged_weights_are_refused(adapter: Path) -> None:
         ({"training": {"step": 1}}, "adapter"),
     ],
 )
-def test_description_that_is_wrong_is_refused(
+def test_invalid_description_is_refused(
     adapter: Path, change: dict[str, Any], message: str
 ) -> None:
     document = json.loads((adapter / "config.json").read_text())
@@ -153,7 +149,7 @@ def test_description_that_is_wrong_is_refused(
 
 
 def test_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
-    """An edited hash is no way around the shape."""
+    """The hash is edited to match."""
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(tiny_config(n_layer=2)))
     document = json.loads((adapter / "config.json").read_text())
     document["base"]["weights_sha256"] = other.weights_sha256

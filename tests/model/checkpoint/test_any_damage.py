@@ -1,7 +1,6 @@
-"""Any damage to a checkpoint: it loads, or is refused with CheckpointError or DeviceError."""
+"""Random damage: a checkpoint loads, or is refused with CheckpointError or DeviceError."""
 
 import json
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,13 +13,13 @@ from hypothesis import strategies as st
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, CheckpointError
 from logitd.model.device import DeviceError
-from logitd.model.text.tokenizer import Tokenizer, TokenizerError
+from logitd.model.text.tokenizer import TokenizerError, parse_ranks
 from tests.model.checkpoint.files import load, rehash
 from tests.model.damage import damaged, edited, written
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import examples
 
-pytestmark = pytest.mark.timeout(600)  # with all examples on a busy machine
+pytestmark = pytest.mark.timeout(600)  # for all examples on a busy machine
 
 MIB = 2**20
 
@@ -47,7 +46,7 @@ def try_to_load(folder: Path, files: dict[str, bytes], *, hashed: bool) -> None:
     for name, raw in files.items():
         (folder / name).write_bytes(raw)
     if hashed:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):  # it has no such section
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a section is missing
             rehash(folder)
     with suppress(CheckpointError, DeviceError):
         load(folder)
@@ -56,7 +55,9 @@ def try_to_load(folder: Path, files: dict[str, bytes], *, hashed: bool) -> None:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "not hashed"])
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, RANKS, CARD])
-def test_damaged_bytes(whole: dict[str, bytes], tmp_path: Path, name: str, hashed: bool) -> None:
+def test_damaged_bytes_are_refused_or_load(
+    whole: dict[str, bytes], tmp_path: Path, name: str, hashed: bool
+) -> None:
     @given(damaged(whole[name]))
     @settings(max_examples=examples(150, fast=12))
     def refused_or_loaded(raw: bytes) -> None:
@@ -66,7 +67,7 @@ def test_damaged_bytes(whole: dict[str, bytes], tmp_path: Path, name: str, hashe
 
 
 @pytest.mark.hypothesis
-def test_edited_fields(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_edited_fields_are_refused_or_load(whole: dict[str, bytes], tmp_path: Path) -> None:
     @given(edited(json.loads(whole[CONFIG])))
     @settings(max_examples=examples(500))
     def refused_or_loaded(document: Any) -> None:
@@ -76,7 +77,7 @@ def test_edited_fields(whole: dict[str, bytes], tmp_path: Path) -> None:
 
 
 @pytest.mark.hypothesis
-def test_edited_headers(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_edited_headers_are_refused_or_load(whole: dict[str, bytes], tmp_path: Path) -> None:
     size = int.from_bytes(whole[WEIGHTS][:8], "little")
     header, rest = json.loads(whole[WEIGHTS][8 : 8 + size]), whole[WEIGHTS][8 + size :]
 
@@ -91,13 +92,12 @@ def test_edited_headers(whole: dict[str, bytes], tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_ranks_of_any_bytes(raw: bytes) -> None:
+def test_random_ranks_are_refused_or_parsed(raw: bytes) -> None:
     with suppress(TokenizerError):
-        Tokenizer.parse_ranks(raw, name="ranks")
+        parse_ranks(raw, "ranks")
 
 
-def test_limit_holds() -> None:
-    """The limit makes the tests above able to fail."""
+def test_memory_limit_holds() -> None:
+    """Without the limit the tests above could not fail."""
     with pytest.raises(MemoryError):
         bytearray(2048 * MIB)
-    assert os.getpid()

@@ -1,7 +1,4 @@
-"""Checkpoint: what is saved comes back to the bit, and saving is all or nothing.
-
-What is damaged is in `test_damaged_checkpoint.py`.
-"""
+"""Checkpoint: it comes back to the bit, and saving is all or nothing."""
 
 import hashlib
 import json
@@ -74,7 +71,7 @@ def test_bfloat16_rounds_once_and_halves_the_size(family: str, tmp_path: Path) -
         assert back(random_ids(2, 9), hidden_states=True).hidden_states.dtype == dtype
 
 
-def test_everything_but_the_weights(tmp_path: Path) -> None:
+def test_other_files_come_back(tmp_path: Path) -> None:
     training = training_record(step=9, data={"name": "text", "sha256": "00", "bytes": 123})
     written = save_tiny_checkpoint(tmp_path / "step-000009", training=training, card="# Mine é\n")
     path = tmp_path / "step-000009"
@@ -103,7 +100,7 @@ def test_same_model_makes_the_same_bytes(checkpoint_path: Path, tmp_path: Path) 
     assert contents(tmp_path / "again") == contents(checkpoint_path)
 
 
-def test_link_goes_by_the_name_of_what_it_points_to(saved: Path, tmp_path: Path) -> None:
+def test_link_has_the_name_of_its_target(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "best").symlink_to("tiny")
     info, _ = load_checkpoint(tmp_path / "best", device=CPU, dtype=torch.float32)
     assert info.name == "tiny"
@@ -117,8 +114,8 @@ def test_model_card_may_be_edited(saved: Path) -> None:
 
 
 def test_loaded_model_is_a_copy(saved: Path) -> None:
-    """Weights mapped from the file would change with it, and a shorter file would kill the
-    process (SIGBUS) at the next forward."""
+    """Mapped weights would change with the file, and a shorter file would kill the process (SIGBUS)
+    at the next forward."""
     gpt, ids = load(saved), random_ids(2, 9)
     before = gpt(ids).logits
     size = (saved / WEIGHTS).stat().st_size
@@ -132,7 +129,7 @@ def test_loaded_model_is_a_copy(saved: Path) -> None:
 
 
 def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is changed while it is read, even to other valid numbers, is refused."""
+    """A change during reading is refused, even to other valid numbers."""
 
     def change_then(file: HashedFile) -> tuple[StoredTensor, ...]:
         tensors = read_header(file)
@@ -147,7 +144,7 @@ def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
-    """32 MB of bfloat16 stay of 64 MB on disk; the buffers between are 8 MB."""
+    """32 MB of bfloat16 come from 64 MB on disk; the buffers take 8 MB."""
     numbers = 16_000_000
     config = tiny_config(context_length=numbers // 32)  # nearly all of it positions
     save_tiny_checkpoint(tmp_path / "large", tiny_gpt(config))
@@ -162,7 +159,7 @@ def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> Non
             return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", status)[1])
 
         load = dict(device=torch.device("cpu"), dtype=torch.bfloat16)
-        load_weights(read_checkpoint(Path(sys.argv[2])), **load)  # what is there once
+        load_weights(read_checkpoint(Path(sys.argv[2])), **load)  # one-time memory
         info, before = read_checkpoint(Path(sys.argv[1])), peak()
         load_weights(info, **load)
         print(peak() - before)
@@ -178,38 +175,36 @@ def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> Non
     assert 2 * numbers * 0.9 < int(done.stdout) < 2 * numbers + 20e6
 
 
-def test_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
+def test_chat_template_is_optional_and_kept(tmp_path: Path, saved: Path) -> None:
     info = save_tiny_checkpoint(tmp_path / "chatty", chat_template=CHAT_TEMPLATE)
     assert info.chat_template is not None
     assert info.chat_template.source == CHAT_TEMPLATE
     document = json.loads((tmp_path / "chatty" / CONFIG).read_text())
     assert document["format_version"] == 1
     assert document["tokenizer"]["chat_template"] == CHAT_TEMPLATE
-
-
-def test_checkpoint_needs_no_chat_template(saved: Path) -> None:
     assert "chat_template" not in json.loads((saved / CONFIG).read_text())["tokenizer"]
-    assert read_checkpoint(saved).chat_template is None
     edit_config(saved, lambda document: document["tokenizer"].update(chat_template=None))
     assert read_checkpoint(saved).chat_template is None
-
-
-def test_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"chatty/config.json.*line 2"):
-        save_tiny_checkpoint(tmp_path / "chatty", chat_template="\n{{")
-    assert list(tmp_path.iterdir()) == []
 
 
 # Saving is all or nothing
 
 
-@pytest.mark.parametrize("value", ["\ud800", 2**63])
-def test_save_refuses_what_could_not_be_read_again(value: Any, tmp_path: Path) -> None:
-    """A description holds what other people's files said: half a character came to be saved, and
-    no reader took the checkpoint."""
-    record = replace(training_record(), data={"said": value})
-    with pytest.raises(CheckpointError, match=r"config.json"):
-        save_tiny_checkpoint(tmp_path / "saved", training=record)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"training": replace(training_record(), data={"text": "\ud800"})}, "config.json"),
+        ({"training": replace(training_record(), data={"text": 2**63})}, "config.json"),
+        ({"chat_template": "\n{{"}, r"saved/config.json.*line 2"),
+        ({"gpt": tiny_gpt(tiny_config(vocab_size=300))}, "300.*257"),
+    ],
+)
+def test_save_refuses_a_checkpoint_that_could_not_be_loaded(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Half a character of an imported file was saved once, and could not be read."""
+    with pytest.raises(CheckpointError, match=message):
+        save_tiny_checkpoint(tmp_path / "saved", **fields)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,15 +215,8 @@ def test_checkpoint_is_never_overwritten(saved: Path) -> None:
     assert contents(saved) == before
 
 
-def test_model_and_tokenizer_must_be_of_one_size(tmp_path: Path) -> None:
-    gpt = tiny_gpt(tiny_config(vocab_size=300))
-    with pytest.raises(CheckpointError, match=r"300.*257"):
-        save_tiny_checkpoint(tmp_path / "saved", gpt)
-    assert list(tmp_path.iterdir()) == []
-
-
 class FailingTokenizer(Tokenizer):
-    """Stops a save in its middle: the weights are written, the ranks not yet."""
+    """Fails in the middle of a save, between weights and ranks."""
 
     def __init__(self, error: BaseException) -> None:
         whole = byte_tokenizer()
@@ -239,6 +227,9 @@ class FailingTokenizer(Tokenizer):
 
     def write_ranks(self, path: Path) -> None:
         assert (path.parent / WEIGHTS).exists()
+        path.write_bytes(b"half a")
+        if isinstance(self.error, SystemExit):
+            os.kill(os.getpid(), signal.SIGKILL)
         raise self.error
 
 
@@ -249,29 +240,19 @@ def test_failed_save_leaves_nothing_behind(saved: Path, error: BaseException) ->
         save_tiny_checkpoint(saved.parent / "next", tokenizer=FailingTokenizer(error))
     assert list(saved.parent.iterdir()) == [saved]
     assert contents(saved) == before
-    save_tiny_checkpoint(saved.parent / "next")  # the same name, once there is space again
+    save_tiny_checkpoint(saved.parent / "next")  # the name is free
 
 
 def test_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
-    """SIGKILL, as the kernel sends when memory is short: no clean-up runs. What is left lies
-    under another, hidden name, and is in nobody's way."""
+    """After SIGKILL no clean-up runs; the rest has another, hidden name."""
     before = contents(saved)
     script = """
-        import os, signal, sys
+        import sys
         from pathlib import Path
-        from logitd.model.text.tokenizer import Tokenizer
-        from tests.model.factories import byte_tokenizer, save_tiny_checkpoint
+        from tests.model.checkpoint.test_checkpoint import FailingTokenizer
+        from tests.model.factories import save_tiny_checkpoint
 
-        class KilledTokenizer(Tokenizer):
-            def write_ranks(self, path):
-                path.write_bytes(b"half a")
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        whole = byte_tokenizer()
-        killed = KilledTokenizer(
-            ranks=whole.ranks, pattern=whole.pattern, special_tokens=whole.special_tokens
-        )
-        save_tiny_checkpoint(Path(sys.argv[1]), tokenizer=killed)
+        save_tiny_checkpoint(Path(sys.argv[1]), tokenizer=FailingTokenizer(SystemExit()))
     """
     target = saved.parent / "next"
     killed = subprocess.run(

@@ -1,6 +1,6 @@
-"""Damaged, incomplete and inconsistent checkpoints: each is refused with its file and the numbers.
+"""Damaged and inconsistent checkpoints are refused with the file and the numbers.
 
-Damage that nobody thought of is drawn in `test_any_damage.py`.
+`test_any_damage.py` draws random damage.
 """
 
 import json
@@ -56,7 +56,7 @@ def removed(name: str) -> Damage:
 
 
 def flipped(name: str) -> Damage:
-    """Flip a bit, which safetensors itself does not notice."""
+    """Flip a bit, which safetensors does not notice."""
 
     def flip(path: Path) -> None:
         raw = bytearray((path / name).read_bytes())
@@ -67,7 +67,7 @@ def flipped(name: str) -> Damage:
 
 
 def cut(size: int, *, hashed: bool) -> Damage:
-    """Cut the weights off, before they were hashed or afterwards."""
+    """Truncate the weights, before or after hashing."""
 
     def truncate(path: Path) -> None:
         os.truncate(path / WEIGHTS, size)
@@ -86,18 +86,10 @@ def appended(name: str, raw: bytes) -> Damage:
     return append
 
 
-def pipe(name: str) -> Damage:
+def replaced(name: str, by: Callable[[Path], object]) -> Damage:
     def replace(path: Path) -> None:
         (path / name).unlink()
-        os.mkfifo(path / name)
-
-    return replace
-
-
-def device(name: str) -> Damage:
-    def replace(path: Path) -> None:
-        (path / name).unlink()
-        (path / name).symlink_to("/dev/zero")
+        by(path / name)
 
     return replace
 
@@ -110,9 +102,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no config": (removed(CONFIG), "no config.json.*model.safetensors.*tokenizer.tiktoken"),
     "no weights": (removed(WEIGHTS), f"no {WEIGHTS}"),
     "no ranks": (removed(RANKS), f"no {RANKS}"),
-    "weights are a pipe": (pipe(WEIGHTS), f"{WEIGHTS}.*pipe"),
-    "config is a pipe": (pipe(CONFIG), f"{CONFIG}.*pipe"),
-    "ranks are a device": (device(RANKS), f"{RANKS}.*device"),
+    "weights are a pipe": (replaced(WEIGHTS, os.mkfifo), f"{WEIGHTS}.*pipe"),
+    "config is a pipe": (replaced(CONFIG, os.mkfifo), f"{CONFIG}.*pipe"),
+    "ranks are a device": (
+        replaced(RANKS, lambda path: path.symlink_to("/dev/zero")),
+        f"{RANKS}.*device",
+    ),
     "flipped bit of weights": (flipped(WEIGHTS), f"{WEIGHTS}.*bytes.*sha256.*damaged"),
     "flipped bit of ranks": (flipped(RANKS), f"{RANKS}.*bytes.*sha256.*damaged"),
     "cut": (cut(1000, hashed=False), f"{WEIGHTS}.*1000 bytes.*sha256"),
@@ -133,21 +128,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "1 tensors.*blocks.1.qkv.bias",
     ),
     **{
-        f"{number} in a tensor": (
-            filled(number),
-            "blocks.2.mlp_up.weight.*NaN",
-        )
-        for number in (float("nan"), float("inf"), float("-inf"))
+        f"{number} in a tensor": (filled(float(number)), "blocks.2.mlp_up.weight.*NaN")
+        for number in ("nan", "inf", "-inf")
     },
     "integers": (
         tensors(lambda weights: weights.update({"final_norm.weight": torch.ones(32).long()})),
         "final_norm.weight.*torch.int64",
     ),
     **{
-        f"version {value!r}": (
-            version(value),
-            f"format_version {value!r}.*1",
-        )
+        f"version {value!r}": (version(value), f"format_version {value!r}.*1")
         for value in (0, 2, "1", None)
     },
     "empty config": (config_text(b""), f"{CONFIG}.*JSON"),
@@ -155,10 +144,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "config in UTF-16": (config_text(b"\xff\xfe"), f"{CONFIG}.*JSON"),
     "config is a list": (config_text(b"[1]"), f"{CONFIG}.*object"),
     **{
-        f"no {name}": (
-            without(name),
-            f"{CONFIG}.*'{name}'",
-        )
+        f"no {name}": (without(name), f"{CONFIG}.*'{name}'")
         for name in ("model", "tokenizer", "training", "files")
     },
     "unknown key": (section("model", n_embd=32), f"{CONFIG}.*n_embd"),
@@ -180,7 +166,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "special_tokens.a.*'1'",
     ),
     "special id beyond all": (section("tokenizer", special_tokens={"a": 10**12}), "tokenizer"),
-    "no pattern": (section("tokenizer", pattern=None), "pattern.*'None'"),
+    "no pattern": (section("tokenizer", pattern=None), "pattern.*None"),
     "half a pattern": (section("tokenizer", pattern="("), r"tokenizer.*'\('"),
     "empty pattern": (section("tokenizer", pattern=""), "tokenizer.*pattern"),
     "pattern of nothing": (section("tokenizer", pattern="x?"), r"tokenizer.*'x\?'"),
@@ -216,13 +202,13 @@ def test_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"n_layer": 10**9}, {"d_ff": 2**40}, {"d_ff": 65}])
-def test_header_alone_shows_sizes_of_another_model(saved: Path, change: dict[str, int]) -> None:
+def test_header_shows_sizes_of_another_model(saved: Path, change: dict[str, int]) -> None:
     section("model", **change)(saved)
     with pytest.raises(CheckpointError, match=r"another model's|has shape"):
         check_header(read_checkpoint(saved))
 
 
-def test_context_beyond_memory_is_refused_before_its_tables_are_made(tmp_path: Path) -> None:
+def test_context_beyond_memory_is_refused_before_allocation(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES["modern"]))
     path = save_tiny_checkpoint(tmp_path / "saved", gpt).path
     section("model", context_length=2**40)(path)
@@ -230,8 +216,8 @@ def test_context_beyond_memory_is_refused_before_its_tables_are_made(tmp_path: P
         load(path)
 
 
-def test_sparse_file_is_refused_without_reading_it(saved: Path) -> None:
-    """The header is right about the size, and the configuration is another model's."""
+def test_sparse_file_is_refused_unread(saved: Path) -> None:
+    """The header has the right size, but the configuration is another model's."""
     header = {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
     raw = json.dumps(header).encode()
     (saved / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw)

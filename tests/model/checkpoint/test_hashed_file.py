@@ -1,4 +1,4 @@
-"""The hashed file: every byte once, and the hash of those that were given."""
+"""Hashed files: every byte once, and the hash of the delivered bytes."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ def test_pieces_are_the_file(path: Path, raw: bytes, count: int) -> None:
         assert file.taken == len(raw)
 
 
-def test_hash_covers_bytes_that_nobody_takes(path: Path, raw: bytes) -> None:
+def test_hash_covers_bytes_that_are_not_taken(path: Path, raw: bytes) -> None:
     with HashedFile(path) as file:
         assert file.take(5) == raw[:5]
         assert file.take_all(PIECE + 9) == raw[5 : PIECE + 14]
@@ -42,15 +42,15 @@ def test_hash_covers_bytes_that_nobody_takes(path: Path, raw: bytes) -> None:
         assert file.take_all(1) == b""
 
 
-def test_empty_file(tmp_path: Path) -> None:
+def test_empty_file_has_the_hash_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with HashedFile(tmp_path / "empty") as file:
         assert not file.take(8)
         assert file.finish() == hashlib.sha256().hexdigest()
 
 
-def test_file_that_changes_cannot_give_bytes_that_were_not_hashed(path: Path, raw: bytes) -> None:
-    """Written in place, behind what was read and before it."""
+def test_changed_bytes_are_hashed_as_delivered(path: Path, raw: bytes) -> None:
+    """The file is overwritten in place, before and behind the read position."""
     with HashedFile(path) as file:
         seen = bytes(file.take(PIECE))
         with path.open("r+b") as other:
@@ -62,7 +62,7 @@ def test_file_that_changes_cannot_give_bytes_that_were_not_hashed(path: Path, ra
     assert digest == hashlib.sha256(seen + rest).hexdigest()
 
 
-def test_file_that_shrinks_ends(path: Path, raw: bytes) -> None:
+def test_shrinking_file_ends_early(path: Path, raw: bytes) -> None:
     with HashedFile(path) as file:
         file.take(PIECE)
         os.truncate(path, PIECE + 10)

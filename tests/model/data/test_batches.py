@@ -1,4 +1,4 @@
-"""Which tokens a step sees."""
+"""Batches: the tokens of each step, a function of seed and number."""
 
 from pathlib import Path
 
@@ -17,14 +17,14 @@ def _shard(count: int) -> Shard:
     return Shard(Path("memory"), np.arange(count, dtype=np.uint16), count)
 
 
-def test_targets_are_the_inputs_one_further() -> None:
+def test_targets_are_the_shifted_inputs() -> None:
     inputs, targets = Batches(_shard(1000), window=16, seed=1).batch(0, 8)
     assert inputs.shape == targets.shape == (8, 16)
     assert inputs.dtype == torch.int64
     assert torch.equal(targets, inputs + 1)
 
 
-def test_a_batch_depends_on_seed_and_number_alone() -> None:
+def test_batch_depends_on_seed_and_number_alone() -> None:
     first = Batches(_shard(5000), window=16, seed=1)
     again = Batches(_shard(5000), window=16, seed=1)
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def test_a_batch_depends_on_seed_and_number_alone() -> None:
     assert not torch.equal(first.batch(0, 4)[0], other.batch(0, 4)[0])
 
 
-def test_accumulated_batches_are_the_rows_of_the_big_one() -> None:
+def test_accumulated_batches_are_rows_of_the_large_batch() -> None:
     batches = Batches(_shard(5000), window=16, seed=1)
     big = batches.batch(64, 8)[0]
     parts = [batches.batch(64 + start, 2)[0] for start in range(0, 8, 2)]
@@ -45,7 +45,7 @@ def test_accumulated_batches_are_the_rows_of_the_big_one() -> None:
 
 
 @given(st.integers(17, 400), st.integers(0, 5))
-def test_a_pass_visits_different_windows_and_none_leaves_the_text(count: int, epoch: int) -> None:
+def test_pass_visits_distinct_windows_within_the_text(count: int, epoch: int) -> None:
     batches = Batches(_shard(count), window=16, seed=3)
     inputs, targets = batches.batch(epoch * batches.windows, batches.windows)
     assert int(targets.max()) < count
@@ -63,14 +63,14 @@ def test_passes_differ_in_order_and_offset() -> None:
     assert len({frozenset(starts) for starts in passes}) > 3
 
 
-def test_a_text_shorter_than_a_window_is_refused() -> None:
+def test_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ValueError, match="16 tokens do not fill a window"):
         Batches(_shard(16), window=16, seed=0)
     assert Batches(_shard(17), window=16, seed=0).batch(0, 3)[0].shape == (3, 16)
 
 
 @given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 24), st.integers(0, 3))
-def test_however_many_processes_share_a_step_it_is_the_same_sequences(
+def test_step_has_the_same_sequences_for_any_number_of_processes(
     batch_size: int, accumulate: int, size: int, step: int
 ) -> None:
     total = batch_size * accumulate
@@ -92,7 +92,7 @@ def test_however_many_processes_share_a_step_it_is_the_same_sequences(
     assert {own.parts * own.batch_size for own in rank_batches} == {total}
 
 
-def test_noise_depends_on_seed_and_sequence_alone() -> None:
+def test_noise_seeds_are_distinct_and_repeatable() -> None:
     seeds = {noise_seed(seed, sequence) for seed in (0, 1, 2**62) for sequence in range(100)}
-    assert len({seed % 2**32 for seed in seeds}) == 300, "torch's generator looks at 32 bits"
+    assert len({seed % 2**32 for seed in seeds}) == 300, "torch's generator uses 32 bits"
     assert noise_seed(1, 5) == noise_seed(1, 5)

@@ -1,4 +1,4 @@
-"""Which documents are held out, and which part of one: in bytes, never the same text twice."""
+"""Split: the held-out share in bytes; no text is on both sides."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,19 +12,18 @@ from logitd.model.data.split import Side, lot, plan_split, sides, split_text
 
 
 def parts_of(documents: Sequence[Document], fraction: float) -> list[list[tuple[Side, str]]]:
-    """The pieces of each document."""
     split = split_text(documents, fraction)
     return [list(sides(document, split)) for document in documents]
 
 
 def held_out(documents: Sequence[Document], fraction: float = 0.1) -> set[str]:
-    """The names of the documents that are held out whole."""
+    """Names of the documents that are held out whole."""
     every = zip(documents, parts_of(documents, fraction), strict=True)
     return {document.name for document, parts in every if {side for side, _ in parts} == {"val"}}
 
 
 def share_of(documents: Sequence[Document], fraction: float) -> float:
-    """The share of the bytes that is held out."""
+    """Held-out share of the bytes."""
     pieces = [piece for parts in parts_of(documents, fraction) for piece in parts]
     size = {
         name: sum(len(p.encode()) for side, p in pieces if side == name)
@@ -58,7 +57,7 @@ def words(number: int, size: int) -> str:
         pytest.param(["x" * 5000], 0.1, 0.1, id="no white space"),
     ],
 )  # fmt: skip
-def test_the_share_is_measured_in_bytes(texts: list[str], least: float, most: float) -> None:
+def test_share_is_measured_in_bytes(texts: list[str], least: float, most: float) -> None:
     documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
     assert least <= round(share_of(documents, 0.1), 3) <= most
 
@@ -67,10 +66,7 @@ def test_the_share_is_measured_in_bytes(texts: list[str], least: float, most: fl
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), min_size=1),
     st.floats(0.001, 0.5),
 )
-def test_the_share_is_near_what_was_asked(
-    documents: list[tuple[int, int]], fraction: float
-) -> None:
-    """Whatever the sizes are and however often texts are repeated."""
+def test_share_is_near_the_fraction(documents: list[tuple[int, int]], fraction: float) -> None:
     documents = [(lot, 1 + (size * (lot + 1)) % 997) for lot, size in documents]
     documents = [(lot, dict(documents)[lot]) for lot, _ in documents]  # a lot has one size
     split = plan_split(documents, fraction)
@@ -80,20 +76,20 @@ def test_the_share_is_near_what_was_asked(
 
 
 @given(st.text(max_size=300), st.floats(0.01, 0.5))
-def test_the_end_of_a_single_document_is_held_out(text: str, fraction: float) -> None:
+def test_end_of_a_single_document_is_held_out(text: str, fraction: float) -> None:
     text = text.encode(errors="replace").decode()
     (parts,) = parts_of([text_document("a", text)], fraction)
     assert "".join(piece for _, piece in parts) == text
     order = [side for side, _ in parts]
-    assert order == sorted(order), "train comes before val"
+    assert order == sorted(order), "the training part comes first"
 
 
-def test_a_document_is_cut_behind_a_lines_end() -> None:
+def test_document_is_cut_after_a_line_break() -> None:
     (parts,) = parts_of([text_document("a", "one\ntwo\nthree\nfour\n")], 0.4)
     assert parts == [("train", "one\ntwo\nthree\n"), ("val", "four\n")]
 
 
-def test_a_document_of_unknown_size_is_cut_at_the_same_place() -> None:
+def test_document_of_unknown_size_is_cut_at_the_same_place() -> None:
     known = text_document("a", "some words\n" * 30_000)
     assert parts_of([known], 0.3) == parts_of([Document("a", known.pieces)], 0.3)
 
@@ -107,8 +103,8 @@ def test_adding_documents_moves_few_others() -> None:
 
 
 @given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=20), st.floats(0.05, 0.5))
-def test_no_text_is_on_both_sides_whatever_its_names_are(texts: list[str], fraction: float) -> None:
-    """Short texts of four characters repeat: under other names, and by chance."""
+def test_text_is_on_one_side_under_any_names(texts: list[str], fraction: float) -> None:
+    """Texts of up to four characters repeat by chance."""
     names_of: dict[str, set[str]] = {"train": set(), "val": set()}
     documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
     for parts, text in zip(parts_of(documents, fraction), texts, strict=True):
@@ -118,7 +114,7 @@ def test_no_text_is_on_both_sides_whatever_its_names_are(texts: list[str], fract
     assert not names_of["train"] & names_of["val"]
 
 
-def test_a_long_document_draws_by_all_of_its_content() -> None:
+def test_lot_depends_on_the_whole_content() -> None:
     begin = "x" * (2 * PIECE)
     lots = {lot(text_document("a", begin + end)) for end in "abc"}
     assert len(lots) == 3
@@ -126,8 +122,8 @@ def test_a_long_document_draws_by_all_of_its_content() -> None:
     assert lot(text_document("b", begin + "a")) == int.from_bytes(whole[:8])
 
 
-def test_pythons_own_text_is_drawn_by_names() -> None:
-    """As the bundled checkpoint's was: another Python's other content moves no module."""
+def test_own_text_of_python_is_drawn_by_names() -> None:
+    """The bundled checkpoint depends on it: another Python's contents move no module."""
     documents = [
         text_document(f"module{index}.py", "same", drawn_by_name=True) for index in range(200)
     ]
@@ -135,7 +131,7 @@ def test_pythons_own_text_is_drawn_by_names() -> None:
     assert held_out(documents) == set(sorted(lots, key=lambda name: lots[name])[:20])
 
 
-def test_what_is_held_out_first_is_what_is_held_out() -> None:
+def test_lowest_lots_are_held_out() -> None:
     documents = [text_document(f"{index}", f"text {index}") for index in range(100)]
     expected = held_out(documents)
     first = sorted(documents, key=lot)[: len(expected)]

@@ -1,4 +1,4 @@
-"""Learning a vocabulary, and taking one ready-made."""
+"""Learning a vocabulary."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +14,8 @@ from tests.model.conftest import story
 LEARNED = learn([story(800)], 340)
 
 
-def test_merges_are_those_of_textbook_byte_pair_encoding() -> None:
-    """An independent, slow trainer: count pairs within pieces, merge the most frequent one."""
+def test_merges_equal_textbook_byte_pair_encoding() -> None:
+    """A slow trainer of its own counts pairs within pieces and merges the most frequent one."""
     text = "low low low lower lower newest newest newest newest widest widest"
     learned = learn([text], 256 + 4 + 1)
     pieces = [list(word) for word in _split(text)]
@@ -48,27 +48,27 @@ def _merge(piece: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     return out
 
 
-def test_the_size_counts_end_of_text_and_learning_is_repeatable() -> None:
+def test_size_includes_end_of_text_and_learning_is_repeatable() -> None:
     assert LEARNED.vocab_size == 340
     assert LEARNED.end_of_text == 339
     assert learn([story(800)], 340).ranks == LEARNED.ranks
 
 
-def test_a_short_text_gives_fewer_tokens_than_asked() -> None:
+def test_short_text_yields_fewer_tokens() -> None:
     assert 257 <= learn(["hello hello hello"], 1000).vocab_size < 270
 
 
-def test_bytes_alone_are_a_vocabulary_and_less_is_refused() -> None:
+def test_bytes_alone_are_the_smallest_vocabulary() -> None:
     assert learn(["text"], SMALLEST).vocab_size == 257
     with pytest.raises(DataError, match="vocab_size 256 is below 257"):
         learn(["text"], 256)
 
 
-def test_a_long_run_of_spaces_is_no_danger() -> None:
+def test_long_run_of_spaces_does_not_panic() -> None:
     assert learn([" " * 100_000] * 3, 300).vocab_size <= 300
 
 
-def test_the_hash_tells_vocabularies_apart() -> None:
+def test_hash_differs_between_vocabularies() -> None:
     assert tokenizer_sha256(learn([story(800)], 341)) != tokenizer_sha256(LEARNED)
     other = Tokenizer(
         ranks=LEARNED.ranks, pattern=r"\s+|\S+", special_tokens=LEARNED.special_tokens
@@ -95,7 +95,7 @@ def test_bundled_checkpoint_keeps_its_pattern() -> None:
     assert bundled.tokenizer.pattern == SPLIT_PATTERN.replace(r"[\p{L}\p{M}]*+", "++")
 
 
-def test_a_pattern_that_drops_text_is_found_out() -> None:
+def test_pattern_that_drops_text_is_refused() -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     lossy = Tokenizer(ranks=ranks, pattern="[a-z]+", special_tokens={END_OF_TEXT: 256})
     check(lossy, "abc")

@@ -13,7 +13,7 @@ import pytest
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import read_prepared
-from logitd.model.data.sources.document import TextError, text_document
+from logitd.model.data.sources.document import text_document
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import sides, split_text
 from logitd.model.evaluation import held_out as module
@@ -136,7 +136,7 @@ def test_run_has_its_own_held_out_text(configure: Configure, tmp_path: Path) -> 
 
 
 def test_checkpoint_of_unknown_text_has_no_held_out_text(checkpoint: CheckpointInfo) -> None:
-    with pytest.raises(TextError, match="lies in no run directory and was not trained on Python"):
+    with pytest.raises(DataError, match="lies in no run directory and was not trained on Python"):
         held_out_windows(checkpoint)
 
 
@@ -156,7 +156,7 @@ def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fract
     # The record of a checkpoint that held out little limits the bytes.
     try:
         expected = documents(val_fraction)
-    except TextError as reason:
+    except DataError as reason:
         pytest.skip(str(reason))
     size = sum(map(len, expected))
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": size}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
-from logitd.model.data.sources.document import TextError
 from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import (
@@ -93,7 +93,7 @@ def bundled() -> tuple[GPT, Windows]:
     info, gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=torch.float32)
     try:
         return gpt, held_out_windows(info).windows
-    except TextError as reason:
+    except DataError as reason:
         pytest.skip(str(reason))
 
 

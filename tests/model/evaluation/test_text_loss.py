@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.errors import DataError
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.step.validate import bits_per_byte
 from logitd.model.training.trainer import train
@@ -125,11 +125,11 @@ def test_text_loss_restores_the_thread_count(tiny: Path, short: Path) -> None:
 
 
 def test_text_loss_refuses_an_impossible_request(tiny: Path, short: Path, tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"stride is 65.* 64"):
+    with pytest.raises(DataError, match=r"stride is 65.* 64"):
         text_loss(tiny, [str(short)], stride=65)
-    with pytest.raises(TextError, match="lies in no run directory"):
+    with pytest.raises(DataError, match="lies in no run directory"):
         text_loss(tiny)
-    with pytest.raises(TextError, match=r"nowhere\.txt is not a file"):
+    with pytest.raises(DataError, match=r"nowhere\.txt is not a file"):
         text_loss(tiny, [str(tmp_path / "nowhere.txt")])
 
 
@@ -145,7 +145,7 @@ def test_whole_held_out_part_of_pythons_text_is_measured(tmp_path: Path) -> None
     )
     try:
         measured = text_loss(info.path, batch_size=64, dtype="float32", threads=1)
-    except TextError as reason:
+    except DataError as reason:
         pytest.skip(str(reason))
     assert measured.text == "the validation part of Python's own text"
     assert 299_990 < measured.evaluation.text_bytes <= 300_000

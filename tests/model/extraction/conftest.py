@@ -1,4 +1,4 @@
-"""A folder of texts of every kind, and an extraction of it by the tiny checkpoint."""
+"""Texts of every kind, and their extraction by the tiny checkpoint."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_memory(texts: Path) -> list[tuple[str, str]]:
-    """The name and the text of each document, known without the code that reads them."""
+    """Name and text of each document, without the code that reads files."""
     return [
         (f"{texts}/a.txt", story(8)),
         (f"{texts}/b.jsonl, line 1", "a short “line”"),
@@ -63,5 +63,4 @@ def extracting(checkpoint_path: Path, texts: Path, tmp_path: Path) -> Extract:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -1,38 +1,43 @@
-"""Extractions that are really killed: whatever the moment, going on ends in the same files.
+"""Killed extractions: from the files of any moment, the same command ends in the same files.
 
-The moments are before each single change of the folder (files opened for writing, renames,
-removals), counted by an audit hook in the process that is killed.
+An audit hook copies the folder before each change to it (a file opened for writing, a rename, a
+removal). The copy is what a kill at that moment leaves; one process is really killed.
 """
 
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from logitd.model.extraction.index import INDEX
 from logitd.model.extraction.run import ExtractionRequest, extract
 from tests.model.extraction.conftest import TORCH, contents
 
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir")
-KINDS = [
-    pytest.param(ExtractionRequest(top_k=1, shard_tokens=130), id="logprobs"),
+LOGPROBS = ExtractionRequest(top_k=1, shard_tokens=200)
+REQUESTS = [
+    pytest.param(LOGPROBS, id="logprobs"),
     pytest.param(
-        ExtractionRequest(stages=("embedding", "final_norm"), shard_tokens=130), id="stages"
+        ExtractionRequest(stages=("embedding", "final_norm"), shard_tokens=200), id="stages"
     ),
-    pytest.param(ExtractionRequest(lens=True, top_k=2, shard_tokens=130), id="lens"),
+    pytest.param(ExtractionRequest(lens=True, top_k=2, shard_tokens=200), id="lens"),
 ]
 
 
-def _extract_and_die(
-    checkpoint: Path, texts: Path, out: Path, asked: ExtractionRequest, change: int, count: Path
+def _extract(
+    checkpoint: Path,
+    texts: Path,
+    out: Path,
+    request: ExtractionRequest,
+    copies: Path,
+    last: int | None = None,
 ) -> None:
-    """In a process of its own: extract, and send SIGKILL to itself before the change of that number
-    to the folder. `count` is a file for how many there were."""
+    """Extract in a process of its own, with a copy of `out` before each change, until SIGKILL
+    before the change numbered `last`."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -43,57 +48,50 @@ def _extract_and_die(
             isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         ):
             return
-        seen += 1
-        if seen == change:
+        if seen == last:
             os.kill(os.getpid(), signal.SIGKILL)
+        if out.exists():
+            shutil.copytree(out, copies / f"{seen:03d}")
+        seen += 1
 
     sys.addaudithook(hook)
-    extract(checkpoint, [str(texts)], out, asked, options=TORCH)
-    count.write_text(str(seen))
+    extract(checkpoint, [str(texts)], out, request, options=TORCH)
 
 
-Kill = Callable[[ExtractionRequest, int], Path]
-
-
-@pytest.fixture
-def kill(checkpoint_path: Path, texts: Path, tmp_path: Path, processes: ForkServerContext) -> Kill:
-    """Extract in a process that is killed before a change (0: none); the folder."""
-
-    def start(asked: ExtractionRequest, change: int) -> Path:
-        out = tmp_path / f"out-{change}"
-        arguments = (checkpoint_path, texts, out, asked, change, tmp_path / "count")
-        process = processes.Process(target=_extract_and_die, args=arguments)
-        process.start()
-        process.join(60)
-        assert process.exitcode == (-signal.SIGKILL if change else 0)
-        return out
-
-    return start
-
-
-def _check(
-    kill: Kill, asked: ExtractionRequest, change: int, straight: Path, texts: Path, model: Path
-) -> int:
-    """Kill, go on, compare; how many shards were there."""
-    out = kill(asked, change)
-    shards = len(list(out.glob("shard-*"))) if (out / INDEX).exists() else 0
-    extract(model, [str(texts)], out, asked, options=TORCH)
-    assert contents(out) == contents(straight)
-    return shards
+def _run(processes: ForkServerContext, *arguments: Any) -> int | None:
+    process = processes.Process(target=_extract, args=arguments)
+    process.start()
+    process.join(120)
+    return process.exitcode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", KINDS)
-def test_one_killed_before_any_change_goes_on_to_the_same_files(
-    kill: Kill, asked: ExtractionRequest, tmp_path: Path, texts: Path, checkpoint_path: Path
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_every_moment_continues_to_the_same_files(
+    request_: ExtractionRequest,
+    checkpoint_path: Path,
+    texts: Path,
+    tmp_path: Path,
+    processes: ForkServerContext,
 ) -> None:
-    """Every second one, by turns the odd and the even ones of a kind of values."""
-    straight = kill(asked, 0)
-    changes = int((tmp_path / "count").read_text())
-    there = [
-        _check(kill, asked, change, straight, texts, checkpoint_path)
-        for change in (*range(1 + (asked.top_k or 0) % 2, changes, 2), changes)
-    ]
-    assert there == sorted(there)
-    assert there[0] == 0
-    assert there[-1] == len(list(straight.glob("shard-*")))
+    straight, copies = tmp_path / "straight", tmp_path / "copies"
+    assert _run(processes, checkpoint_path, texts, straight, request_, copies) == 0
+    shards = []
+    for left in sorted(copies.iterdir()):
+        shards.append(len(list(left.glob("shard-*"))))
+        extract(checkpoint_path, [str(texts)], left, request_, options=TORCH)
+        assert contents(left) == contents(straight), left.name
+    assert shards == sorted(shards)
+    assert (shards[0], shards[-1]) == (0, len(list(straight.glob("shard-*"))))
+
+
+def test_killed_process_leaves_a_folder_that_continues(
+    checkpoint_path: Path, texts: Path, tmp_path: Path, processes: ForkServerContext
+) -> None:
+    out, straight = tmp_path / "out", tmp_path / "straight"
+    ended = _run(processes, checkpoint_path, texts, out, LOGPROBS, tmp_path / "copies", 9)
+    assert ended == -signal.SIGKILL
+    assert len(list(out.glob("shard-*"))) == 1
+    for folder in (out, straight):
+        extract(checkpoint_path, [str(texts)], folder, LOGPROBS, options=TORCH)
+    assert contents(out) == contents(straight)

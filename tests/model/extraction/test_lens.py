@@ -1,16 +1,13 @@
-"""`--lens` of real checkpoints: beside `LLM.lens` and `LLM.score` bit for bit, beside a softmax by
-hand, and beside the file of `--logprobs`, with which it can be joined."""
+"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` to the bit, and joins the rows of
+`--logprobs`."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from pyarrow import parquet
 
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.quantities import (
@@ -21,13 +18,13 @@ from logitd.model.extraction.quantities import (
     LensFigures,
     choose_lens,
 )
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.llm import LLM
 from logitd.model.transformer.config import MODERN
-from logitd.model.transformer.gpt import GPT
 from tests.model.extraction.conftest import TORCH, Extract, in_memory
 from tests.model.extraction.test_run import CONTEXT, rows_of
-from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 
 TOP_K = 3
 FIGURES = ("logprobs", "ranks", "entropies", "divergences", "top_tokens", "top_logprobs")
@@ -45,12 +42,12 @@ def llm(checkpoint_path: Path) -> Any:
 
 
 def by_llm(llm: LLM, text: str, stride: int) -> list[dict[str, Any] | None]:
-    """What LLM.lens and LLM.score say of each token of a text, window by window."""
+    """Figures of each token by LLM.lens and LLM.score, window by window."""
     ids = list(text.encode())
-    said: list[dict[str, Any] | None] = [None]
+    figures: list[dict[str, Any] | None] = [None]
     for start in range(0, len(ids), stride):
         window = ids[start : start + CONTEXT]
-        first = CONTEXT - stride if start else 1  # that this window counts, but for a document's
+        first = CONTEXT - stride if start else 1  # token that this window counts
         if len(window) <= first:
             continue
         (score,) = llm.score(window[:first], [window[first:]])
@@ -58,7 +55,7 @@ def by_llm(llm: LLM, text: str, stride: int) -> list[dict[str, Any] | None]:
         for token, own, layers in zip(window[first:], score.logprobs, lens, strict=True):
             logprobs = [layer.logprobs[token].item() for layer in layers]
             logprobs[-1] = float(np.float32(own))
-            said.append(
+            figures.append(
                 {
                     "logprobs": logprobs,
                     "ranks": [layer.ranks[token] for layer in layers],
@@ -68,11 +65,11 @@ def by_llm(llm: LLM, text: str, stride: int) -> list[dict[str, Any] | None]:
                     "top_logprobs": [layer.top_logprobs.tolist() for layer in layers],
                 }
             )
-    return said
+    return figures
 
 
 @pytest.mark.parametrize("stride", [None, 50])
-def test_a_lens_is_that_of_the_llm_to_the_bit(
+def test_lens_equals_the_llm_to_the_bit(
     extracting: Extract, llm: LLM, texts: Path, stride: int | None
 ) -> None:
     result = extracting(lens=True, top_k=TOP_K, stride=stride, shard_tokens=150)
@@ -82,10 +79,10 @@ def test_a_lens_is_that_of_the_llm_to_the_bit(
             "source": source,
             "position": position,
             "token": token,
-            **{f"layer_{name}": said and said[name] for name in FIGURES},
+            **{f"layer_{name}": by_hand and by_hand[name] for name in FIGURES},
         }
         for document, (source, text) in enumerate(in_memory(texts))
-        for position, (token, said) in enumerate(
+        for position, (token, by_hand) in enumerate(
             zip(text.encode(), by_llm(llm, text, stride or CONTEXT - 1), strict=True)
         )
     ]
@@ -96,7 +93,7 @@ def test_a_lens_is_that_of_the_llm_to_the_bit(
 
 
 def placings() -> list[Any]:
-    """The plain decoder, and the native one where it can be built."""
+    """The plain decoder, and the native one if it can be built."""
     try:
         load_library()
     except KernelsUnavailable as error:
@@ -113,10 +110,10 @@ def placings() -> list[Any]:
 
 @pytest.mark.parametrize("stride", [77, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", placings())
-def test_it_joins_the_logprobs_and_its_last_layer_is_theirs_to_the_bit(
+def test_last_layer_equals_the_logprobs_to_the_bit(
     extracting: Extract, tmp_path: Path, options: Any, stride: int | None
 ) -> None:
-    """The likeliest too, up to the rounding of a sum in float64."""
+    """The likeliest tokens differ by the rounding of a sum in float64."""
     gpt = tiny_gpt(tiny_config(**MODERN, head_dim=16))
     path = save_tiny_checkpoint(tmp_path / "wide", gpt).path
     asked: dict[str, Any] = {"checkpoint": path, "options": options, "stride": stride}
@@ -133,85 +130,12 @@ def test_it_joins_the_logprobs_and_its_last_layer_is_theirs_to_the_bit(
         np.testing.assert_allclose(figures["layer_top_logprobs"][-1], scored["top_logprobs"], 2e-7)
 
 
-def log_softmax_by_hand(gpt: GPT, states: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Logprobs (layers, T, V) of residual streams (layers, T, d_model), by the definitions."""
-    config, norm = gpt.config, gpt.final_norm
-    x = states.astype(np.float64)
-    if config.final_norm:
-        if config.norm == "layernorm":
-            x = x - x.mean(-1, keepdims=True)
-        weight = np.asarray(norm.weight, dtype=np.float64)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight
-        if getattr(norm, "bias", None) is not None:
-            x = x + np.asarray(norm.bias, dtype=np.float64)
-    matrix, bias = gpt.head_parameters()
-    logits = x @ matrix[: config.vocab_size].double().numpy().T
-    if bias is not None:
-        logits = logits + bias[: config.vocab_size].double().numpy()
-    exps = np.exp(logits - logits.max(-1, keepdims=True))
-    logprobs: npt.NDArray[Any] = np.log(exps / exps.sum(-1, keepdims=True))
-    return logprobs
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "original", "neox"])
-def test_it_is_the_softmax_of_the_hidden_states(
-    extracting: Extract, tmp_path: Path, texts: Path, family: str
-) -> None:
-    """Of a family without a final norm (original) too: the stream goes into the head as it is."""
-    gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
-    assert gpt.config.final_norm == (family != "original")
-    path = save_tiny_checkpoint(tmp_path / family, gpt).path
-    result = extracting(checkpoint=path, data=(str(texts / "c.parquet"),), lens=True, top_k=257)
-    text = in_memory(texts)[4][1]
-    rows = [row for row in rows_of(result.path) if row["document"] == 1]
-    with opened(path) as llm:
-        states = llm.hidden_states(list(text.encode()))
-    logprobs = log_softmax_by_hand(gpt, states).swapaxes(0, 1)  # (T, layers, V)
-    probs, last = np.exp(logprobs), logprobs[:, -1:]
-    divergences = (np.exp(last) * (last - logprobs)).sum(-1)
-    assert len(rows) == len(text)
-    for at, row in enumerate(rows[1:]):
-        chosen = logprobs[at][:, row["token"]]
-        entropies = -(probs[at] * logprobs[at]).sum(-1)
-        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        close(row["layer_logprobs"], chosen)
-        close(row["layer_entropies"], entropies)
-        close(row["layer_divergences"], divergences[at])
-        close(row["layer_top_logprobs"], -np.sort(-logprobs[at], axis=-1))
-        ids = np.array(row["layer_top_tokens"])
-        assert (np.sort(ids, axis=-1) == np.arange(257)).all()
-        ranks = (logprobs[at] > chosen[:, None] + 1e-6).sum(-1) + 1
-        most = (logprobs[at] > chosen[:, None] - 1e-6).sum(-1)
-        assert (ranks <= row["layer_ranks"]).all()
-        assert (row["layer_ranks"] <= np.maximum(ranks, most)).all()
-
-
-def test_the_columns_have_the_types_that_are_promised(extracting: Extract) -> None:
-    schema = parquet.read_schema(extracting(lens=True).path / "shard-000000.parquet")
-    floats, integers = "list<element: float>", "list<element: int32>"
-    assert {field.name: str(field.type) for field in schema} == {
-        "document": "int64",
-        "source": "dictionary<values=string, indices=int32, ordered=0>",
-        "position": "int32",
-        "token": "int32",
-        "layer_logprobs": floats,
-        "layer_ranks": integers,
-        "layer_entropies": floats,
-        "layer_divergences": floats,
-        "layer_top_tokens": f"list<element: {integers}>",
-        "layer_top_logprobs": f"list<element: {floats}>",
-    }
-
-
-def test_as_many_likeliest_as_post_lens_has_unless_said_otherwise(extracting: Extract) -> None:
+def test_default_number_of_likeliest_tokens_is_that_of_post_lens(extracting: Extract) -> None:
     row = rows_of(extracting(lens=True).path)[1]
     assert [len(tokens) for tokens in row["layer_top_tokens"]] == [LENS_TOP_K] * 4
 
 
-def test_a_text_of_single_tokens_has_rows_and_nothing_in_them(
-    extracting: Extract, tmp_path: Path
-) -> None:
-    """Nothing is computed for it."""
+def test_single_tokens_have_empty_rows(extracting: Extract, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
     result = extracting(lens=True, data=(str(tmp_path / "x.jsonl"),))
     rows = rows_of(result.path)
@@ -223,7 +147,7 @@ def test_a_text_of_single_tokens_has_rows_and_nothing_in_them(
 # Bounds
 
 
-def test_a_shard_has_as_many_tokens_as_fill_its_bytes() -> None:
+def test_default_shard_fills_its_bytes() -> None:
     config = tiny_config()
     assert choose_lens(1, config).shard_tokens(config) == SHARD_TOKENS  # 96 bytes a token
     wide = choose_lens(257, config)
@@ -232,7 +156,7 @@ def test_a_shard_has_as_many_tokens_as_fill_its_bytes() -> None:
     assert LensFigures(layers=100, top_k=10**7).shard_tokens(config) == 1
 
 
-def test_so_many_likeliest_that_a_window_would_fill_the_memory_are_refused() -> None:
+def test_window_beyond_its_limit_is_refused() -> None:
     config = tiny_config(vocab_size=100_000, context_length=4096, d_model=16, n_head=2)
     most = (WINDOW_BYTES // (4096 * 4) - 16) // 8
     assert choose_lens(most, config).top_k == most
@@ -251,14 +175,14 @@ def test_so_many_likeliest_that_a_window_would_fill_the_memory_are_refused() -> 
         (1, {"vocab_size": 2**24 + 1}, "16777216"),
     ],
 )
-def test_what_a_model_cannot_give_is_refused(
+def test_lens_beyond_the_model_is_refused(
     top_k: int, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ExtractionError, match=message):
+    with pytest.raises((ExtractionError, InvalidRequest), match=message):
         choose_lens(top_k, tiny_config(**changes))
 
 
-def test_a_model_whose_layers_are_not_finite_is_told(extracting: Extract, tmp_path: Path) -> None:
+def test_layers_that_are_not_finite_are_refused(extracting: Extract, tmp_path: Path) -> None:
     gpt = tiny_gpt()
     with torch.no_grad():
         gpt.get_parameter("final_norm.weight").mul_(2e38)

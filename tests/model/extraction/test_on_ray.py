@@ -1,5 +1,5 @@
-"""Decisions before Ray computes anything: the workers that fit, and addresses that are refused. No
-Ray is needed here; real workers are in tests/e2e/test_ray.py."""
+"""Decisions before Ray computes: the workers that fit, and refused addresses. Needs no Ray; real
+workers are in tests/e2e/test_ray.py."""
 
 import contextlib
 import socket
@@ -57,7 +57,7 @@ def test_workers_fill_the_machines(
         ([GPUS], "cuda:1", 0, "--device is cuda:1"),
     ],
 )
-def test_a_cluster_that_holds_no_worker_is_refused(
+def test_cluster_without_room_is_refused(
     nodes: Nodes, device: str, threads: int, message: str
 ) -> None:
     with pytest.raises(ExtractionError, match=message):
@@ -67,9 +67,9 @@ def test_a_cluster_that_holds_no_worker_is_refused(
 @pytest.mark.parametrize(
     "address", ["ray://head:10001", "head", "head:port", "127.0.0.1:{closed}", "127.0.0.1:99999"]
 )
-def test_addresses_that_cannot_be_joined_are_refused(address: str) -> None:
+def test_unreachable_address_is_refused(address: str) -> None:
     with contextlib.closing(socket.socket()) as unused:
-        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        unused.bind(("127.0.0.1", 0))  # bound and not listening
         named = address.format(closed=unused.getsockname()[1])
         with (
             pytest.raises(ExtractionError, match=f"--ray is {named}.*host:port.*local"),
@@ -78,8 +78,7 @@ def test_addresses_that_cannot_be_joined_are_refused(address: str) -> None:
             pass
 
 
-def test_in_one_process_a_shard_is_planned_when_the_last_is_taken(checkpoint_path: Path) -> None:
-    """Memory holds one shard: none is planned ahead."""
+def test_one_process_plans_one_shard_at_a_time(checkpoint_path: Path) -> None:
     planned: list[int] = []
 
     def groups() -> Iterator[Group]:

@@ -1,4 +1,4 @@
-"""The plan: whatever the documents, each token is counted once, and no window is too long."""
+"""The plan: each token is counted once, and no window is too long."""
 
 import pytest
 from hypothesis import example, given
@@ -36,9 +36,7 @@ def planned(texts: list[str], windows: Windows, begin: tuple[int, int] = (0, 0))
 @given(TEXTS, WINDOWS)
 @example(["a" * 8], Windows(4, 4))
 @example(["a" * 5], Windows(4, 1))
-def test_each_token_of_each_document_is_counted_once_and_in_order(
-    texts: list[str], windows: Windows
-) -> None:
+def test_token_is_counted_once_and_in_order(texts: list[str], windows: Windows) -> None:
     places = []
     for unit in planned(texts, windows):
         raw = texts[unit.document].encode()
@@ -49,7 +47,7 @@ def test_each_token_of_each_document_is_counted_once_and_in_order(
 
 
 @given(TEXTS, WINDOWS)
-def test_no_unit_is_longer_than_the_context_or_has_less_of_it_than_promised(
+def test_unit_fits_the_context_and_has_the_promised_part_of_it(
     texts: list[str], windows: Windows
 ) -> None:
     for unit in planned(texts, windows):
@@ -71,7 +69,7 @@ def test_shards_are_the_units_in_order_and_bounded(
 
 
 @given(TEXTS, WINDOWS, st.data())
-def test_a_plan_goes_on_behind_any_unit_as_it_would_have(
+def test_plan_continues_after_any_unit(
     texts: list[str], windows: Windows, data: st.DataObject
 ) -> None:
     units = planned(texts, windows)
@@ -79,13 +77,8 @@ def test_a_plan_goes_on_behind_any_unit_as_it_would_have(
     assert planned(texts, windows, units[done - 1].end) == units[done:]
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=6),
-    WINDOWS,
-)
-def test_how_a_document_comes_in_parts_changes_nothing(
-    parts: list[list[int]], windows: Windows
-) -> None:
+@given(st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=6), WINDOWS)
+def test_units_do_not_depend_on_parts(parts: list[list[int]], windows: Windows) -> None:
     whole = [token_id for part in parts for token_id in part]
     assert list(document_units(0, "d", parts, windows)) == list(
         document_units(0, "d", [whole], windows)
@@ -94,25 +87,21 @@ def test_how_a_document_comes_in_parts_changes_nothing(
 
 @pytest.mark.parametrize(
     ("stride", "predicts", "message"),
-    [
-        (8, True, "stride.*8.*1 to 7"),
-        (9, False, "stride.*9.*1 to 8"),
-        (0, False, "stride.*0"),
-    ],
+    [(8, True, "stride.*8.*1 to 7"), (9, False, "stride.*9.*1 to 8"), (0, False, "stride.*0")],
 )
-def test_a_stride_that_would_leave_tokens_out_is_refused(
+def test_stride_that_leaves_tokens_out_is_refused(
     stride: int, predicts: bool, message: str
 ) -> None:
     with pytest.raises(ExtractionError, match=message):
         choose_windows(8, stride, predicts=predicts)
 
 
-def test_windows_are_as_wide_as_they_can_be_unless_said_otherwise() -> None:
+def test_default_stride_is_the_widest() -> None:
     assert choose_windows(8, None, predicts=True) == Windows(8, 7)
     assert choose_windows(8, None, predicts=False) == Windows(8, 8)
 
 
-def test_a_document_of_more_tokens_than_positions_count_is_refused(
+def test_document_with_too_many_tokens_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("logitd.model.extraction.plan.MOST_POSITIONS", 10)
@@ -121,7 +110,7 @@ def test_a_document_of_more_tokens_than_positions_count_is_refused(
         list(document_units(0, "d", [[1] * 10, [1]], Windows(4, 4)))
 
 
-def test_a_survey_tells_names_contents_and_borders_apart() -> None:
+def test_survey_depends_on_names_contents_and_borders() -> None:
     def known(*named: tuple[str, str]) -> str:
         return survey([text_document(name, text) for name, text in named]).sha256
 

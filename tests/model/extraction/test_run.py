@@ -1,4 +1,4 @@
-"""Extractions by a real checkpoint: values beside `LLM`'s, bit for bit, and what is refused."""
+"""Extractions by a real checkpoint: values equal those of `LLM` to the bit; refused requests."""
 
 import json
 import os
@@ -13,12 +13,13 @@ import pytest
 from pyarrow import parquet
 from safetensors.numpy import load_file
 
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.errors import DataError
 from logitd.model.device import available_processors
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import INDEX, LOCK
 from logitd.model.extraction.run import Progress, Surveyed
 from logitd.model.folder_lock import FolderLock
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.options import KernelChoice
 from logitd.model.llm import LLM
 from tests.model.extraction.conftest import TORCH, Extract, contents, in_memory
@@ -43,7 +44,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def scored(llm: LLM, text: str, stride: int) -> list[float | None]:
-    """The logprob of each token by LLM.score, window by window."""
+    """Logprobs by LLM.score, window by window."""
     ids = list(text.encode())
     values: list[float | None] = [None, *llm.score(ids[:CONTEXT])[0].logprobs.tolist()]
     for start in range(stride, len(ids), stride):
@@ -55,7 +56,7 @@ def scored(llm: LLM, text: str, stride: int) -> list[float | None]:
 
 
 @pytest.mark.parametrize("stride", [None, 50])
-def test_logprobs_are_those_of_score_to_the_bit(
+def test_logprobs_equal_score_to_the_bit(
     extracting: Extract, llm: LLM, texts: Path, stride: int | None
 ) -> None:
     result = extracting(stride=stride, shard_tokens=150)
@@ -79,10 +80,9 @@ def test_logprobs_are_those_of_score_to_the_bit(
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_how_many_positions_a_step_has_changes_no_byte(
+def test_bytes_do_not_depend_on_positions_per_step(
     kernels: KernelChoice, extracting: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of a server has fewer, and scores the same."""
     files = []
     for chunk in (32, 1024):
         monkeypatch.setattr("logitd.model.extraction.compute.PREFILL_CHUNK", chunk)
@@ -93,21 +93,42 @@ def test_how_many_positions_a_step_has_changes_no_byte(
     assert len(files[0]) > 3
 
 
-def test_the_columns_have_the_types_that_are_promised(extracting: Extract) -> None:
-    out = extracting(top_k=2).path
-    schema = parquet.read_schema(out / "shard-000000.parquet")
-    assert {field.name: str(field.type) for field in schema} == {
-        "document": "int64",
-        "source": "dictionary<values=string, indices=int32, ordered=0>",
-        "position": "int32",
-        "token": "int32",
-        "logprob": "float",
-        "top_tokens": "list<element: int32>",
-        "top_logprobs": "list<element: float>",
-    }
+FLOATS, INTEGERS = "list<element: float>", "list<element: int32>"
+PLACES = {
+    "document": "int64",
+    "source": "dictionary<values=string, indices=int32, ordered=0>",
+    "position": "int32",
+    "token": "int32",
+}
 
 
-def test_the_likeliest_are_those_of_the_logits(extracting: Extract, llm: LLM, texts: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "columns"),
+    [
+        ({"top_k": 2}, {"logprob": "float", "top_tokens": INTEGERS, "top_logprobs": FLOATS}),
+        (
+            {"lens": True},
+            {
+                "layer_logprobs": FLOATS,
+                "layer_ranks": INTEGERS,
+                "layer_entropies": FLOATS,
+                "layer_divergences": FLOATS,
+                "layer_top_tokens": f"list<element: {INTEGERS}>",
+                "layer_top_logprobs": f"list<element: {FLOATS}>",
+            },
+        ),
+    ],
+)
+def test_columns_have_the_documented_types(
+    extracting: Extract, asked: dict[str, Any], columns: dict[str, str]
+) -> None:
+    schema = parquet.read_schema(extracting(**asked).path / "shard-000000.parquet")
+    assert {field.name: str(field.type) for field in schema} == PLACES | columns
+
+
+def test_likeliest_tokens_are_those_of_the_logits(
+    extracting: Extract, llm: LLM, texts: Path
+) -> None:
     rows = rows_of(extracting(top_k=3).path)
     text = in_memory(texts)[4][1]
     of_text = [row for row in rows if row["document"] == 4]
@@ -121,7 +142,7 @@ def test_the_likeliest_are_those_of_the_logits(extracting: Extract, llm: LLM, te
 
 
 @pytest.mark.parametrize("stride", [None, 50])
-def test_stages_are_those_of_activations_to_the_bit(
+def test_stages_equal_activations_to_the_bit(
     extracting: Extract, llm: LLM, texts: Path, stride: int | None
 ) -> None:
     patterns = ["embedding", "blocks.*.output", "blocks.1.attention.q"]
@@ -155,7 +176,7 @@ def test_stages_are_those_of_activations_to_the_bit(
         assert np.array_equal(found[name], whole), name
 
 
-def test_a_finished_extraction_is_only_looked_at(extracting: Extract, texts: Path) -> None:
+def test_finished_extraction_is_unchanged(extracting: Extract, texts: Path) -> None:
     first = extracting(shard_tokens=200)
     before = contents(first.path)
     events: list[Any] = []
@@ -181,7 +202,7 @@ def test_progress_ends_with_everything(
 
 
 def _interrupted(extracting: Extract, out: Path, **asked: Any) -> Path:
-    """The folder with some of its shards, as an interrupt leaves it."""
+    """A folder with two shards, after an interrupt."""
 
     def interrupt(event: Any) -> None:
         if isinstance(event, Progress) and event.shards == 2:
@@ -201,7 +222,7 @@ ASKED: Mapping[str, Any] = {"shard_tokens": 100}
 
 
 @pytest.mark.parametrize("lens", [False, True])
-def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
+def test_interrupted_extraction_continues_to_the_same_bytes(
     extracting: Extract, tmp_path: Path, lens: bool
 ) -> None:
     asked = {**ASKED, "lens": lens}
@@ -246,7 +267,7 @@ def test_other_settings_are_refused(
     assert {**contents(out), LOCK: b""} == {**before, LOCK: b""}
 
 
-def test_another_checkpoint_and_other_data_are_refused(
+def test_other_checkpoint_and_data_are_refused(
     extracting: Extract, texts: Path, tmp_path: Path
 ) -> None:
     _interrupted(extracting, tmp_path / "out", **ASKED)
@@ -257,28 +278,22 @@ def test_another_checkpoint_and_other_data_are_refused(
         extracting(data=(str(texts / "a.txt"),), **ASKED)
 
 
-@pytest.mark.parametrize("lens", [False, True])
-def test_a_shard_that_was_changed_or_is_gone_is_named(
-    extracting: Extract, tmp_path: Path, lens: bool
-) -> None:
-    asked = {**ASKED, "lens": lens}
-    out = _interrupted(extracting, tmp_path / "out", **asked)
+def test_damaged_or_missing_shard_is_named(extracting: Extract, tmp_path: Path) -> None:
+    out = _interrupted(extracting, tmp_path / "out", **ASKED)
     shard = out / "shard-000001.parquet"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ExtractionError, match=r"shard-000001\.parquet .*sha256"):
-        extracting(**asked)
+        extracting(**ASKED)
     shard.unlink()
     with pytest.raises(ExtractionError, match=r"shard-000001\.parquet .*index\.json"):
-        extracting(**asked)
+        extracting(**ASKED)
 
 
 @pytest.mark.parametrize(
     "name", ["letter.txt", "shard-000000.parquet", ".shard-0.part", "shard-000001.parquet.part"]
 )
-def test_a_folder_with_files_of_others_is_left_as_it_is(
-    extracting: Extract, tmp_path: Path, name: str
-) -> None:
+def test_folder_with_other_files_is_refused(extracting: Extract, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text("text")
@@ -287,9 +302,7 @@ def test_a_folder_with_files_of_others_is_left_as_it_is(
     assert contents(out) == {name: b"text"}
 
 
-def test_a_file_that_came_into_the_folder_meanwhile_is_named(
-    extracting: Extract, tmp_path: Path
-) -> None:
+def test_new_file_of_another_program_is_named(extracting: Extract, tmp_path: Path) -> None:
     out = _interrupted(extracting, tmp_path / "out", **ASKED)
     for name in ("letter.txt", "shard-000003.parquet"):
         (out / name).write_text("text")
@@ -300,9 +313,7 @@ def test_a_file_that_came_into_the_folder_meanwhile_is_named(
 
 
 @pytest.mark.parametrize("index", ["", "{}", '{"shards": [{}]}', '{"shards": [], "data_name": ""}'])
-def test_an_index_of_something_else_is_refused(
-    extracting: Extract, tmp_path: Path, index: str
-) -> None:
+def test_foreign_index_is_refused(extracting: Extract, tmp_path: Path, index: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / INDEX).write_text(index)
     with pytest.raises(ExtractionError, match=r"index|checkpoint.* was null"):
@@ -310,7 +321,7 @@ def test_an_index_of_something_else_is_refused(
     assert (tmp_path / "out" / INDEX).read_text() == index
 
 
-def test_only_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> None:
+def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     lock = FolderLock(tmp_path / "out" / LOCK)
     with pytest.raises(ExtractionError, match=f"process {os.getpid()} .*--out"):
@@ -319,8 +330,8 @@ def test_only_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -
     assert extracting().rows
 
 
-def test_a_full_disk_is_told_and_what_is_written_stays(extracting: Extract, tmp_path: Path) -> None:
-    """A limit on the size of a file is as good: the largest shard does not fit."""
+def test_full_disk_is_explained_and_shards_stay(extracting: Extract, tmp_path: Path) -> None:
+    """A limit on the size of files lets the largest shard fail."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
     refusal = pytest.raises(ExtractionError, match=r"out .*--out.* the same command continues")
@@ -341,22 +352,22 @@ def test_a_full_disk_is_told_and_what_is_written_stays(extracting: Extract, tmp_
         (("nothing",), "no stage matches 'nothing'"),
     ],
 )
-def test_stages_of_which_no_file_can_be_made_are_refused(
+def test_stages_that_are_too_large_are_refused(
     extracting: Extract, tmp_path: Path, stages: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ExtractionError, match=message):
+    with pytest.raises((ExtractionError, InvalidRequest), match=message):
         extracting(stages=stages)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_begin_leaves_no_folder(extracting: Extract, tmp_path: Path) -> None:
+def test_refused_extraction_leaves_no_folder(extracting: Extract, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text\xff")
     for data, error, message in (
-        ((str(empty),), TextError, "empty"),
-        ((str(binary),), TextError, "UTF-8"),
+        ((str(empty),), DataError, "empty"),
+        ((str(binary),), DataError, "UTF-8"),
         ((), ExtractionError, "--data"),
     ):
         with pytest.raises(error, match=message):
@@ -366,7 +377,7 @@ def test_what_cannot_begin_leaves_no_folder(extracting: Extract, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_sees_one_token_predicts_none(extracting: Extract, tmp_path: Path) -> None:
+def test_context_of_one_token_predicts_nothing(extracting: Extract, tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(context_length=1))
     short = save_tiny_checkpoint(tmp_path / "short", gpt).path
     with pytest.raises(ExtractionError, match=r"context is 1 .*--stages"):
@@ -374,7 +385,7 @@ def test_a_model_that_sees_one_token_predicts_none(extracting: Extract, tmp_path
     assert extracting(checkpoint=short, stages=("embedding",)).rows
 
 
-def test_a_text_that_changes_while_it_is_read_is_noticed(
+def test_text_that_changes_while_it_is_read_is_refused(
     extracting: Extract, texts: Path, tmp_path: Path
 ) -> None:
     copied = tmp_path / "copied"

@@ -1,4 +1,4 @@
-"""Added tokens: cuts of the `tokenizers` library, for every flag."""
+"""Added tokens: the cuts equal those of the `tokenizers` library, for every flag."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ TOKENS = st.dictionaries(
     st.tuples(st.booleans(), st.booleans(), st.sampled_from(SPECIAL)),
     min_size=1,
 )
-"""For each content whether it is special, whether normalized, and its other flags."""
+"""By content: special, normalized, other flags."""
 TEXTS = st.lists(st.sampled_from([*CONTENTS, "z", "\u0301", "\u00a0", "\x1f", "Ⅷ"])).map("".join)
 UNKNOWN = 0
 
 
 def theirs(tokens: Mapping[str, tuple[bool, bool, Sequence[str]]], text: str) -> list[int | None]:
-    """The library's ids; None for a text between added tokens."""
+    """Ids of the library; None for a text between added tokens."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": UNKNOWN}, unk_token="?"))
     for content, (special, normalized, flags) in tokens.items():
         token = tokenizers.AddedToken(
@@ -32,14 +32,16 @@ def theirs(tokens: Mapping[str, tuple[bool, bool, Sequence[str]]], text: str) ->
         (library.add_special_tokens if special else library.add_tokens)([token])
     try:
         ids = library.encode(text).ids
-    except BaseException as error:  # it panics where white space that is stripped is a token too
+    except BaseException as error:  # a panic if stripped white space is a token too
         assume("bad split" not in str(error))
         raise
     return [None if i == UNKNOWN else i for i in ids]
 
 
 @given(TOKENS, TEXTS)
-def test_cuts_are_the_librarys(tokens: dict[str, tuple[bool, bool, list[Flag]]], text: str) -> None:
+def test_cuts_equal_the_library(
+    tokens: dict[str, tuple[bool, bool, list[Flag]]], text: str
+) -> None:
     ids = {content: place for place, content in enumerate(tokens, start=1)}
     special = {
         content: ids[content] for content, (is_special, _, _) in tokens.items() if is_special

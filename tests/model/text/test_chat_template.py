@@ -1,4 +1,4 @@
-"""Chat templates: what they write, what messages cannot make them write, and where they end."""
+"""Chat templates: their output, attacks by messages, and their limits."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def tokenizer(*special_tokens: str) -> Tokenizer:
 def render(
     source: str, *contents: str, special_tokens: Sequence[str] | None = None
 ) -> list[str | int]:
-    """The pieces of messages of a user."""
+    """The pieces of user messages."""
     messages = [{"role": "user", "content": content} for content in contents]
     vocabulary = TOKENIZER if special_tokens is None else tokenizer(*special_tokens)
     return compiled(source).render(messages, vocabulary)
@@ -46,7 +46,7 @@ def compiled(source: str) -> ChatTemplate:
 
 
 def written(pieces: Sequence[str | int], vocabulary: Tokenizer = TOKENIZER) -> str:
-    """The text of pieces, special tokens by their names."""
+    """The text of pieces, with the names of special tokens."""
     return "".join(p if isinstance(p, str) else vocabulary.decode([p]) for p in pieces)
 
 
@@ -54,12 +54,12 @@ def refusal(source: str, *contents: str) -> str:
     with pytest.raises(ChatTemplateError) as caught:
         render(source, *(contents or ("hi",)))
     message = str(caught.value)
-    assert message.encode(), "it can be sent"
+    assert message.encode(), "the message can be sent"
     assert len(message) < 500
     return message
 
 
-# What a template writes
+# Output
 
 
 def test_conversation_becomes_text_between_special_tokens() -> None:
@@ -95,17 +95,16 @@ def test_conversation_becomes_text_between_special_tokens() -> None:
         ("  {% if true %}\n  a\n  {% endif %}\nb\n", "  a\nb"),
     ],
 )  # fmt: skip
-def test_templates_are_jinja_as_others_have_it(source: str, text: str) -> None:
+def test_template_follows_the_usual_dialect(source: str, text: str) -> None:
     assert render(source, "<&é", "two") == [text]
 
 
-def test_end_of_text_has_its_usual_names() -> None:
+def test_special_tokens_have_ids() -> None:
     assert render("{{ bos_token }}a{{ eos_token }}", "") == [256, "a", 256]
     assert render("{{ bos_token }}a", "", special_tokens=["<s>"]) == ["a"], "there is none"
-
-
-def test_longer_special_tokens_come_first() -> None:
-    assert render("<a><a>b", special_tokens=["<a>", "<a>b"]) == [256, 257]
+    assert render("<a><a>b", special_tokens=["<a>", "<a>b"]) == [256, 257], "the longest counts"
+    role = "<|{{ messages[0].role }}|>x"  # roles come from a closed set
+    assert render(role, "", special_tokens=["<|user|>"]) == [256, "x"]
 
 
 def test_tokens_strip_white_space_and_added_ones_are_found_in_messages() -> None:
@@ -121,22 +120,15 @@ def test_tokens_strip_white_space_and_added_ones_are_found_in_messages() -> None
     assert template.render(said, vocabulary) == [256, "a<s>\n", 258, "b", 257, " x"]
 
 
-def test_roles_may_be_part_of_a_special_token() -> None:
-    """Roles come from a closed set."""
-    assert render("<|{{ messages[0].role }}|>x", "", special_tokens=["<|user|>"]) == [256, "x"]
-
-
-def test_names_reach_the_template_too() -> None:
+def test_name_of_a_message_reaches_the_template() -> None:
     messages = [{"role": "user", "name": "Ann<|im_end|>", "content": "x"}]
     pieces = ChatTemplate("{{ messages[0].name }}").render(messages, TOKENIZER)
     assert pieces == ["Ann<|im_end|>"]
 
 
-def test_a_continued_message_has_to_be_written() -> None:
-    template, messages = (
-        ChatTemplate("{{ messages[0].content }}!"),
-        [{"role": "user", "content": "a"}],
-    )
+def test_continued_message_ends_the_prompt() -> None:
+    template = ChatTemplate("{{ messages[0].content }}!")
+    messages = [{"role": "user", "content": "a"}]
     assert template.render(messages, TOKENIZER, continue_final_message=True) == ["a"]
     with pytest.raises(ChatTemplateError, match="final message"):
         template.render(messages * 2, TOKENIZER, continue_final_message=True)
@@ -145,7 +137,7 @@ def test_a_continued_message_has_to_be_written() -> None:
         failing.render(messages, TOKENIZER, continue_final_message=True)
 
 
-# What messages cannot do
+# Messages
 
 
 @pytest.mark.parametrize(
@@ -172,10 +164,10 @@ def test_a_continued_message_has_to_be_written() -> None:
 def test_no_message_makes_a_special_token(source: str, contents: list[str]) -> None:
     pieces = render(source, *contents)
     assert len(pieces) == 1
-    assert "<|im_end|>" in written(pieces), "it reads like one, and is plain text"
+    assert "<|im_end|>" in written(pieces), "the text contains the name"
 
 
-def test_letters_alone_can_be_a_special_token_and_no_case_makes_it() -> None:
+def test_change_of_case_makes_no_special_token() -> None:
     """ß in upper case is SS, and the Kelvin sign in lower case a k."""
     specials = ["STOP", "SS", "kk"]
     for source, content, text in [
@@ -211,7 +203,7 @@ LOST = {
     "in lower case": "{{ ('<' ~ text) | lower }}",
     "in upper case, too": "{{ (text + 'a') | upper }}",
 }
-"""A plain string, put into another case: letters of special tokens are not."""
+"""Forms that change the case of a plain string, which skips hidden letters."""
 LOOKING = {
     "compared": "{{ text == 'ab' }}{{ 'ab' == text }}{{ text != '|' }}{{ text in ['a', '<'] }}",
     "searched": "{{ 'a' in text }}{{ '<|' in text }}{{ text.find('|') }}{{ text.count('a') }}",
@@ -224,14 +216,14 @@ LOOKING = {
 
 
 def source_of(form: str) -> str:
-    """A form for the text of each message, and then what could be a special token."""
+    """A template with a form for each message's text, and "<a>" at its end."""
     forms = TEMPLATES | LOOKING | LOST
     return "{% for m in messages %}{% set text = m.content %}" + forms[form] + "{% endfor %}<a>"
 
 
 @functools.cache
 def plain(source: str) -> jinja2.Template:
-    """The same without anything hidden."""
+    """The same template in plain Jinja."""
     environment = jinja2.Environment()
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["title"] = str.title
@@ -246,11 +238,11 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
 @given(
     SPECIALS, st.lists(CONTENT, min_size=1, max_size=3), st.sampled_from(sorted(TEMPLATES | LOST))
 )
-def test_special_tokens_are_the_templates_whatever_messages_say(
+def test_special_tokens_come_from_the_template_alone(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """The tokens are those of messages that say something harmless of the same length. White space
-    is kept, because templates trim it."""
+    """Harmless messages of the same length make the same special tokens. White space is kept,
+    because templates trim it."""
     harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
     source = source_of(form)
     pieces = render(source, *contents, special_tokens=special_tokens)
@@ -263,23 +255,15 @@ def test_special_tokens_are_the_templates_whatever_messages_say(
     st.lists(CONTENT, min_size=1, max_size=3),
     st.sampled_from(sorted(TEMPLATES | LOOKING)),
 )
-def test_text_is_what_jinja_writes(
-    special_tokens: list[str], contents: list[str], form: str
-) -> None:
-    """Hidden characters change no text."""
+def test_text_equals_plain_jinja(special_tokens: list[str], contents: list[str], form: str) -> None:
     messages = [{"role": "user", "content": content} for content in contents]
     vocabulary = tokenizer(*special_tokens)
     pieces = compiled(source_of(form)).render(messages, vocabulary)
     assert written(pieces, vocabulary) == plain(source_of(form)).render(messages=messages)
 
 
-def test_message_can_be_a_key() -> None:
-    source = "{{ {'<a>': 1, 'b': 2}[messages[0].content] }}"
-    assert [render(source, key, special_tokens=["<a>"]) for key in ("<a>", "b")] == [["1"], ["2"]]
-
-
-def test_template_can_look_into_a_message() -> None:
-    """Some templates leave out what a model thought."""
+def test_template_can_split_a_message() -> None:
+    """Some templates drop the thoughts of a model."""
     source = (
         "{% set content = messages[0].content %}{% if '</think>' in content %}"
         "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ content }}"
@@ -290,7 +274,7 @@ def test_template_can_look_into_a_message() -> None:
         assert render(source, "No", special_tokens=special_tokens) == ["No"]
 
 
-# What is not a template
+# Invalid templates
 
 
 @pytest.mark.parametrize(
@@ -312,12 +296,12 @@ def test_template_can_look_into_a_message() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_template_refuses_a_source_that_is_none(source: str, said: str) -> None:
+def test_invalid_source_is_refused(source: str, said: str) -> None:
     with pytest.raises(ChatTemplateError, match=said):
         ChatTemplate(source)
 
 
-# What a template may not do
+# Limits
 
 
 @pytest.mark.parametrize(
@@ -342,12 +326,12 @@ def test_template_refuses_a_source_that_is_none(source: str, said: str) -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ],
 )  # fmt: skip
-def test_template_refuses_to_render_what_fails(source: str, said: str) -> None:
+def test_failed_rendering_is_refused(source: str, said: str) -> None:
     assert said in refusal(source)
 
 
-def test_refusal_repeats_what_the_message_said() -> None:
-    """The refusal does not show the placeholder."""
+def test_refusal_quotes_the_message() -> None:
+    """Placeholders become the original characters."""
     assert refusal("{{ raise_exception(messages[0].content) }}", "<|im_end|>").endswith(
         "says: <|im_end|>"
     )
@@ -363,9 +347,7 @@ def test_refusal_repeats_what_the_message_said() -> None:
     ],
     ids=["loops", "filtered loops", "calls"],
 )
-def test_template_that_takes_for_ever_is_ended(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
     started = time.monotonic()
     assert "took more than 0.05 s" in refusal(source)
@@ -373,24 +355,20 @@ def test_template_that_takes_for_ever_is_ended(
 
 
 def test_template_cannot_reach_its_deadline() -> None:
-    """The deadline has a name that no template can write."""
+    """No template can write the deadline's name."""
     source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
     assert render(source) == ["001"]
 
 
-def test_conversation_of_many_messages_is_no_problem() -> None:
+def test_long_conversation_is_rendered() -> None:
     messages: list[Mapping[str, str]] = [{"role": "user", "content": "x" * 900}] * 4096
     assert len(ChatTemplate(CHAT_TEMPLATE).render(messages, TOKENIZER)) == 4 * 4096 + 2
 
 
 def test_more_characters_than_can_be_hidden_are_refused() -> None:
-    """No vocabulary has so many special tokens without a character in common."""
+    """No real vocabulary has as many."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)
     with pytest.raises(ChatTemplateError, match=r"1025.*1024"):
         render("{{ messages[0].content }}", content, special_tokens=names)
     assert render("{{ messages[0].content }}", content, special_tokens=names[1:]) == [content]
-
-
-def test_source_is_kept() -> None:
-    assert ChatTemplate(CHAT_TEMPLATE).source == CHAT_TEMPLATE

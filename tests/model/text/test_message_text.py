@@ -1,4 +1,4 @@
-"""Message text: to those who look it is what it says, and to `str.join` it is not."""
+"""Message text: its methods answer as plain text, and `str.join` sees surrogates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +82,7 @@ def test_message_text_shows_no_dangerous_character(name: str, text: str, part: s
             assert not dangerous & set(plain)
 
 
-def test_placeholder_is_no_character() -> None:
+def test_placeholders_are_surrogates() -> None:
     table = hidden("abc")
     assert set(table.hide) >= {ord(c) for name in SPECIALS for c in name}
     assert all(code in SURROGATES for code in table.hide.values())

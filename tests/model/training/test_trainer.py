@@ -16,7 +16,6 @@ import torch
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from logitd.model.data.errors import DataError
-from logitd.model.data.sources.document import TextError
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import (
     Evaluated,
@@ -419,8 +418,8 @@ def test_bad_chat_template_is_refused_before_anything_is_written(
     [
         ({"preset": "huge"}, TrainingError, "unknown preset 'huge'"),
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
-        ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is not a file"),
-        ({"context_length": 50_000}, TextError, "a window takes 50001"),
+        ({"data": ("nowhere.txt",)}, DataError, "nowhere.txt is not a file"),
+        ({"context_length": 50_000}, DataError, "a window takes 50001"),
         ({"tokenizer": "gpt3", "vocab_size": None}, DataError, "neither 'own' nor"),
     ],
 )

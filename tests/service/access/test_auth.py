@@ -372,7 +372,7 @@ def test_lines_of_a_file_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         (os.mkdir, "is a directory"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device"),
         (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
-        (lambda path: path.write_bytes(b"#" * (KEY_FILE_BYTES + 1)), "are the most it may"),
+        (lambda path: path.write_bytes(b"#" * (KEY_FILE_BYTES + 1)), "the limit is"),
     ],
     ids=["pipe", "directory", "zeros", "loop", "large"],
 )  # fmt: skip

@@ -22,6 +22,7 @@ from logitd.model.convert.hf.export import tokenizer_document
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.vocabulary.words import character_tokenizer
+from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from tests.model.convert.theirs import SAMPLE, their_tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
@@ -310,7 +311,7 @@ BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"
 
 
 def bundled() -> Tokenizer:
-    return Tokenizer.read_ranks(BUNDLED / "tokenizer.tiktoken")
+    return published_tokenizer(str(BUNDLED / "tokenizer.tiktoken"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How long a text is, as far as anybody asks."""
+"""Documents: sizes of texts, and separators."""
 
 import gzip
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.data import sources
+from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import prepare_text
 from logitd.model.data.sources.document import (
     Document,
     Text,
-    TextError,
     split_documents,
     text_document,
 )
@@ -21,14 +21,14 @@ from logitd.model.data.sources.open_text import open_text
 
 
 @given(st.lists(st.text(min_size=1, max_size=20), min_size=1), st.integers(0, 200))
-def test_it_is_the_length_or_something_above_the_limit(texts: list[str], limit: int) -> None:
+def test_count_is_exact_up_to_the_limit(texts: list[str], limit: int) -> None:
     documents = [text_document(str(index), text) for index, text in enumerate(texts)]
     whole = sum(len(text.encode()) for text in texts)
     found = Text("some", "none", documents).count_bytes(limit)
     assert found == whole if whole <= limit else limit < found <= whole
 
 
-def test_what_has_no_size_is_read_up_to_the_limit_and_no_further() -> None:
+def test_unknown_size_is_read_up_to_the_limit() -> None:
     read = 0
 
     def pieces() -> Iterator[str]:
@@ -42,7 +42,7 @@ def test_what_has_no_size_is_read_up_to_the_limit_and_no_further() -> None:
 
 
 @given(st.lists(st.text("ab<|>\n", max_size=9)), st.integers(1, 9))
-def test_documents_are_split_wherever_pieces_end(parts: list[str], length: int) -> None:
+def test_split_does_not_depend_on_pieces(parts: list[str], length: int) -> None:
     text = "<|>".join(parts)
     pieces = [text[at : at + length] for at in range(0, len(text), length)]
     found = split_documents([Document("a", lambda: iter(pieces))], "<|>")
@@ -50,14 +50,14 @@ def test_documents_are_split_wherever_pieces_end(parts: list[str], length: int) 
     assert ["".join(d.pieces()) for d in found] == [part for part in expected if part]
 
 
-def test_a_part_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.document, "LONGEST_PART", 10)
-    with pytest.raises(TextError, match=r"a has more than 10 characters .*'--' \(--split-at\)"):
+    with pytest.raises(DataError, match=r"a has more than 10 characters .*'--' \(--split-at\)"):
         list(split_documents([text_document("a", "0123--0123456789a")], "--"))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_files_and_the_shards_that_are_made_of_them(packed: bool, tmp_path: Path) -> None:
+def test_files_and_their_shards_have_the_same_size(packed: bool, tmp_path: Path) -> None:
     raw = ("Thirty days hath September. \n" * 200).encode()
     path = tmp_path / ("text.txt.gz" if packed else "text.txt")
     path.write_bytes(gzip.compress(raw) if packed else raw)

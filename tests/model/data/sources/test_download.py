@@ -1,28 +1,34 @@
-"""Downloads from a real server on this machine: what is kept, what is refused, what is left."""
+"""Downloads from a real server on this machine, and what the cache keeps of them."""
 
 import gzip
 import hashlib
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from logitd.model.data.errors import DataError
 from logitd.model.data.sources import download as module
-from logitd.model.data.sources.document import TextError
-from logitd.model.data.sources.download import Download, cache_folder, download
+from logitd.model.data.sources.download import (
+    Downloaded,
+    Downloading,
+    cache_folder,
+    download,
+)
 from logitd.model.data.sources.open_text import open_text
-from logitd.model.data.sources.progress import Downloaded, Downloading
 from logitd.model.training.events import Event, ignore_events, line
 
 STORY = "Es war einmal ein König.\n" * 4000
 
 
 class Server(ThreadingHTTPServer):
-    """Answers by path, and remembers who asked for what."""
+    """Answers by path and records the requests."""
 
     asked: list[tuple[str, str | None]]
 
@@ -38,49 +44,28 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers["accept-encoding"]))
         raw = STORY.encode()
-        match self.path.partition("?")[0]:
-            case "/story.txt" | "/elsewhere/story.txt":
-                self.reply(raw)
-            case "/unannounced.txt":
-                self.reply(raw, announced=None)
-            case "/moved.txt":
-                self.reply(b"", status=302, location="/elsewhere/story.txt")
-            case "/circle.txt":
-                self.reply(b"", status=302, location="/circle.txt")
-            case "/ftp.txt":
-                self.reply(b"", status=302, location="ftp://127.0.0.1/story.txt")
-            case "/cut.txt":
-                self.reply(raw, announced=len(raw) + 5)
-            case "/lines.jsonl.gz":
-                self.reply(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
-            case "/encoded.txt":
-                self.reply(gzip.compress(raw), encoding="gzip")
-            case _:
-                self.reply(b"no", status=404)
-
-    def reply(
-        self,
-        raw: bytes,
-        *,
-        status: int = 200,
-        announced: int | None = -1,
-        location: str = "",
-        encoding: str = "",
-    ) -> None:
+        replies: dict[str, tuple[int, bytes, dict[str, Any]]] = {
+            "/story.txt": (200, raw, {}),
+            "/unannounced.txt": (200, raw, {"content-length": None}),
+            "/moved.txt": (302, b"", {"location": "/story.txt"}),
+            "/circle.txt": (302, b"", {"location": "/circle.txt"}),
+            "/ftp.txt": (302, b"", {"location": "ftp://127.0.0.1/story.txt"}),
+            "/cut.txt": (200, raw, {"content-length": len(raw) + 5}),
+            "/lines.jsonl.gz": (200, gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), {}),
+            "/encoded.txt": (200, gzip.compress(raw), {"content-encoding": "gzip"}),
+        }
+        status, body, headers = replies.get(self.path.partition("?")[0], (404, b"no", {}))
         self.send_response(status)
-        if location:
-            self.send_header("location", location)
-        if encoding:
-            self.send_header("content-encoding", encoding)
-        if announced is not None:
-            self.send_header("content-length", str(len(raw) if announced < 0 else announced))
-        self.send_header("connection", "close")
+        headers = {"content-length": len(body), "connection": "close"} | headers
+        for name, value in headers.items():
+            if value is not None:
+                self.send_header(name, str(value))
         self.end_headers()
-        self.wfile.write(raw)
+        self.wfile.write(body)
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        pass  # keep the server's log out of the test's output
+        pass  # no log in the test's output
 
 
 @pytest.fixture
@@ -96,23 +81,22 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no proxy between here and here."""
+    """An empty cache, and no proxy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "*")
     return tmp_path / "cache" / "logitd" / "texts"
 
 
-def get(url: str, max_mb: int = 1) -> Download:
+def get(url: str, max_mb: int = 1) -> Downloaded:
     return download(url, max_mb=max_mb, report=ignore_events)
 
 
-def test_a_text_is_fetched_once_and_kept_under_its_address(server: Server, cache: Path) -> None:
+def test_text_is_fetched_once_per_address(server: Server, cache: Path) -> None:
     url = f"{server.address}/story.txt?version=2"
     events: list[Event] = []
     first = download(url, max_mb=1, report=events.append)
     second = download(url, max_mb=1, report=events.append)
     assert server.asked == [("/story.txt?version=2", "identity")]
-    assert first == second
     assert first.path.read_text(encoding="utf-8") == STORY
     assert first.path.parent == cache == cache_folder()
     assert first.path.name.endswith("-story.txt")
@@ -121,16 +105,14 @@ def test_a_text_is_fetched_once_and_kept_under_its_address(server: Server, cache
         "sha256": hashlib.sha256(STORY.encode()).hexdigest(),
         "bytes": len(STORY.encode()),
     }
-    assert events == [
-        Downloaded(url, first.size, first.path, from_cache=False),
-        Downloaded(url, first.size, first.path, from_cache=True),
-    ]
+    assert events == [first, second]
+    assert (first.from_cache, second) == (False, replace(first, from_cache=True))
     other = get(f"{server.address}/story.txt?version=3")
     assert other.path != first.path
 
 
-def test_an_address_gives_documents_that_bear_its_name(server: Server) -> None:
-    """Also on a second reading, which asks nobody."""
+def test_documents_are_named_by_their_address(server: Server) -> None:
+    """A second reading sends no request."""
     url = f"{server.address}/lines.jsonl.gz"
     addresses = (url, f"{server.address}/story.txt")
     for _ in range(2):
@@ -165,15 +147,12 @@ def test_progress_is_reported_with_and_without_a_length(
     assert line(Downloading("http://a/b", 500_000, None)) == "downloading http://a/b: 0.5 MB"
 
 
-def test_redirects_are_followed(server: Server) -> None:
-    assert get(f"{server.address}/moved.txt").path.read_text(encoding="utf-8") == STORY
+@pytest.mark.parametrize("path", ["/moved.txt", "/encoded.txt"])
+def test_redirects_and_encodings_are_resolved(server: Server, path: str) -> None:
+    assert get(server.address + path).path.read_text(encoding="utf-8") == STORY
 
 
-def test_what_a_server_packs_for_the_way_is_unpacked(server: Server) -> None:
-    assert get(f"{server.address}/encoded.txt").path.read_text(encoding="utf-8") == STORY
-
-
-def test_a_packed_file_stays_packed_and_keeps_its_kind(server: Server) -> None:
+def test_compressed_file_stays_compressed_and_keeps_its_suffix(server: Server) -> None:
     fetched = get(f"{server.address}/lines.jsonl.gz")
     assert fetched.path.name.endswith("-lines.jsonl.gz")
     assert gzip.decompress(fetched.path.read_bytes()).startswith(b'{"text": "one"}')
@@ -188,29 +167,29 @@ def test_a_packed_file_stays_packed_and_keeps_its_kind(server: Server) -> None:
         ("/cut.txt", "RemoteProtocolError"),
     ],
 )
-def test_what_cannot_be_had_is_a_sentence_and_leaves_nothing(
+def test_failed_download_is_explained_and_leaves_nothing(
     server: Server, cache: Path, path: str, reason: str
 ) -> None:
-    with pytest.raises(TextError, match=f"{path}.*{reason}"):
+    with pytest.raises(DataError, match=f"{path}.*{reason}"):
         get(server.address + path)
     assert list(cache.iterdir()) == []
 
 
-def test_a_text_over_the_limit_is_refused_by_what_is_announced_and_by_what_comes(
+def test_text_above_the_limit_is_refused(
     server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MB", 50_000)
-    with pytest.raises(TextError, match=r"104,000 bytes.* 1 MB.*--max-download-mb"):
+    with pytest.raises(DataError, match=r"104,000 bytes.* 1 MB.*--max-download-mb"):
         get(f"{server.address}/story.txt")
-    with pytest.raises(TextError, match=r"more than 50,000 bytes.*--max-download-mb"):
+    with pytest.raises(DataError, match=r"more than 50,000 bytes.*--max-download-mb"):
         get(f"{server.address}/unannounced.txt")
-    with pytest.raises(TextError, match="more than 50,000"):
-        get(f"{server.address}/encoded.txt")  # small on the way, large when unpacked
+    with pytest.raises(DataError, match="more than 50,000"):
+        get(f"{server.address}/encoded.txt")  # small in transit, large when unpacked
     assert list(cache.iterdir()) == []
     assert get(f"{server.address}/story.txt", max_mb=3).size == 104_000
 
 
-def test_a_download_that_is_stopped_leaves_nothing(server: Server, cache: Path) -> None:
+def test_interrupted_download_leaves_nothing(server: Server, cache: Path) -> None:
     def stop(event: Event) -> None:
         raise KeyboardInterrupt
 
@@ -221,27 +200,25 @@ def test_a_download_that_is_stopped_leaves_nothing(server: Server, cache: Path) 
     assert list(cache.iterdir()) == []
 
 
-def test_nobody_at_the_address_is_a_sentence(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address_is_explained(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(TextError, match=r"ConnectError.*Connection refused.*--data"):
+    with pytest.raises(DataError, match=r"ConnectError.*Connection refused.*--data"):
         get(f"http://127.0.0.1:{port}/story.txt")
 
     def unknown(*host: object, **how: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(TextError, match=r"ConnectError.*Name or service not known"):
+    with pytest.raises(DataError, match=r"ConnectError.*Name or service not known"):
         get("http://no-such-host.invalid/story.txt")
     assert list(cache.iterdir()) == []
 
 
-def test_a_server_that_says_nothing_is_not_waited_for(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_server_times_out(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT", httpx.Timeout(0.1))
     mute = socket.create_server(("127.0.0.1", 0))
-    with mute, pytest.raises(TextError, match="ReadTimeout"):
+    with mute, pytest.raises(DataError, match="ReadTimeout"):
         get(f"http://127.0.0.1:{mute.getsockname()[1]}/story.txt")
     assert list(cache.iterdir()) == []
 
@@ -254,16 +231,16 @@ def test_a_server_that_says_nothing_is_not_waited_for(
         ("https://me:secret@host/a.txt", "text on host .* password"),
     ],
 )
-def test_what_is_no_address_is_refused(url: str, message: str) -> None:
-    with pytest.raises(TextError, match=message) as caught:
+def test_invalid_address_is_refused(url: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
         get(url)
     assert "secret" not in str(caught.value)
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(
+def test_unwritable_cache_is_explained(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(TextError, match=r"cannot be kept in .*XDG_CACHE_HOME"):
+    with pytest.raises(DataError, match=r"cannot be kept in .*XDG_CACHE_HOME"):
         get(f"{server.address}/story.txt")

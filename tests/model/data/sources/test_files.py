@@ -1,4 +1,4 @@
-"""Files of every kind: what is read, in which pieces, and what is refused in which words."""
+"""Files of every kind: their documents and pieces, and files that are refused."""
 
 import gzip
 import os
@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.data.sources.document import PIECE, Document, TextError, pieces_of
+from logitd.model.data.errors import DataError
+from logitd.model.data.sources.document import PIECE, Document, pieces_of
 from logitd.model.data.sources.files import documents_of, each_once, named_files
 
 
@@ -17,12 +18,12 @@ def joined(document: Document) -> str:
 
 
 def read(path: Path) -> str:
-    """The one document in a file."""
+    """Text of the only document in a file."""
     (document,) = documents_of(path, path.name, "text")
     return joined(document)
 
 
-def test_files_folders_and_globs_give_each_file_once_in_order(tmp_path: Path) -> None:
+def test_files_folders_and_globs_name_each_file_once_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
     (folder / "b.txt").write_text("b")
@@ -33,16 +34,16 @@ def test_files_folders_and_globs_give_each_file_once_in_order(tmp_path: Path) ->
     assert [file.name for file in files] == ["b.txt", "a.txt"]
 
 
-def test_what_names_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="is not a file, a folder or a glob that matches"):
+def test_word_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a file, a folder or a glob that matches"):
         named_files(str(tmp_path / "*.txt"))
-    with pytest.raises(TextError, match="has no files"):
+    with pytest.raises(DataError, match="has no files"):
         named_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_file_is_read_in_bounded_pieces_and_nothing_is_changed(
+def test_file_is_read_unchanged_in_bounded_pieces(
     tmp_path: Path, newline: str, packed: bool
 ) -> None:
     path = tmp_path / "long.txt"
@@ -58,16 +59,16 @@ def test_a_file_is_read_in_bounded_pieces_and_nothing_is_changed(
 
 
 @given(st.lists(st.sampled_from(["ab\n", "é" * 70_000, "x" * 30_001, "\n", "🙂\n"])))
-def test_a_text_in_memory_is_cut_likewise(parts: list[str]) -> None:
+def test_text_in_memory_has_the_same_pieces(parts: list[str]) -> None:
     text = "".join(parts)
     pieces = list(pieces_of(text))
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= PIECE for piece in pieces)
-    # A piece that could have ended behind a line does.
+    # A piece ends after a line break if it contains one.
     assert all(p.endswith("\n") or "\n" not in p for p in pieces[:-1])
 
 
-def test_gzip_is_seen_by_its_content_not_its_name(tmp_path: Path) -> None:
+def test_gzip_is_recognized_by_its_content(tmp_path: Path) -> None:
     for name in ("a.gz", "a.txt", "a"):
         (tmp_path / name).write_bytes(gzip.compress(b"packed"))
         assert read(tmp_path / name) == "packed"
@@ -94,23 +95,23 @@ BINARY = bytes(range(256)) * 40
         (b"\x1f\x8bnonsense", "begins like a gzip file and cannot be unpacked"),
     ],
 )
-def test_what_is_no_text_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+def test_binary_file_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "it.txt"
     path.write_bytes(content)
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(DataError, match=message):
         read(path)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gone.txt"
     path.write_text("text")
     (document,) = documents_of(path, path.name, "text")
     path.unlink()
-    with pytest.raises(TextError, match=r"gone\.txt cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"gone\.txt cannot be read: No such file"):
         joined(document)
 
 
-def test_an_empty_file_holds_no_document(tmp_path: Path) -> None:
+def test_empty_file_has_no_document(tmp_path: Path) -> None:
     for name in ("empty.txt", "empty.jsonl", "empty.json", "empty.csv"):
         (tmp_path / name).write_bytes(b"")
         assert list(documents_of(tmp_path / name, name, "text")) == []

@@ -1,15 +1,15 @@
-"""Python's own text."""
+"""The built-in text: the reference and the sources of this Python."""
 
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.errors import DataError
 from logitd.model.data.sources.python_text import python_text
 
 
-def test_the_built_in_text_is_this_pythons_reference_and_sources() -> None:
+def test_built_in_text_is_the_reference_and_the_sources() -> None:
     text = python_text(Path(sysconfig.get_path("stdlib")))
     documents = {document.name: document for document in text.documents}
     assert {"topics/with", "argparse.py", "json/decoder.py"} <= documents.keys()
@@ -21,12 +21,10 @@ def test_the_built_in_text_is_this_pythons_reference_and_sources() -> None:
     assert "context manager" in "".join(documents["topics/with"].pieces())
 
 
-def test_a_python_without_topics_still_has_sources_and_one_without_both_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_python_without_sources_is_refused(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("x = 1\n")
     (tmp_path / "_sysconfigdata__linux.py").write_text("PREFIX = '/somewhere'\n")
     assert [document.name for document in python_text(tmp_path).documents] == ["module.py"]
     (tmp_path / "module.py").unlink()
-    with pytest.raises(TextError, match="has no Python sources"):
+    with pytest.raises(DataError, match="has no Python sources"):
         python_text(tmp_path)

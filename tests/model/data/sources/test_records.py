@@ -1,4 +1,4 @@
-"""JSON, CSV and Parquet: a document in each record, and the place of what is none."""
+"""JSON, CSV and Parquet: a document per record, and the place of invalid records."""
 
 import gzip
 import json
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitd.model.data.errors import DataError
 from logitd.model.data.sources import records
-from logitd.model.data.sources.document import TextError
 from logitd.model.data.sources.files import documents_of
 
 
@@ -33,9 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ascii=st.booleans(),
     packed=st.booleans(),
 )
-def test_each_line_is_a_document(
-    folder: Path, written: list[str], ascii: bool, packed: bool
-) -> None:
+def test_line_is_a_document(folder: Path, written: list[str], ascii: bool, packed: bool) -> None:
     lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=ascii) for text in written]
     raw = "\n".join(lines).encode()
     path = folder / ("a.jsonl.gz" if packed else "a.jsonl")
@@ -71,8 +69,8 @@ def test_records_are_read_in_every_format(
     raw = content.encode()
     path.write_bytes(gzip.compress(raw) if packed else raw)
     assert texts(path) == ["one, two", 'a "b"\nc']
-    assert texts(path, None) == ["one, two", 'a "b"\nc'], "of a command without --text-field"
-    assert texts(path, "") == [content], "as it is, on request"
+    assert texts(path, None) == ["one, two", 'a "b"\nc'], "in a command without --text-field"
+    assert texts(path, "") == [content], "unchanged on request"
 
 
 @pytest.mark.parametrize(
@@ -96,33 +94,34 @@ def test_text_that_begins_like_records_is_text(tmp_path: Path, content: str) -> 
         ("a.csv", "id,body\n1,x\n", r"a\.csv has no column 'text'.*'id', 'body'.*--text-field"),
         ("a.csv", "id,text\n1,x\n2\n", r"a\.csv, line 3 has 1 columns; the header has 2"),
         ("a.tsv", 'id\ttext\n1\t"x\n', r"a\.tsv, line 2 is not CSV"),
+        ("a.json", '{"messages": []}', r"a\.json, line 1 is a conversation.*chat template"),
     ],
 )  # fmt: skip
-def test_a_file_without_the_field_is_refused_by_name(
+def test_file_without_the_field_is_refused_by_name(
     tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(DataError, match=message):
         texts(tmp_path / name)
-    with pytest.raises(TextError) as caught:
+    with pytest.raises(DataError) as caught:
         texts(tmp_path / name, None)
-    assert "--text-field" not in str(caught.value), "a flag that the command lacks"
+    assert "--text-field" not in str(caught.value), "the command lacks this flag"
 
 
-def test_a_long_field_of_csv_is_read(tmp_path: Path) -> None:
+def test_long_field_of_csv_is_read(tmp_path: Path) -> None:
     """The limit of Python's csv is 131,072 characters."""
     path = write(tmp_path / "a.csv", "text", "x" * 140_000)
     assert texts(path) == ["x" * 140_000]
 
 
-def test_one_json_value_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_value_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "LONGEST_LINE", 100)
     (tmp_path / "a.json").write_text("[\n" + " " * 100 + "]")
-    with pytest.raises(TextError, match=r"a\.json .*100 characters.*JSON lines"):
+    with pytest.raises(DataError, match=r"a\.json .*100 characters.*JSON lines"):
         texts(tmp_path / "a.json")
 
 
-def test_documents_are_named_by_their_lines_and_know_their_size(tmp_path: Path) -> None:
+def test_documents_have_lines_and_sizes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "äb"}', "", '{"text": ""}', '{"text": "c"}')
     documents = list(documents_of(path, "a.jsonl", "text"))
     assert [(document.name, document.size) for document in documents] == [
@@ -131,7 +130,7 @@ def test_documents_are_named_by_their_lines_and_know_their_size(tmp_path: Path) 
     ]
 
 
-def test_another_field_can_be_named_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+def test_field_can_be_named_and_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"body": "one"}\n', encoding="utf-8")
     assert texts(path, "body") == ["one"]
@@ -155,42 +154,40 @@ def test_another_field_can_be_named_and_a_byte_order_mark_is_passed_over(tmp_pat
         ('{"text": {"a": 1}}', "the field 'text' is an object"),
         ('{"text": "ab\\ud800"}', "line 2: character 2 is half a surrogate pair"),
         ("[" * 100_000, "line 2 is"),
+        (
+            '{"id": "7", "messages": []}',
+            r"line 2 is a conversation.*one text.*name a field.*--text-",
+        ),
     ],
 )
-def test_what_is_no_record_is_refused_with_its_line(
-    tmp_path: Path, line: str, message: str
-) -> None:
+def test_invalid_record_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "good"}', line, '{"text": "good"}')
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(DataError, match=message):
         texts(path)
 
 
-def test_a_line_without_an_end_is_not_read_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "LONGEST_LINE", 100)
     path = write(tmp_path / "a.jsonl", json.dumps({"text": "x" * 87}))
     assert texts(path) == ["x" * 87]
     path = write(tmp_path / "a.jsonl", json.dumps({"text": "x" * 100}))
-    with pytest.raises(TextError, match="line 1 is longer than 100 characters"):
+    with pytest.raises(DataError, match="line 1 is longer than 100 characters"):
         texts(path)
 
 
-def test_one_record_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """The second line is broken, and nobody notices before it is asked for."""
+def test_records_are_read_one_at_a_time(tmp_path: Path) -> None:
+    """The broken second line fails only when it is read."""
     path = write(tmp_path / "a.jsonl", '{"text": "good"}', "broken")
     documents = iter(documents_of(path, "a", "text"))
     assert next(documents).name == "a, line 1"
-    with pytest.raises(TextError):
+    with pytest.raises(DataError):
         next(documents)
 
 
-def test_parquet_without_pyarrow_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(TextError, match=r"needs pyarrow.*-m pip install 'pyarrow>=20'"):
+    with pytest.raises(DataError, match=r"needs pyarrow.*-m pip install 'pyarrow>=20'"):
         texts(tmp_path / "a.parquet")
 
 
@@ -205,7 +202,7 @@ def arrow() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "string_view"])
-def test_each_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str) -> None:
+def test_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str) -> None:
     rows = ["one", "zwei é", "", "four"] * 3
     column = arrow.array(rows)
     if kind == "dictionary":
@@ -220,7 +217,7 @@ def test_each_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str
 
 
 def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> None:
-    """A damaged second group is not looked at before the first has been read."""
+    """A damaged second group fails only after the first."""
     rows = [f"{number} " + "x" * 1000 for number in range(20)]
     path = tmp_path / "a.parquet"
     arrow.parquet.write_table(
@@ -236,19 +233,19 @@ def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> 
     path.write_bytes(raw)
     documents = iter(documents_of(path, "a", "text"))
     assert [next(documents).name for _ in range(10)][-1] == "a, row 10"
-    with pytest.raises(TextError, match="a cannot be read as Parquet"):
+    with pytest.raises(DataError, match="a cannot be read as Parquet"):
         next(documents)
 
 
-def test_what_is_no_text_in_parquet_is_refused(arrow: Any, tmp_path: Path) -> None:
+def test_invalid_parquet_is_refused(arrow: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     arrow.parquet.write_table(arrow.table({"id": [1, 2], "body": ["a", None]}), path)
-    with pytest.raises(TextError, match=r"a\.parquet has no column 'text'.*'id', 'body'"):
+    with pytest.raises(DataError, match=r"a\.parquet has no column 'text'.*'id', 'body'"):
         texts(path)
-    with pytest.raises(TextError, match="the column 'id' is of type int64; it must be strings"):
+    with pytest.raises(DataError, match="the column 'id' is of type int64; it must be strings"):
         texts(path, "id")
-    with pytest.raises(TextError, match="row 2: the field 'body' is null"):
+    with pytest.raises(DataError, match="row 2: the field 'body' is null"):
         texts(path, "body")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(TextError, match=r"a\.parquet cannot be read as Parquet"):
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
         texts(path, "body")

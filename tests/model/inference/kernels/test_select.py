@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from logitd.model.data.sources.document import TextError
+from logitd.model.data.errors import DataError
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import decode_nats
 from logitd.model.inference.kernels import select
@@ -234,7 +234,7 @@ def test_bfloat16_loses_less_than_two_permille(library: ctypes.CDLL) -> None:
     prefilled by torch and decoded by the kernels, are within 0.2 % of float32's."""
     try:
         text = held_out_windows(read_checkpoint(BUNDLED))
-    except TextError as reason:
+    except DataError as reason:
         pytest.skip(str(reason))
     ((inputs, targets),) = text.windows
     inputs, targets = inputs[:4], targets[:4]

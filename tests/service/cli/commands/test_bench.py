@@ -1,4 +1,4 @@
-"""`logitd bench`: rates of a tiny checkpoint in process and over HTTP, and what it refuses."""
+"""`logitd bench`: rates of a tiny checkpoint in process and over HTTP, and refused loads."""
 
 import json
 from collections.abc import Iterator
@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from logitd.model import machine
-from logitd.model.benchmark.rates import BenchmarkError
 from logitd.service.cli.commands.bench import whole_batch_rate
 from logitd.service.cli.main import run
 from tests.service.serving import Serving, serving
 
 SMALL = ("--threads=1", "--batches=1,3", "--prompt-tokens=20", "--rounds=1", "--kernels=torch")
-"""Flags of a run that takes a second."""
+"""Flags of a run of a second."""
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working directory without somebody's .env, a machine that is soon measured, and torch with
-    the threads that it had."""
+    """A working directory without .env, quick measurements of the machine, and torch's own threads
+    afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(machine, "READ_BYTES", {"cpu": 2**20})
@@ -32,14 +31,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def bench(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> Any:
-    """The report of a run, which is on the last line."""
+    """The report, on the last line."""
     code = run(["bench", str(checkpoint), *SMALL, *flags])
     out, err = capsys.readouterr()
     assert code == 0, err
     return json.loads(out.splitlines()[-1])
 
 
-def test_the_engine_is_measured(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_is_measured(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(capsys, checkpoint_path, "--quantize=none")
     assert (found["dtype"], found["threads"], found["decoding"]) == ("float32", 1, "torch")
     assert (found["checkpoint"], found["http"]) == (checkpoint_path.name, [])
@@ -49,7 +48,7 @@ def test_the_engine_is_measured(checkpoint_path: Path, capsys: pytest.CaptureFix
             assert min(rate["tokens_per_second"], rate["share_of_limit"]) > 0
 
 
-def test_a_running_server_is_measured(
+def test_running_server_is_measured(
     server: Serving, checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = server.finished("length")
@@ -63,7 +62,7 @@ def test_a_running_server_is_measured(
         assert rate["first_token_seconds"] > 0
 
 
-def test_the_key_of_a_server_comes_from_the_environment(
+def test_server_key_comes_from_the_environment(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = "0123456789abcdef"
@@ -85,7 +84,7 @@ def test_the_key_of_a_server_comes_from_the_environment(
         (["--device", "tpu"], "'tpu' is not a device"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_unmeasurable_load_is_refused(
     checkpoint_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["bench", str(checkpoint_path), *SMALL, *flags]) == 1
@@ -94,19 +93,30 @@ def test_what_cannot_be_measured_is_refused(
     assert message in err.splitlines()[-1]
 
 
-def test_the_default_prompt_leaves_room_for_the_tokens(
+def test_default_prompt_leaves_room_for_the_tokens(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model with less context than the usual prompt: 64 tokens are asked for, 128 there."""
+    """The context of 128 is shorter than the usual prompt and the 64 tokens."""
     assert run(["bench", str(checkpoint_path), "--threads=1", "--batches=2", "--rounds=1"]) == 0
     workload = json.loads(capsys.readouterr().out.splitlines()[-1])["workload"]
     assert (workload["prompt_tokens"], workload["tokens"]) == (64, 64)
 
 
-def test_the_rate_is_that_of_the_whole_batch() -> None:
-    """The last begins at 3, the first ends at 7: in between come 2 + 4 and 1 + 1 tokens."""
+def test_rate_is_that_of_the_whole_batch() -> None:
+    """From 3, where the last begins, to 7, where the first ends, 2 + 4 and 1 + 1 tokens arrive."""
     early = [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 5), (5.0, 2), (7.0, 4)]
     late = [(0.0, 0), (3.0, 1), (4.0, 1), (6.0, 1), (8.0, 9)]
     assert whole_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)
-    with pytest.raises(BenchmarkError, match="--tokens"):
-        whole_batch_rate([early[:3], late])
+    assert whole_batch_rate([early[:3], late]) is None
+
+
+def test_streams_that_never_run_at_once_generate_more_up_to_the_context(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one slot the streams follow each other. The context has 128 tokens, 108 after a
+    prompt."""
+    with serving(checkpoint_path, slots=1) as running:
+        assert run(["bench", str(checkpoint_path), *SMALL, "--url", running.url]) == 1
+        assert running.finished("length") == 1 + 3 + 3
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "3 streams of 108 tokens never ran at once, and the context of 128" in message

@@ -1,30 +1,27 @@
-"""`logitd extract` on the terminal: what it says, its exit codes, and a real one that is killed."""
+"""`logitd extract` on the terminal: its messages, progress and exit codes."""
 
 import json
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 
-from logitd.model.data.sources.progress import Downloading
+from logitd.model.data.sources.download import Downloading
 from logitd.model.extraction.plan import Survey
 from logitd.model.extraction.run import Progress, Surveyed
-from logitd.service.cli.commands.extract import Interrupts, ProgressLines
+from logitd.service.cli.commands.extract import ProgressLines
 from logitd.service.cli.main import run
 from tests.model.conftest import story
-from tests.model.extraction.conftest import contents
 
 FLAGS = ("--dtype", "float32", "--threads", "1", "--kernels", "torch")
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env, and with a text."""
+    """A working directory without .env and with a text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(story(10))
 
@@ -33,7 +30,7 @@ def extracted(checkpoint: Path, *flags: str) -> int:
     return run(["extract", str(checkpoint), "--data", "text.txt", "--out", "out", *FLAGS, *flags])
 
 
-def test_a_person_is_told_what_was_written(
+def test_summary_names_the_written_shards(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
@@ -46,11 +43,11 @@ def test_a_person_is_told_what_was_written(
     assert parquet.read_table("out/shard-000000.parquet").column_names[-1] == "logprob"
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
     out, err = capsys.readouterr()
-    assert out.endswith("nothing was left to compute\n")
-    assert f"; {tokens} tokens in {shards} shards are there" in err
+    assert out.endswith("all of them were computed before\n")
+    assert f"; {tokens} tokens in {shards} shards are finished" in err
 
 
-def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_facts(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--stages", "embedding, blocks.*.output", "--stride", "100", "--json")
     assert extracted(checkpoint_path, *flags) == 0
     found = json.loads(capsys.readouterr().out)
@@ -79,7 +76,7 @@ def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixt
         (["--logprobs", "--out", "text.txt"], 1, "text.txt.*--out"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_refused_request_is_explained(
     checkpoint_path: Path,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
@@ -94,38 +91,38 @@ def test_what_cannot_be_done_is_said(
     assert not Path("out").exists()
 
 
-def test_no_checkpoint_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoint_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert extracted(Path("nowhere"), "--logprobs") == 1
-    assert "nowhere does not exist; expected the directory of a checkpoint or of a run" in (
-        capsys.readouterr().err
-    )
+    expected = "nowhere does not exist; expected the directory of a checkpoint or of a run"
+    assert expected in capsys.readouterr().err
 
 
-def test_without_pyarrow_the_way_to_it_is_said(
-    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("package", "flags", "pinned"),
+    [("pyarrow", (), "'pyarrow>=20'"), ("ray", ("--ray", "local"), "'ray[serve]>=2.60'")],
+)
+def test_missing_package_is_explained(
+    checkpoint_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    flags: tuple[str, ...],
+    pinned: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert extracted(checkpoint_path, "--logprobs") == 1
-    assert "-m pip install 'pyarrow>=20'" in capsys.readouterr().err
-    assert extracted(checkpoint_path, "--stages", "embedding") == 0, "safetensors need none"
-
-
-def test_without_ray_the_way_to_it_is_said(
-    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert extracted(checkpoint_path, "--logprobs", "--ray", "local") == 1
-    assert "-m pip install 'ray[serve]>=2.60'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, package, None)
+    assert extracted(checkpoint_path, "--logprobs", *flags) == 1
+    assert f"-m pip install {pinned}" in capsys.readouterr().err
     assert not Path("out").exists()
+    assert extracted(checkpoint_path, "--stages", "embedding") == 0, "safetensors need neither"
 
 
-def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ProgressLines(Interrupts())
-    lines(Surveyed(Survey(2, 3000, ""), 1, 500))
+def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines()
+    lines(Surveyed(Survey("", 2, 3000), 1, 500))
     for tokens in (1000, 2000):
         lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
     assert capsys.readouterr().err.splitlines() == [
-        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are there",
+        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are finished",
         "logitd extract:  25%  1,000 tokens  3 shards  1,234 tok/s  1:15 left",
     ]
 
@@ -134,62 +131,22 @@ def test_progress_is_redrawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines = ProgressLines(Interrupts())
+    lines = ProgressLines()
     lines(Downloading("https://example.org/a", 5_000_000, 10_000_000))
     lines(Progress(2000, 0.5, 1234.5, 3675.0, 3))
     lines.say("done")
     assert capsys.readouterr().err == (
-        "\r\x1b[Kdownloading https://example.org/a: 5.0 of 10.0 MB"
+        "\r\x1b[Kdownloading https://example.org/a: 5.0 of 10.0 MB, 50%"
         "\r\x1b[K 50%  2,000 tokens  3 shards  1,234 tok/s  1:01:15 left\n"
         "logitd extract: done\n"
     )
 
 
-@pytest.mark.slow
-def test_a_killed_command_goes_on_to_the_same_files(checkpoint_path: Path) -> None:
-    Path("text.txt").write_text(story(4000))
-
-    def command(out: str) -> list[str]:
-        words = [
-            "extract",
-            str(checkpoint_path),
-            "--data",
-            "text.txt",
-            "--out",
-            out,
-            "--top-k",
-            "2",
-        ]
-        return [
-            sys.executable,
-            "-m",
-            "logitd",
-            *words,
-            *FLAGS,
-            "--shard-tokens",
-            "3000",
-        ]
-
-    root = Path(__file__).parents[4]
-    environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
-    subprocess.run(command("straight"), check=True, env=environment)
-    process = subprocess.Popen(command("killed"), env=environment)
-    while len(list(Path("killed").glob("shard-*"))) < 5 if Path("killed").exists() else True:
-        assert process.poll() is None, "it was killed in the middle"
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    before = len(list(Path("killed").glob("shard-*")))
-    assert 5 <= before < len(list(Path("straight").glob("shard-*")))
-    subprocess.run(command("killed"), check=True, env=environment)
-    assert contents(Path("killed")) == contents(Path("straight"))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_is_lost_in_a_finalizer_stops_it_all_the_same(
+def test_interrupt_that_a_finalizer_loses_stops_the_command(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command went on to its end when Ctrl-C met a finalizer of Ray's."""
+    """A finalizer of Ray once lost Ctrl-C, and the command ran to its end."""
 
     class Dying:
         def __del__(self) -> None:
@@ -206,7 +163,7 @@ def test_an_interrupt_that_is_lost_in_a_finalizer_stops_it_all_the_same(
     monkeypatch.setattr("logitd.model.extraction.run.SECONDS_BETWEEN", 0.0)
     before = signal.getsignal(signal.SIGINT)
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 130
-    assert "stopped; the same command goes on" in capsys.readouterr().err
+    assert "stopped; the same command continues" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
     assert len(list(Path("out").glob("shard-*"))) <= 1

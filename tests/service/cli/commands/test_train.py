@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.data.sources.progress import Downloaded, Downloading
+from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.training.events import Event, Noticed, Progress, Saved, line
 from logitd.model.training.run.step_log import Figures
 from logitd.service.cli.commands.train import TerminalReporter
@@ -65,7 +65,7 @@ def test_terminal_redraws_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     url, path = "https://host/a.txt", Path("cache/a.txt")
     report(Downloading(url, 1_000_000, 4_000_000))
     report(Downloading(url, 2_000_000, None))
-    report(Downloaded(url, 4_000_000, path, from_cache=False))
+    report(Downloaded(url, 4_000_000, path, from_cache=False, sha256="00"))
     assert terminal.getvalue() == (
         f"\r\x1b[Kdownloading {url}: 1.0 of 4.0 MB, 25%\r\x1b[Kdownloading {url}: 2.0 MB\n"
         f"{url}: 4,000,000 bytes, downloaded to {path}\n"

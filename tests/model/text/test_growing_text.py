@@ -1,13 +1,13 @@
-"""Stop strings: found wherever the text is cut, and nothing of them is ever shown."""
+"""Stop strings are found however the text is cut, and no part of them is shown."""
 
 import itertools
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from logitd.model.text.stop_strings import StopFinder
+from logitd.model.text.growing_text import StopFinder
 
-# Few letters, so that stop strings overlap themselves and each other.
+# With few letters stop strings overlap themselves and each other.
 TEXT = st.text("ab€", max_size=30)
 STOP = st.text("ab€", min_size=1, max_size=5)
 
@@ -42,7 +42,7 @@ def test_stop_string_is_found_however_the_text_is_cut(
 
 @given(TEXT, st.lists(STOP, max_size=4), st.lists(st.integers(0, 30)))
 @example("a", ["ab"], [])  # all of the stop string but its last character
-def test_no_more_is_held_back_than_could_begin_a_stop_string(
+def test_text_that_could_begin_a_stop_string_is_held_back_and_no_more(
     text: str, stops: list[str], places: list[int]
 ) -> None:
     finder, pushed, shown = StopFinder(stops), "", ""
@@ -55,7 +55,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
         held = pushed.removeprefix(shown)
         assert pushed == shown + held
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
-        # And no less: a longer end of the text that begins a stop string would be held.
+        # A longer end of the text that begins a stop string would be held back.
         assert not any(
             stop.startswith(pushed[start:]) for stop in stops for start in range(len(shown))
         )
@@ -71,14 +71,14 @@ def test_first_complete_stop_string_ends_the_text(text: str, stops: list[str]) -
         assert (stopped_by, "".join(shown)) == (None, text)
         return
     complete = text[: min(ends)]
-    # All that are complete at this character; the longest begins first.
+    # Of the stop strings that are complete at this character the longest begins first.
     candidates = [stop for stop in stops if complete.endswith(stop)]
     longest = max(candidates, key=len)
     assert stopped_by == longest
     assert "".join(shown) == complete.removesuffix(longest)
 
 
-def test_within_one_piece_the_stop_string_that_begins_first_counts() -> None:
+def test_first_stop_string_within_a_piece_counts() -> None:
     assert StopFinder(["c", "ab"]).push("xabc") == ("x", "ab")
     assert StopFinder(["abc", "ab"]).push("xabc") == ("x", "ab"), "it was complete first"
     assert StopFinder(["ab", "ab"]).push("ab") == ("", "ab")

@@ -1,8 +1,7 @@
-"""Beside: what stands by a checkpoint for people: its card, and the curve of the run that made it.
+"""Card and curve: a checkpoint's card, and the loss curve of the run that made it, for display.
 
-The curve is in the log of the run that the checkpoint lies in, and otherwise in the card's own
-table. Both may be missing, written by hand or damaged: what cannot be read is left out, since
-nothing is computed from it. Does not verify a checkpoint and loads no weights.
+The curve comes from the log of the checkpoint's run, else from the table in the card. Both may be
+missing, edited or damaged: unreadable parts are skipped, because nothing is computed from them.
 """
 
 import re
@@ -15,9 +14,9 @@ from logitd.model.checkpoint.checkpoint import CARD
 from logitd.model.files import open_regular, parse_json, read_text
 
 METRICS = "metrics.jsonl"
-"""The log of a run: one JSON object a line."""
+"""Log of a run: one JSON object per line."""
 METRICS_BYTES = 2**23
-"""Of its end that are read: more than 25,000 reports."""
+"""Bytes that are read from the end of a log: more than 25,000 reports."""
 CARD_BYTES = 2**20
 MOST_POINTS = 1000
 
@@ -29,7 +28,7 @@ _SAMPLE = re.compile(r"^## Samples\n.*?^```+\n([^▸]+)▸", re.MULTILINE | re.D
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A loss in nats per token; bits per byte where that was measured."""
+    """A loss in nats per token, and in bits per byte if that was measured."""
 
     step: int
     loss: float
@@ -38,14 +37,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """By step. `training` is smoothed, as the trainer reports it."""
+    """Losses by step. `training` is smoothed, as the trainer reports it."""
 
     training: tuple[Point, ...] = ()
     validation: tuple[Point, ...] = ()
 
 
 def read_card(path: Path) -> str | None:
-    """The card of the checkpoint at `path`; None where there is none that can be read."""
+    """The card of the checkpoint at `path`; None if it is missing or unreadable."""
     try:
         return read_text(path / CARD, CARD_BYTES)
     except (OSError, ValueError):
@@ -53,13 +52,12 @@ def read_card(path: Path) -> str | None:
 
 
 def sampled_prompt(card: str | None) -> str | None:
-    """The prompt of a card's first sample; None if it has none."""
     found = _SAMPLE.search(card or "")
     return found[1] if found else None
 
 
 def read_curve(path: Path, card: str | None) -> Curve:
-    """How the checkpoint at `path` was trained, at most MOST_POINTS each."""
+    """The curve of the checkpoint at `path`, at most MOST_POINTS of each kind."""
     records = list(_records(path.resolve().parent / METRICS))
     training = _points(records, "train", "smoothed_loss")
     validation = _points(records, "eval", "val_loss")
@@ -72,7 +70,7 @@ def read_curve(path: Path, card: str | None) -> Curve:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines at the end of a log."""
+    """The records in the complete lines at the end of a log."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, 2)
@@ -80,7 +78,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             lines = file.read(METRICS_BYTES).split(b"\n")
     except (OSError, ValueError):
         return
-    for line in lines[1 if start else 0 : -1]:  # a first one may be cut off, and a last one is
+    for line in lines[1 if start else 0 : -1]:  # a first line may be cut off, the last one is
         try:
             record = parse_json(line)
         except ValueError:
@@ -91,20 +89,16 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _points(records: Sequence[dict[str, Any]], kind: str, loss: str) -> list[Point]:
     return [
-        Point(record["step"], record[loss], _float_or_none(record.get("val_bits_per_byte")))
+        Point(record["step"], record[loss], bits if isinstance(bits, float) else None)
         for record in records
+        for bits in [record.get("val_bits_per_byte")]
         if record.get("kind") == kind
         and isinstance(record.get("step"), int)
         and isinstance(record.get(loss), float)
     ]
 
 
-def _float_or_none(value: object) -> float | None:
-    return value if isinstance(value, float) else None
-
-
 def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Evenly spaced ones, and the last."""
     every = max(1, -(-len(points) // (MOST_POINTS - 1)))
     kept = points[::every]
     return (*kept, *points[-1:]) if points and kept[-1] is not points[-1] else tuple(kept)

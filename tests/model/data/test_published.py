@@ -1,11 +1,11 @@
-"""Taking a vocabulary that is made already."""
+"""Published vocabularies: ranks files and `tokenizer.json`, and files that are neither."""
 
 from pathlib import Path
 
 import pytest
 
 from logitd.model.data.errors import DataError
-from logitd.model.data.published_vocabulary import published_vocabulary
+from logitd.model.data.prepare import published_vocabulary
 from logitd.model.data.vocabulary import learn, tokenizer_sha256
 from logitd.model.text.tokenizer import END_OF_TEXT
 from tests.model.conftest import story
@@ -14,7 +14,7 @@ from tests.model.convert.theirs import their_tokenizer
 LEARNED = learn([story(800)], 340)
 
 
-def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
+def test_ranks_file_is_read_and_others_are_refused(tmp_path: Path) -> None:
     LEARNED.write_ranks(tmp_path / "own.tiktoken")
     tokenizer = published_vocabulary(str(tmp_path / "own.tiktoken"))
     assert tokenizer_sha256(tokenizer) == tokenizer_sha256(LEARNED)
@@ -25,7 +25,7 @@ def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> No
         published_vocabulary(str(tmp_path / "bad.tiktoken"))
 
 
-def test_a_tokenizer_json_is_taken_with_the_ids_of_its_library(tmp_path: Path) -> None:
+def test_tokenizer_json_has_the_ids_of_its_library(tmp_path: Path) -> None:
     library = their_tokenizer()
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = published_vocabulary(str(tmp_path / "tokenizer.json"))
@@ -33,7 +33,7 @@ def test_a_tokenizer_json_is_taken_with_the_ids_of_its_library(tmp_path: Path) -
     assert tokenizer.encode(text) == library.encode(text).ids
     unended = (tmp_path / "tokenizer.json").read_text("utf-8").replace(END_OF_TEXT, "<|other|>")
     (tmp_path / "unended.json").write_text(unended, "utf-8")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json beside it names"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json next to it"):
         published_vocabulary(str(tmp_path / "unended.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|other|>"}', "utf-8")
     assert published_vocabulary(str(tmp_path / "unended.json")).end_of_text is not None

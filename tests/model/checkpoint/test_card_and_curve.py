@@ -1,13 +1,11 @@
-"""Files beside a checkpoint: read as far as possible, left out if unreadable."""
+"""Card and curve: unreadable parts are skipped."""
 
 import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from logitd.model.checkpoint.beside import (
+from logitd.model.checkpoint.card_and_curve import (
     CARD_BYTES,
     METRICS,
     METRICS_BYTES,
@@ -22,7 +20,7 @@ from logitd.model.training.recording.card import _curve
 
 
 def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:
-    """A checkpoint's folder inside a run with such a log."""
+    """A checkpoint's folder in a run with a log of these records."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     (run / METRICS).write_text("\n".join(lines) + end)
     path = run / "step-000010"
@@ -38,7 +36,7 @@ def evaluation(step: int, loss: object = 2.0) -> dict[str, object]:
     return {"kind": "eval", "step": step, "val_loss": loss, "val_bits_per_byte": 1.5}
 
 
-def test_curve_is_that_of_the_run(tmp_path: Path) -> None:
+def test_curve_comes_from_the_run(tmp_path: Path) -> None:
     path = checkpoint_in(tmp_path, train(5), evaluation(5), train(10, 2.25), evaluation(10, 1.75))
     expected = Curve(
         training=(Point(5, 2.5), Point(10, 2.25)),
@@ -50,7 +48,7 @@ def test_curve_is_that_of_the_run(tmp_path: Path) -> None:
     assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, "the run's, not the card's"
 
 
-def test_curve_without_a_run_is_that_of_the_card(tmp_path: Path) -> None:
+def test_curve_without_a_run_comes_from_the_card(tmp_path: Path) -> None:
     records = [evaluation(step, 3 - step / 1000) for step in (0, 500, 1500)]
     card = f"# a model\n\n| steps | 1,500 |\n\n## Curve\n\n{_curve(records)}\n"
     points = (Point(0, 3.0, 1.5), Point(500, 2.5, 1.5), Point(1500, 1.5, 1.5))
@@ -68,11 +66,11 @@ def test_curve_without_a_run_is_that_of_the_card(tmp_path: Path) -> None:
         (None, None),
     ],
 )  # fmt: skip
-def test_prompt_of_a_card_is_that_of_its_first_sample(card: str | None, prompt: str | None) -> None:
+def test_prompt_comes_from_the_first_sample(card: str | None, prompt: str | None) -> None:
     assert sampled_prompt(card) == prompt
 
 
-def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
     damaged = ['{"kind": "train"', "[1]", "NaN", '{"kind": "eval", "step": "x", "val_loss": 1.5}',
                '{"kind": "train", "step": 3, "smoothed_loss": Infinity}', "\x00", "[" * 100_000,
                '{"kind": "eval", "step": 4, "val_loss": null}']  # fmt: skip
@@ -87,22 +85,11 @@ def test_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
     points = read_curve(path, None).training
     assert len(points) <= MOST_POINTS
     assert points[-1].step == count - 1
+    assert points == tuple(sorted(points, key=lambda point: point.step))
     assert points[0].step > count // 4
 
 
-@given(count=st.integers(0, 5 * MOST_POINTS))
-def test_thinning_keeps_the_ends_and_the_order(count: int) -> None:
-    from logitd.model.checkpoint.beside import _thinned
-
-    points = [Point(step, 1.0) for step in range(count)]
-    steps = [point.step for point in _thinned(points)]
-    assert steps == sorted(set(steps))
-    assert len(steps) <= MOST_POINTS
-    assert steps[:1] == [0][:count]
-    assert steps[-1:] == [count - 1][:count]
-
-
-def test_card_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_unreadable_card_is_none(tmp_path: Path) -> None:
     assert read_card(tmp_path) is None
     card = tmp_path / "README.md"
     card.write_bytes(b"\xff\xfe")
