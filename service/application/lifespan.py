@@ -23,10 +23,9 @@ from logitd.service.engine.build import (
 )
 from logitd.service.engine.driver import EngineDriver, StepThread
 from logitd.service.models.constraints import Constraints
-from logitd.service.models.follow import follow
 from logitd.service.models.reloader import Reloader
 from logitd.service.models.served import NotLoaded, ServedModel
-from logitd.service.models.state import ServiceState
+from logitd.service.models.state import ServiceState, observe_step
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -38,7 +37,7 @@ async def live(state: ServiceState) -> None:
     await _first_checkpoints(state)
     await load(state)
     if state.settings.follow is not None:
-        await asyncio.gather(*(follow(served) for served in state.models.served))
+        await asyncio.gather(*(model.reloader.follow() for model in state.models.served))
 
 
 async def _first_checkpoints(state: ServiceState) -> None:
@@ -128,7 +127,7 @@ def _served(
     steps: StepThread | None,
 ) -> ServedModel:
     driver = EngineDriver(built.engine, built.load_weights, steps)
-    metrics = state.metrics_of(settings.source)
+    metrics = state.metrics.of(settings.source.served_name)
     longest = settings.max_sequences * built.checkpoint.config.context_length
     limits = QueueLimits(
         sequences=settings.max_queue,
@@ -140,9 +139,9 @@ def _served(
     checkpoints = {0: built.checkpoint}
     engine = AsyncEngine(
         driver,
-        AdmissionController(driver.model_config, driver.slots, limits),
+        AdmissionController(built.engine.model_config, built.engine.slots, limits),
         stall_timeout=settings.stall_timeout,
-        on_step=partial(state.on_step, metrics),
+        on_step=partial(observe_step, metrics),
     )
     return ServedModel(
         name=settings.source.served_name,

@@ -22,12 +22,11 @@ from logitd.service.access.auth import CALLER
 from logitd.service.connections.limits import MAX_HEADER_BYTES, head_size
 from logitd.service.connections.refusals import headers_too_large
 from logitd.service.engine.admission import Limit
-from logitd.service.engine.usage import Usage
 from logitd.service.errors import LIMIT, internal_error
 from logitd.service.http.envelope import CHECKPOINT_HEADERS
 from logitd.service.log import FIELDS
 from logitd.service.metrics.metrics import Metrics, endpoint_label
-from logitd.service.models.choice import MODEL, USAGE
+from logitd.service.models.context import CONTEXT, MODEL, RequestContext
 from logitd.service.tracing.attributes import Ended
 
 logger = logging.getLogger("logitd.http")
@@ -162,8 +161,8 @@ class BugAnswer:
 
 def _computed(scope: Scope) -> dict[str, Any]:
     """What the engine did for a request, if it did anything: tokens, and where the time went."""
-    usage: Usage | None = scope["state"].get(USAGE)
-    if usage is None or not usage.sequences:
+    context: RequestContext | None = scope["state"].get(CONTEXT)
+    if context is None or not (usage := context.session.usage).sequences:
         return {}
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -55,7 +55,7 @@ class RunningSeries:
             **plan.head,
         }
         self._running: deque[Submission] = deque()
-        context.model.admission.check_possible(Load(tokens=plan.tokens))
+        context.model.engine.admission.check_possible(Load(tokens=plan.tokens))
         context.model.reply_budget.take(plan.held)
         self._held = plan.held
 

@@ -16,7 +16,7 @@ from logitd.service.access.auth import CALLER
 from logitd.service.engine.usage import Usage
 from logitd.service.http.body import BODY
 from logitd.service.metrics.metrics import endpoint_label
-from logitd.service.models.choice import CONTEXT, USAGE
+from logitd.service.models.context import CONTEXT, RequestContext
 
 Value = str | int | float | bool | tuple[str, ...]
 SAMPLING = (
@@ -46,8 +46,12 @@ class Ended:
     @property
     def usage(self) -> Usage | None:
         """The engine's work for the request; None if there was none."""
-        usage: Usage | None = self.scope["state"].get(USAGE)
-        return usage if usage is not None and usage.first is not None else None
+        context: RequestContext | None = self.scope["state"].get(CONTEXT)
+        return (
+            None
+            if context is None or context.session.usage.first is None
+            else context.session.usage
+        )
 
     @property
     def endpoint(self) -> str | None:

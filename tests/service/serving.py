@@ -131,7 +131,7 @@ class Serving:
         """Until no sequence is open, every slot is free, and neither a row nor an array that a
         reply holds counts any more: the engine's thread is done before the event loop is."""
         models = self.state.models.served
-        eventually(lambda: not any(model.engine.open_sequences for model in models))
+        eventually(lambda: not any(model.engine.admission.sequences for model in models))
         eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
         eventually(lambda: self.sample("logitd_queue_elements") == 0)
         eventually(lambda: self.sample("logitd_num_sequences_running") == 0)

@@ -46,10 +46,10 @@ def server(spelling_path: Path) -> Iterator[Serving]:
 
 def begin(server: Serving, path: str, body: Any, **connect: Any) -> socket.socket:
     """Send a request and wait until it is accepted."""
-    open_before = server.served.engine.open_sequences
+    open_before = server.served.engine.admission.sequences
     raw = server.connect(**connect)
     raw.sendall(request_bytes(path, body))
-    eventually(lambda: server.served.engine.open_sequences > open_before)
+    eventually(lambda: server.served.engine.admission.sequences > open_before)
     return raw
 
 

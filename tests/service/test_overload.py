@@ -145,7 +145,7 @@ def test_a_request_is_accepted_whole_or_not_at_all(server: Serving) -> None:
         for path, body in POSTS.items():
             many = body | {"prompt": ["a", "b", "c"]}
             queue_full(server.post(path, many))
-        assert server.served.engine.open_sequences == 1
+        assert server.served.engine.admission.sequences == 1
         accepted = [Poster(server, "/probs", {"prompt": ["a", "b"]})]
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
     assert len(accepted[0].response().json()["prompts"]) == 2
@@ -297,7 +297,7 @@ def test_a_deadline_passes_in_the_queue_too(server: Serving) -> None:
             response = server.post(path, body | {"timeout": 0.05})
             assert response.status_code == 504
             assert ErrorReply.model_validate(response.json()).error.code == "deadline_exceeded"
-        assert server.served.engine.open_sequences == 1
+        assert server.served.engine.admission.sequences == 1
     server.wait_idle()
     assert server.finished("timeout") == len(POSTS)
 

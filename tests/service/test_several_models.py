@@ -296,7 +296,7 @@ def test_neither_waits_for_the_end_of_the_other(server: Serving) -> None:
         lines = stream.iter_lines()
         next(lines)
         assert server.json("/generate", {**SAMPLED, "model": "two"})["model"] == "two"
-        assert server.served.engine.open_sequences == 1, "the first is still at it"
+        assert server.served.engine.admission.sequences == 1, "the first is still at it"
     server.wait_idle()
 
 
@@ -326,7 +326,7 @@ def test_one_that_is_damaged_takes_no_other_along(
             assert (error["type"], error["code"]) == ("unavailable_error", "model_not_loaded")
             assert f"the model {name!r} could not be loaded" in error["message"]
             assert why in error["message"]
-            assert error["message"].endswith("'good' can be asked")
+            assert error["message"].endswith("These models are served: 'good'")
             assert reply.headers["x-should-retry"] == "false"
             assert server.client.get("/stages", params={"model": name}).status_code == 503
             assert server.sample("logitd_model_ready", model=name) == 0
@@ -384,12 +384,13 @@ def test_where_none_can_be_loaded_the_server_says_so_and_ends(
 def test_slots_are_of_each_and_memory_is_of_all(paths: dict[str, Path]) -> None:
     both = {"one": paths["small"], "two": paths["large"]}
     with serving(both, slots=3) as server:
-        assert [model.slots for model in server.state.models.served] == [3, 3]
+        assert [model.engine.admission.slots for model in server.state.models.served] == [3, 3]
         one = server.served.computation.kv_cache_bytes // 3
     with serving(both, kv_cache_memory=str(8 * one)) as server:
         small, large = server.state.models.served
-        assert small.slots == 4
-        assert large.slots == 4 * one // (large.computation.kv_cache_bytes // large.slots)
+        slots = large.engine.admission.slots
+        assert small.engine.admission.slots == 4
+        assert slots == 4 * one // (large.computation.kv_cache_bytes // slots)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_a_request_that_met_a_limit_says_which(
         assert server.post("/v1/completions", {"prompt": ["a"] * 3, "n": 1}).status_code == 400
         with server.connect() as raw:
             raw.sendall(request_bytes("/generate", LONG))
-            eventually(lambda: server.served.engine.open_sequences == 1)
+            eventually(lambda: server.served.engine.admission.sequences == 1)
             response = server.post("/v1/completions", {"prompt": ["a"] * 2})
             assert response.status_code == 429
         limits = ("queue_sequences", "queue_tokens", "queue_elements", "reply_elements")

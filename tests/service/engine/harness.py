@@ -19,6 +19,7 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.engine.requests import (
     GenerationRequest,
     OutputsRequest,
+    Request,
     ScoreRequest,
 )
 from logitd.model.inference.sampling.params import SamplingParams
@@ -26,6 +27,7 @@ from logitd.model.transformer.gpt import GPT
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import EngineDriver, OnCompute, StepReport, WeightsLoader
+from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
 from tests.model.inference.engine.harness import check_integrity
@@ -145,6 +147,12 @@ def scores(name: str, *lengths: int) -> ScoreRequest:
 def prompt_logprobs(name: str, length: int, n: int = 1) -> GenerationRequest:
     prompt = tuple(long_prompt(length))
     return replace(generation(name, 2, n=n), token_ids=prompt, prompt_logprobs=0)
+
+
+def reserved(owner: AsyncEngine, requests: list[Request]) -> EngineSession:
+    session = EngineSession(owner)
+    session.reserve(requests)
+    return session
 
 
 async def rest(submission: Submission) -> list[Event]:

@@ -45,7 +45,7 @@ async def test_abort_ends_one_sequence_a_request_or_all() -> None:
             ("b", 0): FinishReason.STOP,  # its reader found in the text what ends it
         }
         submission.abort()  # they have ended: nothing happens
-        assert owner.open_sequences == 0
+        assert owner.admission.sequences == 0
 
 
 async def test_an_abort_in_the_queue_is_answered_at_once() -> None:

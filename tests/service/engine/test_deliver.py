@@ -34,7 +34,7 @@ async def test_every_request_gets_its_own_events_and_one_end() -> None:
             generation(f"request {i}", tokens=i + 1, n=1 + i % 2, seed=i) for i in range(8)
         ]
         submissions = [owner.submit([request]) for request in requests]
-        assert owner.open_sequences == 12
+        assert owner.admission.sequences == 12
         for request, submission in zip(requests, submissions, strict=True):
             assert isinstance(request, GenerationRequest)
             events = await rest(submission)
@@ -45,7 +45,7 @@ async def test_every_request_gets_its_own_events_and_one_end() -> None:
                 assert token_ids(events, request.request_id, index) == generate(
                     TINY, request.token_ids, request.params, index
                 )
-        assert owner.open_sequences == 0
+        assert owner.admission.sequences == 0
 
 
 async def test_one_submission_of_many_requests_is_one_mailbox() -> None:
@@ -75,7 +75,7 @@ async def test_one_delivery_per_step_however_many_sequences() -> None:
 async def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
     async with running(tiny()) as (owner, reports):
         submission = owner.submit([generation("a", 20)])
-        while owner.open_sequences:
+        while owner.admission.sequences:
             await asyncio.sleep(0)
         events = await submission.take()
         assert len(token_ids(events, "a")) == 20

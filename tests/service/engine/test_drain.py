@@ -50,7 +50,7 @@ def test_a_short_drain_aborts_the_rest_and_tells_them(
             for submission in submissions:
                 (end,) = finishes(await rest(submission))
                 assert end.reason is FinishReason.ABORT
-            assert owner.open_sequences == 0
+            assert owner.admission.sequences == 0
 
     run(test)
     assert caplog.messages == ["aborting 2 sequences at shutdown"]
@@ -91,7 +91,7 @@ def test_thousands_of_requests_leave_no_task_and_no_record() -> None:
             for first in range(0, 2500, 100):
                 await asyncio.gather(*(one(owner, first + i) for i in range(100)))
             assert len(asyncio.all_tasks()) == tasks
-            assert owner.open_sequences == 0
+            assert owner.admission.sequences == 0
             assert not owner._open
             assert owner.admission._open.total == Load()
 

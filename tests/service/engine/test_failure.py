@@ -20,6 +20,7 @@ from tests.service.engine.harness import (
     all_rows,
     generation,
     no_weights,
+    reserved,
     rest,
     run,
     running,
@@ -69,11 +70,13 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
         # Running, waiting for a slot, and with nothing taken yet.
         submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
         submissions.append(owner.submit([all_rows("c", 9)]))
-        reservation = owner.reserve([all_rows("rows", 9)])
+        reservation = reserved(owner, [all_rows("rows", 9)])
         told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
         assert [type(one) for one in told] == [EngineStopped] * 3
         assert owner.failure is not None
-        assert (owner.open_sequences, owner.open_elements) == (1, 9 * 257), "of the reservation"
+        assert (owner.admission.sequences, owner.admission.elements) == (1, 9 * 257), (
+            "of the reservation"
+        )
         attempts: list[Callable[[], Submission]] = [
             lambda: owner.submit([generation("late")]),
             reservation.submit_next,
@@ -82,8 +85,8 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
             with pytest.raises(EngineStopped) as caught:
                 attempt()
             assert "secret" not in str(caught.value), "why is for the log alone"
-        reservation.release()
-        assert owner.open_elements == 0
+        reservation.close()
+        assert owner.admission.elements == 0
         await owner.stop(TEST_TIMEOUT)
 
     run(test)

@@ -11,11 +11,11 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.reference import generate
 from logitd.model.transformer.gpt import GPT
+from logitd.service.engine.async_engine import ReloadError
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
-from logitd.service.engine.versions import ReloadError
 from tests.model.factories import tiny_gpt
-from tests.service.engine.harness import GatedEngine, generation, run, running
+from tests.service.engine.harness import GatedEngine, generation, reserved, run, running
 from tests.service.serving import TEST_TIMEOUT
 
 OLD, NEW = tiny_gpt(seed=1), tiny_gpt(seed=2)
@@ -70,14 +70,14 @@ def test_a_session_that_outlasts_the_time_is_told_and_breaks_nothing() -> None:
         async with running(engine(), load=load) as (owner, _):
             session = EngineSession(owner)
             session.submit([generation("first")], more=True)
-            reservation = EngineSession(owner).reserve([generation("a"), generation("b")])
+            reservation = reserved(owner, [generation("a"), generation("b")])
             reservation.submit_next()
             await owner.reload(PATH, "hash", 0.05)
             with pytest.raises(EngineStopped, match=REPLACED):
                 session.submit([generation("late")], more=True)
             with pytest.raises(EngineStopped, match=REPLACED):
                 reservation.submit_next()
-            reservation.release()
+            reservation.close()
             session.close()
             new = owner.submit([generation("new")])
             assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
@@ -125,16 +125,16 @@ def test_a_reload_without_a_caller_goes_on_and_keeps_others_out() -> None:
             reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
             await asyncio.sleep(0)
             reloading.cancel()
-            lease = owner.lease()
+            session = EngineSession(owner)
+            await finished(session.submit([generation("first")], more=True))
             with pytest.raises(ReloadError, match="another checkpoint is being loaded"):
                 await owner.reload(PATH, "hash", TEST_TIMEOUT)
             go.set()
             while not owner.version:
                 await asyncio.sleep(0.001)
-            old, new = owner.submit([generation("old")], lease), owner.submit([generation("new")])
+            old, new = session.submit([generation("old")]), owner.submit([generation("new")])
             with pytest.raises(ReloadError, match="another checkpoint is being loaded"):
                 await owner.reload(PATH, "hash", TEST_TIMEOUT)
-            owner.end_lease(lease)
             assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
             assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
             await owner.reload(PATH, "hash", TEST_TIMEOUT)
@@ -176,7 +176,8 @@ def test_what_computes_with_new_weights_may_fail_to_be_made() -> None:
 def test_a_server_that_leaves_reloads_nothing_and_leaves_nobody_waiting() -> None:
     async def test() -> None:
         async with running(engine(), load=load) as (owner, _):
-            lease = owner.lease()
+            session = EngineSession(owner)
+            session.submit([generation("old", 1)], more=True)
             reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
             while not owner.version:
                 await asyncio.sleep(0.001)
@@ -187,6 +188,6 @@ def test_a_server_that_leaves_reloads_nothing_and_leaves_nobody_waiting() -> Non
             assert (await finished(held))[1] is FinishReason.ABORT
             with pytest.raises(ReloadError, match="shutting down"):
                 await owner.reload(PATH, "hash", TEST_TIMEOUT)
-            owner.end_lease(lease)
+            session.close()
 
     run(test)

@@ -19,6 +19,7 @@ from tests.service.engine.harness import (
     finishes,
     generation,
     prompt_logprobs,
+    reserved,
     rest,
     running,
     scores,
@@ -33,8 +34,8 @@ async def test_what_the_model_cannot_compute_is_refused_before_it_is_queued() ->
             with pytest.raises(InvalidRequest):
                 owner.submit([generation("good"), request])
             with pytest.raises(InvalidRequest):
-                owner.reserve([request])
-        assert owner.open_sequences == 0, "all or none"
+                reserved(owner, [request])
+        assert owner.admission.sequences == 0, "all or none"
 
 
 async def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
@@ -46,7 +47,7 @@ async def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
             with pytest.raises(QueueFull, match=r"^2 sequences .* queue holds 3$") as caught:
                 owner.submit(refused)
             assert 1 <= caught.value.retry_after <= 60
-        assert owner.open_sequences == 4
+        assert owner.admission.sequences == 4
         accepted.append(owner.submit([generation("e")]))
         engine.gate.set()
         for submission in accepted:
@@ -78,7 +79,7 @@ async def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
     async with running(engine, max_queue_elements=20 * 257) as (owner, _):
         engine.gate.clear()
         accepted = [owner.submit([all_rows("a", 9)]), owner.submit([scores("b", 4, 5)])]
-        assert owner.open_elements == 18 * 257
+        assert owner.admission.elements == 18 * 257
         refusals: list[tuple[int, list[Request]]] = [
             (3, [all_rows("c", 3)]),
             (3, [scores("c", 1, 2)]),
@@ -95,15 +96,15 @@ async def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
             )
             assert 1 <= caught.value.retry_after <= 60
             with pytest.raises(QueueFull):
-                owner.reserve(refused)
+                reserved(owner, refused)
         accepted.append(owner.submit([generation("e", n=3)]))
         accepted.append(owner.submit([all_rows("f", 2)]))
-        assert owner.open_elements == 20 * 257, "just full"
+        assert owner.admission.elements == 20 * 257, "just full"
         accepted.append(owner.submit([generation("g")]))
         engine.gate.set()
         for submission in accepted:
             await rest(submission)
-        assert owner.open_elements == 0
+        assert owner.admission.elements == 0
         await rest(owner.submit([all_rows("h", 20)]))
 
 
@@ -117,12 +118,12 @@ async def test_more_numbers_than_the_queue_ever_holds_are_refused_for_good(
     requests: list[Request],
 ) -> None:
     async with running(tiny(), max_queue_elements=20 * 257) as (owner, _):
-        for ask in (owner.submit, owner.reserve):
+        for ask in (owner.submit, lambda requests: reserved(owner, requests)):
             with pytest.raises(InvalidRequest) as caught:
                 ask(requests)
             assert f"asks for {21 * 257} output elements" in str(caught.value)
             assert f"never holds more than {20 * 257}. Ask for fewer" in str(caught.value)
-        assert (owner.open_elements, owner.open_sequences) == (0, 0)
+        assert (owner.admission.elements, owner.admission.sequences) == (0, 0)
 
 
 async def test_without_a_queue_what_has_a_slot_is_accepted() -> None:
@@ -135,8 +136,8 @@ async def test_without_a_queue_what_has_a_slot_is_accepted() -> None:
 
 async def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
     async with running(tiny(slots=2), max_queue=1) as (owner, _):
-        reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
-        assert (owner.open_sequences, owner.open_elements) == (3, 3 * 9 * 257)
+        reservation = reserved(owner, [all_rows(name, 9) for name in "abc"])
+        assert (owner.admission.sequences, owner.admission.elements) == (3, 3 * 9 * 257)
         with pytest.raises(QueueFull):
             owner.submit([generation("late")])
         for name in "abc":
@@ -144,25 +145,25 @@ async def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> N
             assert submission.request_ids == (name,)
             rows = [e for e in await rest(submission) if isinstance(e, OutputsChunk)]
             assert len(rows) == 1
-        assert owner.open_elements == 0
-        reservation.release()
-        assert owner.open_sequences == 0
+        assert owner.admission.elements == 0
+        reservation.close()
+        assert owner.admission.sequences == 0
 
 
 async def test_what_is_released_is_free() -> None:
     async with running(tiny(slots=1), max_queue=2) as (owner, _):
-        reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
+        reservation = reserved(owner, [all_rows(name, 9) for name in "abc"])
         await rest(reservation.submit_next())
-        assert owner.open_elements == 2 * 9 * 257
-        reservation.release()
-        reservation.release()
-        assert (owner.open_sequences, owner.open_elements) == (0, 0)
+        assert owner.admission.elements == 2 * 9 * 257
+        reservation.close()
+        reservation.close()
+        assert (owner.admission.sequences, owner.admission.elements) == (0, 0)
         await rest(owner.submit([generation("a", n=3)]))
 
 
 async def test_a_drain_waits_for_a_reservation() -> None:
     async with running(tiny()) as (owner, _):
-        reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
+        reservation = reserved(owner, [all_rows("a", 9), all_rows("b", 9)])
         await rest(reservation.submit_next())
         stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
         await asyncio.sleep(0)
@@ -170,14 +171,14 @@ async def test_a_drain_waits_for_a_reservation() -> None:
             owner.submit([generation("late")])
         assert len(await rest(reservation.submit_next())) == 2
         assert not stopping.done()
-        reservation.release()
+        reservation.close()
         await stopping
 
 
 async def test_a_drain_that_is_over_does_not() -> None:
     async with running(tiny()) as (owner, _):
-        reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
+        reservation = reserved(owner, [all_rows("a", 9), all_rows("b", 9)])
         await owner.stop(0)
         with pytest.raises(EngineStopped, match="shutting down"):
             reservation.submit_next()
-        reservation.release()
+        reservation.close()

@@ -22,13 +22,17 @@ from logitd.model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
+from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.version import VERSION
-from logitd.service.engine.admission import Limit
+from logitd.service.engine.admission import AdmissionController, Limit, QueueLimits
 from logitd.service.engine.driver import StepReport
 from logitd.service.metrics.metrics import ENDPOINTS, Metrics, endpoint_label
 from logitd.service.metrics.model_metrics import ModelMetrics, StepKind
+from tests.model.factories import tiny_config
 
 STATS = EngineStats(waiting=0, running=2, paused=1, begun_tokens=9, slots=4, slots_used=2)
+LIMITS = QueueLimits(256, tokens=100, elements=100, per_request=9, most_tokens=9)
+ADMISSION = AdmissionController(tiny_config(), 4, LIMITS)
 
 
 @pytest.fixture
@@ -180,8 +184,9 @@ def test_nothing_is_remembered_of_a_sequence_that_has_ended(
 
 def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     metrics = Metrics(callers=["alice", "none"])
-    tiny = metrics.of("tiny")
-    tiny.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77)
+    admission = AdmissionController(tiny_config(vocab_size=7), 4, LIMITS)
+    admission.admit([OutputsRequest(request_id="a", token_ids=(1, 2), positions=(0, 1))])
+    metrics.of("tiny").serving(read_checkpoint(checkpoint_path), admission)
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
         assert re.fullmatch(r"(logitd|process)_[a-z][a-z0-9_]*", name), "prefix, and no colon"
@@ -199,7 +204,7 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     assert value(metrics, "logitd_model_ready") == 1
     assert value(metrics, "logitd_kv_slots") == 4
     assert value(metrics, "logitd_queue_limit_sequences") == 256
-    assert value(metrics, "logitd_queue_elements") == 77
+    assert value(metrics, "logitd_queue_elements") == 2 * 7
 
 
 def test_every_way_to_end_is_there_from_the_start(metrics: Metrics, tiny: ModelMetrics) -> None:
@@ -248,7 +253,7 @@ def test_the_share_of_the_cache_that_is_used(
 ) -> None:
     tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0, "nothing is served yet"
-    tiny.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 0)
+    tiny.serving(read_checkpoint(checkpoint_path), ADMISSION)
     tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0.5
 
@@ -289,7 +294,7 @@ def test_models_are_counted_each_under_its_name(metrics: Metrics, checkpoint_pat
     assert metrics.of("tiny") is one
     for model in (one, other):
         model.served(read_checkpoint(checkpoint_path))
-    one.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=9, open_elements=lambda: 1)
+    one.serving(read_checkpoint(checkpoint_path), ADMISSION)
     one.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
     for name, counted in (("tiny", 1), ("other", 0)):
         assert value(metrics, "logitd_generation_tokens_total", model=name) == counted
@@ -311,8 +316,6 @@ def test_a_checkpoint_replaces_the_one_before(
     metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path
 ) -> None:
     for _ in range(2):
-        tiny.serving(
-            read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77
-        )
+        tiny.serving(read_checkpoint(checkpoint_path), ADMISSION)
     info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
     assert len(info[0].samples) == 1

@@ -186,10 +186,10 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("step-9", "'step-9' is not a checkpoint beside the one that is served; there are "),
-        ("../run/step-2", "is not a checkpoint beside"),
-        ("best/../step-2", "is not a checkpoint beside"),
-        ("", "is not a checkpoint beside"),
+        ("step-9", "'step-9' is not a checkpoint next to the served one; there are best, "),
+        ("../run/step-2", "is not a checkpoint next to"),
+        ("best/../step-2", "is not a checkpoint next to"),
+        ("", "is not a checkpoint next to"),
         ("damaged", "model.safetensors"),
         ("wider", "has another shape than"),
         ("words", "has another vocabulary than"),
@@ -211,7 +211,7 @@ def test_what_cannot_take_the_place_leaves_everything_as_it_is(
     assert check_reply(ask(server)) == 1
     known = (run / name / "config.json").exists() and "/" not in name and name
     assert reloads(server, before) == ({"refused": 1} if known else {})
-    assert [name in line and "answers on" in line for line in logged_errors] == [True] * bool(known)
+    assert [name in line and "step-1 stays" in line for line in logged_errors] == [True] * bool(known)
     logged_errors.clear()
     assert reload(server, "step-2").json()["swapped"], "and the next one can"
 
