@@ -23,7 +23,7 @@ import uvicorn
 
 from logitd.service.access.auth import ApiKeyError
 from logitd.service.application.app import create_app
-from logitd.service.connections.limits import ConnectionLimitError, connection_limits
+from logitd.service.connections.limits import ConnectionLimitError
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.connections.protocol import Connection
 from logitd.service.log import configure_logging
@@ -153,7 +153,7 @@ def uvicorn_config(
         port=settings.port,
         http=partial(Connection, connections=connections),  # type: ignore[arg-type]
         ws="none",
-        backlog=connections.limits.backlog,
+        backlog=connections.backlog,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -172,7 +172,7 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
         return 1
     state: ServiceState = app.state.service
     try:
-        connections = OpenConnections(connection_limits(settings), state.metrics)
+        connections = OpenConnections(settings, state.metrics)
     except ConnectionLimitError as error:
         logger.error("cannot serve: %s", error)
         return 1

@@ -24,7 +24,6 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.service.application.app import create_app
 from logitd.service.application.server import uvicorn_config
-from logitd.service.connections.limits import connection_limits
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.http.schemas import ErrorDetail, ErrorReply
 from logitd.service.models.served import ServedModel
@@ -158,9 +157,7 @@ def serving_app(app: Any) -> Iterator[Serving]:
     """Run an application of `create_app`; it may be loading still."""
     state: ServiceState = app.state.service
     settings = state.settings
-    server = _ThreadServer(
-        uvicorn_config(app, settings, OpenConnections(connection_limits(settings), state.metrics))
-    )
+    server = _ThreadServer(uvicorn_config(app, settings, OpenConnections(settings, state.metrics)))
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:

@@ -14,8 +14,7 @@ from logitd.service.application.server import serve
 from logitd.service.connections.limits import (
     MOST_CONNECTIONS,
     ConnectionLimitError,
-    ConnectionLimits,
-    connection_limits,
+    connection_bounds,
 )
 from logitd.service.connections.open_connections import Reports
 from logitd.service.metrics.metrics import ConnectionEnd, Metrics
@@ -48,11 +47,11 @@ def descriptors() -> Iterator[None]:
 def test_descriptors_decide_how_many_there_may_be(tmp_path: Path, soft: int, expected: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    limits = connection_limits(serve_settings(tmp_path))
-    assert limits.max_connections == expected
-    assert limits.max_connections + limits.backlog < soft
-    chosen = connection_limits(serve_settings(tmp_path, max_connections=expected - 1))
-    assert chosen.max_connections == expected - 1
+    most, backlog = connection_bounds(serve_settings(tmp_path))
+    assert most == expected
+    assert most + backlog < soft
+    chosen, _ = connection_bounds(serve_settings(tmp_path, max_connections=expected - 1))
+    assert chosen == expected - 1
 
 
 @pytest.mark.usefixtures("descriptors")
@@ -63,7 +62,7 @@ def test_more_than_descriptors_allow_is_refused_with_the_numbers(
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     settings = serve_settings(checkpoint_path, max_connections=200)
     with pytest.raises(ConnectionLimitError, match=r"256 file descriptors .* 112 connections fit"):
-        connection_limits(settings)
+        connection_bounds(settings)
     assert serve(settings, announce=lambda served, port: None) == 1
     assert "200 connections do not fit" in logged_errors[0]
     logged_errors.clear()
@@ -195,31 +194,31 @@ def test_silent_connections_keep_nobody_out(checkpoint_path: Path) -> None:
         for _ in range(5):
             with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as client:
                 assert client.get("/health").status_code == 200
-        assert "with 112 open; see --max-connections" in server.output
+        assert "with 112 connections open; see --max-connections" in server.output
 
 
-def test_the_log_says_each_kind_of_ending_at_once_and_then_now_and_then(
-    caplog: pytest.LogCaptureFixture,
+def test_log_reports_ended_connections_at_once_and_then_every_ten_seconds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
     metrics = Metrics()
-    limits = ConnectionLimits(7, 7, 1, 2, 3)
-    reports = Reports(limits, metrics, clock=lambda: now)
+    settings = serve_settings(tmp_path, slow_sender_timeout=1, slow_reader_timeout=2)
+    reports = Reports(settings, 7, metrics, clock=lambda: now)
     caplog.set_level(logging.INFO, "logitd.http")
+    reports.count(ConnectionEnd.IDLE)
     for _ in range(5):
         reports.count(ConnectionEnd.SILENT)
     reports.count(ConnectionEnd.UNREAD)
-    reports.count(ConnectionEnd.IDLE)
-    assert caplog.messages == [
-        "ended a connection: nothing was sent for 1 s",
-        "ended a connection: too little of a reply was read within 2 s",
-    ]
+    assert caplog.messages == ["ended a connection: no request came within 1 s"]
     now = 9.9
     reports.flush()
-    assert len(caplog.messages) == 2
+    assert len(caplog.messages) == 1
     now = 10.0
     reports.flush()
-    assert caplog.messages[2:] == ["ended 4 connections: nothing was sent for 1 s"]
+    assert caplog.messages[1:] == [
+        "ended 4 connections: no request came within 1 s",
+        "ended a connection: too little of a reply was read within 2 s",
+    ]
     assert not reports.pending
     for end, number in ((ConnectionEnd.SILENT, 5), (ConnectionEnd.IDLE, 1)):
         name = "logitd_connections_ended_total"

@@ -131,7 +131,10 @@ def test_what_is_held_is_given_back_after_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "queue", "sequences", "message"),
-    [(100, 100, 9, r"9 .* 8 are allowed .*--max-sequences"), (2, 3, 6, r"6 .* 2 .* 3 .*--max-queue")],
+    [
+        (100, 100, 9, r"9 .* 8 are allowed .*--max-sequences"),
+        (2, 3, 6, r"6 .* 2 .* 3 .*--max-queue"),
+    ],
 )
 def test_request_that_never_fits_is_invalid(
     slots: int, queue: int, sequences: int, message: str

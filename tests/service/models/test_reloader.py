@@ -211,7 +211,9 @@ def test_what_cannot_take_the_place_leaves_everything_as_it_is(
     assert check_reply(ask(server)) == 1
     known = (run / name / "config.json").exists() and "/" not in name and name
     assert reloads(server, before) == ({"refused": 1} if known else {})
-    assert [name in line and "step-1 stays" in line for line in logged_errors] == [True] * bool(known)
+    assert [name in line and "step-1 stays" in line for line in logged_errors] == [True] * bool(
+        known
+    )
     logged_errors.clear()
     assert reload(server, "step-2").json()["swapped"], "and the next one can"
 
