@@ -1,9 +1,9 @@
-"""HostCheck: refuse requests that name another host than this server.
+"""HostCheck: refuses requests whose Host header names another server.
 
-A web page may point its own domain at 127.0.0.1 (DNS rebinding). The browser then takes a server on
-the loopback for the page's own origin and lets the page read it; only the Host header still names
-the page's domain. With API keys such a page is refused for its missing key. Other pages cannot post
-anything: a body has to be application/json, for which a browser asks first (CORS).
+A web page may point its own domain at 127.0.0.1 (DNS rebinding). The browser then considers a
+server on the loopback part of the page's origin and lets the page read it; only the Host header
+still names the page's domain. With API keys, such a page has no key. Pages of other origins cannot
+post anything: a body must be application/json, for which browsers ask first (CORS).
 """
 
 import re
@@ -23,12 +23,12 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class HostCheck:
-    """Pure ASGI: answers 403 if a Host header is not accepted. A request without one is not from a
-    browser."""
+    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without one do
+    not come from a browser."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], addresses: bool) -> None:
-        """Names of the loopback are always accepted. `addresses`: accept every IP address, which no
-        page can point elsewhere."""
+        """Names of the loopback are always accepted. `addresses` accepts every IP address, because
+        no page can redirect those."""
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
         self._addresses = addresses
@@ -50,8 +50,7 @@ class HostCheck:
 
 
 def accepted_names(settings: ServeSettings, *, loopback: bool) -> tuple[str, ...] | None:
-    """Names to accept besides the loopback's, of a server that binds the `loopback` or not; None if
-    Host is not checked."""
+    """Host names to accept in addition to the loopback's; None if Host is not checked."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
     if ANY in hosts or not (hosts or (keyless and loopback)):

@@ -304,8 +304,9 @@ def test_the_queue_of_one_is_not_that_of_the_other(paths: dict[str, Path]) -> No
     both = {"one": paths["small"], "two": paths["large"]}
     with serving(both, slots=1, max_queue=0) as server, ExitStack() as stack:
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True}
-        lines = stack.enter_context(server.client.stream("POST", "/generate", json=body))
-        next(lines.iter_lines())
+        reply = stack.enter_context(server.client.stream("POST", "/generate", json=body))
+        lines = reply.iter_lines()  # kept: without a reference, the generator closes the reply
+        next(lines)
         assert server.post("/generate", SAMPLED).status_code == 429
         assert server.post("/generate", {**SAMPLED, "model": "two"}).status_code == 200
 

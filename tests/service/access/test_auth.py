@@ -307,6 +307,17 @@ def test_no_keys_are_no_keys() -> None:
     assert ApiKeys().name_of(b"") is None
 
 
+@pytest.mark.parametrize(("length", "warned"), [(15, True), (16, False)])
+def test_short_key_is_accepted_with_a_warning(
+    length: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "k" * length
+    assert read_api_keys(SecretStr(f"ann={key}"), None).names == ("ann",)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert ("entry 1 of the API keys has a key of 15 characters" in caplog.text) == warned
+    assert key not in caplog.text
+
+
 @given(st.binary())
 def test_anything_may_be_presented(presented: bytes) -> None:
     keys = read_api_keys(SecretStr(KEYS), None)

@@ -73,7 +73,7 @@ def test_requests_at_once_count_until_they_end_however_they_do() -> None:
         with pytest.raises(ZeroDivisionError), limits.request("ann"):
             raise ZeroDivisionError
         assert (error.status, error.limit) == (429, Limit.KEY_AT_ONCE)
-        assert "'ann' may have 2 requests answered at once, and has 2" in error.message
+        assert "'ann' may have 2 requests answered at once and has 2" in error.message
         with limits.request("ann"):
             rejected(limits, "ann")
     with limits.request("ann"), limits.request("ann"):
