@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from logitd.service.engine.admission import Limit
-from logitd.service.errors import ApiError
+from logitd.service.errors import queue_full
+
+KEY_LIMIT = "rate_limit_exceeded"
+"""Code of the errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +72,22 @@ class KeyLimits:
         (429) is raised."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
-            raise _rejected(
+            raise queue_full(
                 f"the key {name!r} may have {at_once} requests answered at once and has "
                 f"{spent.open}; wait for one of them to end",
                 1,
                 Limit.KEY_AT_ONCE,
+                KEY_LIMIT,
             )
         if per_minute:
             if spent.used + 1 > per_minute:
                 wait = math.ceil((spent.used + 1 - per_minute) * 60 / per_minute)
-                raise _rejected(
+                raise queue_full(
                     f"the key {name!r} may send {per_minute} requests a minute and has sent "
                     f"them; try again in about {wait} s",
                     wait,
                     Limit.KEY_PER_MINUTE,
+                    KEY_LIMIT,
                 )
             spent.used += 1
         spent.open += 1
@@ -98,7 +103,3 @@ class KeyLimits:
         spent.used = min(max(left, 0.0), per_minute)  # its limit may have been higher
         spent.moment = now
         return spent
-
-
-def _rejected(message: str, wait: int, limit: Limit) -> ApiError:
-    return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", wait, limit)
