@@ -29,7 +29,6 @@ from logitd.model.inference.constraints.sandbox import (
     request_of,
 )
 from logitd.model.inference.errors import ConstraintError
-from logitd.service.engine.build import Unavailable
 from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
@@ -58,7 +57,7 @@ class Constraints:
 
     def __init__(
         self,
-        compiler: Compiler | Unavailable,
+        compiler: Compiler | ConstraintsUnavailable,
         sandbox: Sandbox,
         *,
         timeout: float,
@@ -118,8 +117,8 @@ class Constraints:
         return constraint
 
     def _begin(self, source: Source, caller: str) -> _Compiling:
-        if isinstance(self._compiler, Unavailable):
-            raise self._rejected(source, self._compiler.reason)
+        if isinstance(self._compiler, ConstraintsUnavailable):
+            raise self._rejected(source, str(self._compiler))
         if len(self._compiling) >= MAX_COMPILING:
             counts = Counter(compiling.caller for compiling in self._compiling.values())
             counts[caller] += 1

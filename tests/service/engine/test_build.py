@@ -76,7 +76,7 @@ def test_unasked_slots_are_said_with_their_reason(
 
     free = 4 * 40 * one + 2 * one
     assert said(free) == (40, f"25% of the {format_bytes(free)} that the weights leave free")
-    assert said(400 * one) == (64, "as many as are made unasked")
+    assert said(400 * one) == (64, "the default")
 
 
 def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path) -> None:

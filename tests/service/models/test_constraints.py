@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from logitd.model.inference.constraints import compiler as compiler_module
-from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
+from logitd.model.inference.constraints.compiler import (
+    Compiler,
+    Constraint,
+    ConstraintsUnavailable,
+    Source,
+)
 from logitd.model.inference.constraints.sandbox import Sandbox
-from logitd.service.engine.build import Unavailable
 from logitd.service.errors import ApiError
 from logitd.service.metrics.metrics import Metrics
 from logitd.service.models import constraints as module
@@ -58,7 +62,7 @@ class Bench:
     """Constraints, and what they did."""
 
     def __init__(
-        self, compiler: Compiler | Unavailable = COMPILER, timeout: float = TEST_TIMEOUT
+        self, compiler: Compiler | ConstraintsUnavailable = COMPILER, timeout: float = TEST_TIMEOUT
     ) -> None:
         self.sandbox = Sandbox(TOKENIZER, memory=ROOM)
         self.metrics = Metrics()
@@ -80,7 +84,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    compiler: Compiler | Unavailable = COMPILER, timeout: float = TEST_TIMEOUT
+    compiler: Compiler | ConstraintsUnavailable = COMPILER, timeout: float = TEST_TIMEOUT
 ) -> AsyncIterator[Bench]:
     made = Bench(compiler, timeout)
     try:
@@ -324,7 +328,7 @@ async def test_nothing_is_compiled_on_the_event_loop() -> None:
 
 
 async def test_without_a_compiler_it_is_said_why() -> None:
-    async with bench(Unavailable("constraints need llguidance")) as b:
+    async with bench(ConstraintsUnavailable("constraints need llguidance")) as b:
         error = await error_of(b.constraints.compiled(GOOD))
         assert (error.status, error.message) == (400, "regex: constraints need llguidance")
         assert b.constraints.tried == []
