@@ -22,7 +22,7 @@ from fastapi.staticfiles import StaticFiles
 from logitd.model.version import VERSION
 from logitd.service import errors
 from logitd.service.access.auth import ApiKeyCheck, is_public, read_api_keys
-from logitd.service.access.hosts import HostCheck, accepted_names, binds_loopback
+from logitd.service.access.hosts import HostCheck, host_check
 from logitd.service.application import docs
 from logitd.service.application.lifespan import live
 from logitd.service.application.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
@@ -95,9 +95,8 @@ def _add_middleware(
     app.add_middleware(HeadAsGet)
     if state.keys.names:
         app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
-    loopback = binds_loopback(state.settings.host)
-    if (names := accepted_names(state.settings, loopback=loopback)) is not None:
-        app.add_middleware(HostCheck, names=names, addresses=not loopback)
+    if (arguments := host_check(state.settings)) is not None:
+        app.add_middleware(HostCheck, **arguments)
     app.add_middleware(BugAnswer)
     if state.settings.cors_origins:
         app.add_middleware(

@@ -26,7 +26,6 @@ from logitd.service.connections.open_connections import EvictionClass, OpenConne
 from logitd.service.connections.reading import Reading, ReadState, ReplyProgress
 from logitd.service.connections.refusals import (
     headers_too_large,
-    not_http,
     too_many_connections,
     too_slow,
     whole_reply,
@@ -233,7 +232,9 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as stopped:
                 rest = self._without_upgrade() + rest[stopped.args[0] :]
             except httptools.HttpParserError as error:
-                self._refuse(not_http(error), ConnectionEnd.NOT_HTTP)
+                message = f"this is not an HTTP/1.1 request: {error}"
+                refusal = ApiError(400, "invalid_request_error", message)
+                self._refuse(refusal, ConnectionEnd.NOT_HTTP)
                 return
         if self._reading.is_too_large(len(piece)):
             self._refuse(headers_too_large(), ConnectionEnd.TOO_LARGE)

@@ -13,10 +13,6 @@ def headers_too_large() -> ApiError:
     return ApiError(431, "invalid_request_error", message)
 
 
-def not_http(error: Exception) -> ApiError:
-    return ApiError(400, "invalid_request_error", f"this is not an HTTP/1.1 request: {error}")
-
-
 def too_slow(part: str, slow_sender_timeout: float) -> ApiError:
     """`part` of a request (headers or body) did not come in time."""
     return ApiError(

@@ -124,7 +124,7 @@ class AdmissionController:
         self.limits = limits
         self._open = _Tally()  # submitted and not ended
         self._reserved = _Tally()  # not submitted yet
-        self._begun_tokens = 0  # of open requests that have had a slot, as of the last step
+        self.begun_tokens = 0  # prompt tokens of open sequences that have had a slot
         self._pace = _Pace(clock)
         self._emptied = asyncio.Event()  # set whenever the last sequence ends
 
@@ -138,13 +138,9 @@ class AdmissionController:
         """Output elements of open and reserved requests."""
         return self._open.total.elements + self._reserved.total.elements
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.sequences
-
     async def wait_empty(self) -> None:
         """Wait until no sequence is open or reserved."""
-        while not self.is_empty:
+        while self.sequences:
             self._emptied.clear()
             await self._emptied.wait()
 
@@ -178,7 +174,7 @@ class AdmissionController:
             f"{waiting} sequences are waiting",
         )
         if waiting:
-            tokens = max(0, present.tokens - self._begun_tokens)
+            tokens = max(0, present.tokens - self.begun_tokens)
             check(
                 Limit.TOKENS,
                 limits.tokens,
@@ -246,10 +242,6 @@ class AdmissionController:
         self._open.add(request.caller, load)
         return load
 
-    def set_begun(self, tokens: int) -> None:
-        """Set the prompt tokens of open sequences that have had a slot; called after each step."""
-        self._begun_tokens = tokens
-
     def end_sequence(self, event: FinishEvent, caller: str = "") -> None:
         """Count the end of a sequence."""
         self._pace.finished(queued=self._open.total.sequences > self.slots)
@@ -264,7 +256,7 @@ class AdmissionController:
     def clear(self) -> None:
         """Forget all open requests; reserved room must still be released."""
         self._open = _Tally()
-        self._begun_tokens = 0
+        self.begun_tokens = 0
         self._note_empty()
 
     def check_possible(self, load: Load, param: str | None = None) -> None:
@@ -299,7 +291,7 @@ class AdmissionController:
         self._note_empty()
 
     def _note_empty(self) -> None:
-        if self.is_empty:
+        if not self.sequences:
             self._emptied.set()
 
 

@@ -153,10 +153,9 @@ class AsyncEngine:
         self._draining = True
         if self._stopped.is_set():
             return
-        if not self.admission.is_empty:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_timeout):
-                    await self.admission.wait_empty()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_timeout):
+                await self.admission.wait_empty()
         self._closed = True
         if self._open:
             sequences = sum(request.open for request in self._open.values())
@@ -270,7 +269,7 @@ class AsyncEngine:
         if report.weights != self._computing:
             self._computing = report.weights
             self._changed.set()
-        self.admission.set_begun(report.stats.begun_tokens)
+        self.admission.begun_tokens = report.stats.begun_tokens
         self.decoding = report.result.decoded_sequences > 0
         self._on_step(report)
 

@@ -84,10 +84,10 @@ def test_what_was_admitted_and_ended_leaves_nothing() -> None:
     admission.end_sequence(finish(3))
     admission.end_request(ROWS_LOAD)
     assert (admission.sequences, admission.elements) == (1, 2 * CONFIG.vocab_size)
-    assert not admission.is_empty
+    assert admission.sequences
     admission.release([ROWS])
     assert (admission.sequences, admission.elements) == (0, 0)
-    assert admission.is_empty
+    assert not admission.sequences
 
 
 def test_all_requests_are_admitted_or_none() -> None:
@@ -104,7 +104,7 @@ def test_the_tokens_of_what_runs_do_not_wait() -> None:
     admission.admit([GENERATION])
     with pytest.raises(QueueFull, match="6 prompt tokens are waiting, the queue holds 7"):
         admission.admit([GENERATION])
-    admission.set_begun(3)
+    admission.begun_tokens = 3
     admission.admit([GENERATION])
 
 
@@ -113,7 +113,7 @@ def test_what_is_held_counts_while_its_texts_are_encoded() -> None:
     else meanwhile."""
     admission = controller(1, 1)
     with admission.hold(2, "n"):
-        assert (admission.sequences, admission.is_empty) == (2, False)
+        assert admission.sequences == 2
         with pytest.raises(QueueFull, match="1 sequences are waiting"):
             admission.check_capacity(Load(sequences=1))
     admission.admit([replace(GENERATION, n=2)])
@@ -126,7 +126,7 @@ def test_what_is_held_is_given_back_after_an_error() -> None:
     admission = controller(1, 1)
     with pytest.raises(ZeroDivisionError), admission.hold(2, "n"):
         raise ZeroDivisionError
-    assert admission.is_empty
+    assert not admission.sequences
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_admission_refuses_what_costs_too_many_tokens(request_: GenerationReques
     admission = controller(1, 10, most_tokens=tokens - 1)
     with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1} .*--max-request-tokens"):
         admission.admit([request_])
-    assert admission.is_empty
+    assert not admission.sequences
     controller(1, 10, most_tokens=tokens).admit([request_])
 
 
@@ -303,5 +303,5 @@ def test_every_caller_gets_its_share_whatever_the_others_do(
         assert admission.sequences == open_.total() <= slots + 2 * limit
     for caller in open_.elements():
         admission.end_sequence(finish(3), caller)
-    assert admission.is_empty
+    assert not admission.sequences
     assert not admission._open.by_caller
