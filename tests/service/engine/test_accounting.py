@@ -1,4 +1,4 @@
-"""AsyncEngine counts the elements of the outputs that it owes, however a request ends."""
+"""AsyncEngine counts output elements until their request ends, in any way."""
 
 import asyncio
 from collections import Counter
@@ -41,8 +41,8 @@ COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "rese
 
 
 class Account:
-    """Asks an AsyncEngine, and knows what its open elements should be: those of the requests whose
-    last sequence has not been seen to end, and of those reserved."""
+    """Sends requests to an AsyncEngine and knows its open elements: those of requests whose last
+    sequence has not ended, and of reserved ones."""
 
     def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:
         self.owner, self.reports = owner, reports
@@ -105,7 +105,7 @@ class Account:
         self.fits(requests, reserve)
 
     def fits(self, requests: list[Request], ask: Callable[[], None]) -> bool:
-        """Ask; whether it was accepted, which it has to be if there is room."""
+        """Ask. Returns True if it was accepted, which it must be if there is room."""
         elements, wanted = price(requests), price(requests) + self.owner.admission.elements
         try:
             ask()
@@ -133,13 +133,13 @@ def price(requests: list[Request]) -> int:
     st.lists(st.tuples(st.sampled_from(COMMANDS), st.integers(1, 70)), max_size=20),
     st.sampled_from(["read", "abort", "stop"]),
 )
-def test_numbers_leave_the_count_once_on_every_way_to_end(
+def test_elements_are_counted_until_their_request_ends(
     commands: list[tuple[str, int]], end: str
 ) -> None:
     async def test() -> None:
         async with running(
             tiny(slots=2),
-            max_queue_tokens=10**6,  # so that elements alone are ever too many
+            max_queue_tokens=10**6,  # so that only elements can be too many
             max_queue_elements=ELEMENTS_LIMIT,
             drain_timeout=0,
         ) as (owner, reports):

@@ -1,4 +1,4 @@
-"""Building: whose threads compute, and how many slots there are."""
+"""Building an engine: its threads and its slots."""
 
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool of its own in the loading thread once made every prefill two and a half times as
-    long: with it there were more threads than processors, and OpenMP let all of them sleep between
-    operations."""
+    """A pool in the loading thread once made every prefill two and a half times as long: there were
+    more threads than processors, and OpenMP let all of them sleep between operations."""
     before = torch.get_num_threads()
     seen: list[int] = []
     torch.set_num_threads(2)
