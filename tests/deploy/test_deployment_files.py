@@ -32,7 +32,7 @@ QUERIES = [
 
 
 def known_names() -> set[str]:
-    """Names of series as a scrape has them, whether they have values yet or not."""
+    """Names of series in a scrape, with or without values."""
     names = {"up"}
     text = Metrics(callers=["ann"]).render().decode()
     for family in text_string_to_metric_families(text):

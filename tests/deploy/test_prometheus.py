@@ -1,5 +1,5 @@
-"""Prometheus itself reads the configuration, runs the tests of the alerts, and scrapes a server;
-the dashboard's queries return values. Where Debian's package `prometheus` is installed."""
+"""Prometheus reads the configuration, runs the tests of the alerts, and scrapes a server; the
+dashboard's queries return values. Needs Debian's package `prometheus`."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def server(checkpoint_path: Path) -> Iterator[ServedProcess]:
 
 @contextmanager
 def load(url: str) -> Iterator[None]:
-    """Two clients, until the block is left."""
+    """Two clients that send requests during the block."""
     stop = threading.Event()
 
     def ask() -> None:
@@ -91,7 +91,7 @@ def test_promtool_likes_the_metrics(server: ServedProcess) -> None:
 
 @contextmanager
 def prometheus(target: str, folder: Path, port: int) -> Iterator[httpx.Client]:
-    """The configuration as it is, but for the target and the time between two scrapes."""
+    """Prometheus with the shipped configuration, except for its target and intervals."""
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "250ms", "evaluation_interval": "250ms"}
     (job,) = config["scrape_configs"]
@@ -123,7 +123,7 @@ def prometheus(target: str, folder: Path, port: int) -> Iterator[httpx.Client]:
 
 
 def query(client: httpx.Client, expression: str) -> list[Any]:
-    """The series that an expression has now."""
+    """The current series of an expression."""
     filled = expression.replace("$__rate_interval", "2s")
     for name in ("$instance", "$model"):
         filled = filled.replace(name, ".+")

@@ -1,5 +1,5 @@
-"""A run is served while it trains, by two commands: what it saves takes the place of what was
-served before, and no request fails or is answered by two checkpoints."""
+"""A run is trained and served at the same time: each saved checkpoint is served, no request fails,
+and none is answered by two checkpoints."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ def train(folder: Path, steps: int, *flags: str) -> ForkedProcess:
 
 
 class Load:
-    """Clients that ask and ask, until the block ends; every reply they got."""
+    """Clients that send requests until the block ends, and their replies."""
 
     def __init__(self, url: str) -> None:
         self.replies: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def wait_for(condition: Any) -> None:
 
 
 def expected(run: Path, step: int) -> list[int]:
-    """By the reference, from the checkpoint itself."""
+    """The reference's tokens for a checkpoint."""
     info, gpt = load_checkpoint(
         run / f"step-{step:06d}", device=torch.device("cpu"), dtype=torch.float32
     )
@@ -86,7 +86,7 @@ def expected(run: Path, step: int) -> list[int]:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[ForkedProcess]:
-    """A run that goes on, and has saved its first checkpoint."""
+    """A training that has saved its first checkpoint."""
     process = train(tmp_path, 100_000)
     try:
         wait_for(lambda: (tmp_path / "run" / "latest" / "config.json").exists())
@@ -97,7 +97,7 @@ def training(tmp_path: Path) -> Iterator[ForkedProcess]:
 
 
 @pytest.mark.slow
-def test_a_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path) -> None:
+def test_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path) -> None:
     flags = ("run", "--follow", "latest", "--follow-interval", "0.2")
     with ServedProcess(*flags, "--threads", "1", "--dtype", "float32", cwd=tmp_path) as server:
         with Load(server.url) as load:
@@ -107,6 +107,6 @@ def test_a_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path
     assert load.failures == []
     assert 'logitd_reloads_total{model="run",result="refused"} 0.0' in metrics
     right = {step: expected(tmp_path / "run", step) for step in load.steps()}
-    assert len({tuple(tokens) for tokens in right.values()}) > 1, "they can be told apart"
+    assert len({tuple(tokens) for tokens in right.values()}) > 1, "they differ"
     for reply in load.replies:
         assert reply["choices"][0]["token_ids"] == right[reply["checkpoint"]["step"]]
