@@ -110,7 +110,6 @@ EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)
 
 
 def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -> ApiError:
-    """One of EXPECTED, as its client sees it."""
     match error:
         case ApiError():
             return error
@@ -162,7 +161,6 @@ def raise_failure(event: FinishEvent) -> None:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the application an ApiError."""
 
     async def expected(request: Request, error: Any) -> Response:
         reply = as_api_error(error)

@@ -17,7 +17,6 @@ NETWORK_BITS = 64
 
 
 def caller_of(connection: HTTPConnection) -> str:
-    """The caller of a request."""
     key = connection.scope.get(CALLER, NO_KEY)
     if key != NO_KEY:
         return f"key {key}"

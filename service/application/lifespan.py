@@ -96,7 +96,6 @@ async def _load_share(
 async def _load_model(
     state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
 ) -> ServedModel | NotLoaded:
-    """Load the only model of `settings`."""
     source = settings.source
     name = source.served_name
     resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))

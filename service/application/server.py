@@ -144,7 +144,6 @@ class Server(uvicorn.Server):
 def uvicorn_config(
     app: Any, settings: ServeSettings, connections: OpenConnections
 ) -> uvicorn.Config:
-    """Settings of uvicorn, with logitd's connections."""
     return uvicorn.Config(
         app,
         host=settings.host,
@@ -190,7 +189,6 @@ def _is_no_bind_error(record: logging.LogRecord) -> bool:
 
 
 def _bind_failure(error: BaseException | None, settings: ServeSettings) -> str:
-    """The reason why the server cannot listen, and the way out."""
     match getattr(error, "errno", None):
         case errno.EADDRINUSE:
             return (

@@ -149,7 +149,6 @@ class Reports:
         }
 
     def count(self, end: ConnectionEnd) -> None:
-        """Count the end of one connection."""
         self._metrics.connections_ended.labels(end.value).inc()
         if end in self._reasons:  # every client has idle connections
             self.pending[end] += 1

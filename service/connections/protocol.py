@@ -23,14 +23,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from logitd.service.connections.open_connections import EvictionClass, OpenConnections
-from logitd.service.connections.reading import Reading, ReadState, ReplyProgress
+from logitd.service.connections.reading import Reading, ReadState, ReplyProgress, tcp_info
 from logitd.service.connections.refusals import (
     headers_too_large,
     too_many_connections,
     too_slow,
     whole_reply,
 )
-from logitd.service.connections.tcp import tcp_info
 from logitd.service.errors import ApiError, unavailable
 from logitd.service.metrics.metrics import ConnectionEnd
 

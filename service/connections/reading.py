@@ -1,9 +1,15 @@
 """Reading: the progress of a client, sending requests and reading replies.
 
-Counts bytes and time only; `protocol.py` decides what follows.
+Counts bytes and time only; `protocol.py` decides what follows. `tcp_info` returns what the kernel
+knows about a connection.
 """
 
+import asyncio
+import socket
+import struct
+import sys
 from enum import Enum, auto
+from typing import NamedTuple
 
 from logitd.service.connections.limits import (
     DISCARDED_BYTES,
@@ -11,6 +17,10 @@ from logitd.service.connections.limits import (
     MAX_RAW_HEADER_BYTES,
     MIN_BYTES_PER_SECOND,
 )
+
+_GONE = (7, 8)
+"""TCP_CLOSE: the client has reset the connection. TCP_CLOSE_WAIT: it has ended its side."""
+_FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
 
 
 class ReadState(Enum):
@@ -47,11 +57,9 @@ class Reading:
         self._discard_until = 0  # bytes received
 
     def begin_head(self, now: float) -> None:
-        """Note the first byte of a request."""
         self.state, self.since = ReadState.HEAD, now
 
     def begin_body(self, now: float) -> None:
-        """Note a complete head."""
         self.state, self._completed, self._body_size = ReadState.BODY, True, 0
         self._body_mark = (now, self.received)
 
@@ -60,7 +68,6 @@ class Reading:
         self._body_size += size
 
     def end_message(self) -> None:
-        """Note a complete request."""
         self.state, self._completed = ReadState.REQUEST, True
 
     def end_reply(self, now: float) -> None:
@@ -122,3 +129,26 @@ class ReplyProgress:
             self._mark = (now, acknowledged or 0, unsent)
             return False
         return now - self._mark[0] > timeout * (1 if complete else 2)
+
+
+class TcpInfo(NamedTuple):
+    """`gone`: the client has ended the connection or its side of it; `acknowledged`: bytes that it
+    has received."""
+
+    gone: bool
+    acknowledged: int
+
+
+def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
+    """Ask the kernel. None if the system is not Linux or the socket is closed or not TCP."""
+    raw = transport.get_extra_info("socket")
+    if sys.platform != "linux" or raw is None or raw.family == socket.AF_UNIX:
+        return None
+    try:
+        answer = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FIELDS.size)
+    except OSError:
+        return None
+    if len(answer) < _FIELDS.size:
+        return None
+    state, acknowledged = _FIELDS.unpack(answer)
+    return TcpInfo(state in _GONE, acknowledged)

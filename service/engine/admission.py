@@ -130,12 +130,10 @@ class AdmissionController:
 
     @property
     def sequences(self) -> int:
-        """Number of open and reserved sequences."""
         return self._open.total.sequences + self._reserved.total.sequences
 
     @property
     def elements(self) -> int:
-        """Output elements of open and reserved requests."""
         return self._open.total.elements + self._reserved.total.elements
 
     async def wait_empty(self) -> None:
@@ -236,22 +234,17 @@ class AdmissionController:
         return loads
 
     def admit_reserved(self, request: Request) -> Load:
-        """Count a reserved request as open."""
         load = self.load_of(request)
         self._reserved.add(request.caller, -load)
         self._open.add(request.caller, load)
         return load
 
-    def end_sequence(self, event: FinishEvent, caller: str = "") -> None:
-        """Count the end of a sequence."""
+    def end_sequence(self, event: FinishEvent, caller: str = "", elements: int = 0) -> None:
+        """Count the end of a sequence; `elements` are those of its request, if it is the last."""
         self._pace.finished(queued=self._open.total.sequences > self.slots)
         price = event.prompt_tokens if event.price is None else event.price
-        self._open.add(caller, -Load(sequences=1, tokens=price))
+        self._open.add(caller, -Load(1, price, elements))
         self._note_empty()
-
-    def end_request(self, load: Load, caller: str = "") -> None:
-        """Count the end of a request, whose outputs are then computed."""
-        self._open.add(caller, -Load(elements=load.elements))
 
     def clear(self) -> None:
         """Forget all open requests; reserved room must still be released."""
@@ -283,7 +276,6 @@ class AdmissionController:
             )
 
     def _loads(self, requests: Sequence[Request]) -> tuple[str, list[Load]]:
-        """The common caller of the requests, and the load of each."""
         return requests[0].caller if requests else "", [self.load_of(one) for one in requests]
 
     def _release(self, caller: str, load: Load) -> None:

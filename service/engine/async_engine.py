@@ -186,7 +186,6 @@ class AsyncEngine:
         version: WeightsVersion,
         usage: Usage,
     ) -> Submission:
-        """Pass admitted requests to the engine."""
         ids, sequences = [r.request_id for r in requests], sum(load.sequences for load in loads)
         usage.begin(requests, sequences)
         submission = Submission(self._driver, ids, sequences, usage)
@@ -256,16 +255,15 @@ class AsyncEngine:
     # Back on the event loop
 
     def _deliver(self, report: StepReport) -> None:
-        """Put a step's events into their mailboxes."""
         for event in report.events:
             request = self._open[event.request_id]
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
                 request.open -= 1
+                elements = 0 if request.open else request.load.elements
+                self.admission.end_sequence(event, request.caller, elements)
                 if not request.open:
                     del self._open[event.request_id]
-                    self.admission.end_request(request.load, request.caller)
-                self.admission.end_sequence(event, request.caller)
         if report.weights != self._computing:
             self._computing = report.weights
             self._changed.set()

@@ -112,7 +112,6 @@ class EngineDriver:
         self._inbox.put(partial(self._engine.abort, request_id, index, reason))
 
     def grant(self, request_id: str) -> None:
-        """Let an OutputsRequest compute one more chunk."""
         self._inbox.put(partial(self._engine.grant, request_id))
 
     def load_weights(self, path: Path, weights_sha256: str) -> Future[None]:

@@ -7,6 +7,8 @@ event loop.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from logitd.model.inference.engine.requests import Request
 from logitd.service.engine.async_engine import AsyncEngine, WeightsVersion
@@ -17,9 +19,13 @@ from logitd.service.engine.usage import Usage
 class EngineSession:
     """Submits requests to one version of the weights; `usage` counts their work."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(
+        self, engine: AsyncEngine, caller: str = "", deadline: float | None = None
+    ) -> None:
+        """All requests are submitted with this caller and deadline (on the engine's clock)."""
         self.usage = Usage()
         self._engine = engine
+        self._signature: dict[str, Any] = {"caller": caller, "deadline": deadline}
         self._weights: WeightsVersion | None = None  # None until the first submission
         self._holds = False  # the engine keeps these weights for the session
         self._reserved: deque[Request] = deque()
@@ -32,7 +38,8 @@ class EngineSession:
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
         """Queue all requests or none; raises as `AsyncEngine.submit` does. `more` announces that
         other submissions follow."""
-        submission = self._engine.submit(requests, self._held(), self.usage)
+        signed = [replace(request, **self._signature) for request in requests]
+        submission = self._engine.submit(signed, self._held(), self.usage)
         if not more:
             self.close()
         return submission
@@ -40,8 +47,9 @@ class EngineSession:
     def reserve(self, requests: Sequence[Request]) -> None:
         """Reserve room for requests that are submitted one after another by `submit_next`; no
         others may follow. Raises as `AsyncEngine.reserve` does."""
-        self._engine.reserve(requests, self._held())
-        self._reserved.extend(requests)
+        signed = [replace(request, **self._signature) for request in requests]
+        self._engine.reserve(signed, self._held())
+        self._reserved.extend(signed)
 
     def submit_next(self) -> Submission:
         """Queue the next reserved request. Raises EngineStopped if it will not be answered."""

@@ -17,9 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 PAUSE_FACTOR = 7
 """Length of a pause as a multiple of the delivery before it."""
@@ -29,7 +27,7 @@ MIN_TIMER = 0.002
 """Shortest timer in seconds; event loops count in milliseconds."""
 
 
-class WakeupThrottle(Generic[Item]):
+class WakeupThrottle:
     """Passes items from one thread to the event loop with few wake-ups.
 
     The state is the time from which `wake` may wake the loop, `_quiet_until`:
@@ -50,16 +48,16 @@ class WakeupThrottle(Generic[Item]):
     """
 
     def __init__(
-        self, deliver: Callable[[Item], None], loop: asyncio.AbstractEventLoop | None = None
+        self, deliver: Callable[[Any], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop() if loop is None else loop
-        self._items: deque[Item] = deque()
+        self._items: deque[Any] = deque()
         self._quiet_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._urgent = False  # an item since the last `wake`
 
-    def put(self, item: Item, *, urgent: bool) -> None:
+    def put(self, item: Any, *, urgent: bool) -> None:
         """Leave an item for the loop until the next `wake`."""
         self._items.append(item)
         self._urgent |= urgent

@@ -29,7 +29,7 @@ class OutputsReader:
     def __init__(self, requests: Sequence[OutputsRequest], context: RequestContext) -> None:
         self._requests = tuple(requests)
         self._session = context.session
-        context.reserve(self._requests)
+        self._session.reserve(self._requests)
         self._submission = self._session.submit_next()
         self._rows = read_rows(self._submission)
         self._first: OutputsChunk | None = None

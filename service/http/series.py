@@ -106,7 +106,7 @@ class RunningSeries:
         """Queue a job. None if the queue is full and another job of this series is running."""
         while True:
             try:
-                return self._context.submit([job], more=True)
+                return self._context.session.submit([job], more=True)
             except QueueFull:
                 if self._running:
                     return None

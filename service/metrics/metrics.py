@@ -133,7 +133,6 @@ class Metrics:
 
 
 def endpoint_label(path: str) -> str:
-    """The label of any path: one of ENDPOINTS."""
     for whole in ("/health", "/v1/models"):
         if path == whole or path.startswith(f"{whole}/"):
             return whole

@@ -253,7 +253,6 @@ class ModelMetrics:
 
 
 def _kind(result: StepResult) -> StepKind | None:
-    """The kind of a step; None if it computed nothing."""
     if result.prefilled_tokens and result.decoded_sequences:
         return StepKind.MIXED
     if result.prefilled_tokens:

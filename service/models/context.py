@@ -1,12 +1,11 @@
-"""RequestContext: one request to a model: its submissions, its caller and its deadline.
+"""RequestContext: one request to a model, with its submissions and its caller.
 
-`ModelChoice` chooses the model and makes the context. A context submits engine requests in the
-caller's name, all of them to one version of the weights, and ends work if the client has gone.
+`ModelChoice` chooses the model and makes the context, which ends work if the client has gone.
 """
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -35,16 +34,14 @@ log."""
 class RequestContext:
     """One request.
 
-    session   its submissions; closed after the reply
-    caller    name by which callers share the engine
-    deadline  on the engine's clock, or None
+    session  its submissions, with caller and deadline; closed after the reply
+    caller   name by which callers share the engine
     """
 
     model: ServedModel
     session: EngineSession
     request: Request
     caller: str
-    deadline: float | None = None
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -57,17 +54,9 @@ class RequestContext:
         settings = self.model.settings
         return Subject(self.checkpoint, settings.max_reply_elements, settings.max_body_bytes)
 
-    def submit(self, requests: Sequence[engine.Request], *, more: bool = False) -> Submission:
-        """Queue all requests or none. `more` announces that others follow."""
-        return self.session.submit([self._signed(request) for request in requests], more=more)
-
-    def reserve(self, requests: Sequence[engine.Request]) -> None:
-        """Reserve room for requests that `session.submit_next` submits one after another."""
-        self.session.reserve([self._signed(request) for request in requests])
-
     async def compute(self, requests: Sequence[engine.Request], *, more: bool = False) -> Computed:
         """Everything that requests compute. Raises ApiError if the client leaves."""
-        return await self.unless_gone(gather(self.submit(requests, more=more)))
+        return await self.unless_gone(gather(self.session.submit(requests, more=more)))
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await `work`; cancel it and raise ApiError if the client leaves, which a plain handler
@@ -84,9 +73,6 @@ class RequestContext:
             leaving.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
-    def _signed(self, request: engine.Request) -> engine.Request:
-        return replace(request, caller=self.caller, deadline=self.deadline)
-
 
 class ModelChoice:
     """The models of a server as one request sees them."""
@@ -100,17 +86,17 @@ class ModelChoice:
         """The context of a request to the model of a name, with a deadline in `timeout` seconds.
         Raises as `Models.find` does."""
         model = self.all.find(name)
-        session = EngineSession(model.engine)
-        self._sessions.append(session)
+        caller = caller_of(self._request)
         deadline = None if timeout is None else model.engine.now() + timeout
-        context = RequestContext(model, session, self._request, caller_of(self._request), deadline)
+        session = EngineSession(model.engine, caller, deadline)
+        self._sessions.append(session)
+        context = RequestContext(model, session, self._request, caller)
         setattr(self._request.state, CONTEXT, context)
         if self.all.several:
             setattr(self._request.state, MODEL, model.name)
         return context
 
     def close(self) -> None:
-        """Close the request's sessions after the reply."""
         for session in self._sessions:
             session.close()
 

@@ -77,7 +77,6 @@ class ServedModel:
 
     @property
     def checkpoint(self) -> CheckpointInfo:
-        """The checkpoint that answers new requests."""
         return self.checkpoints[self.engine.version]
 
     @property
@@ -120,7 +119,6 @@ class Models:
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
-        """The models that were loaded."""
         return tuple(model for model in self.every if isinstance(model, ServedModel))
 
     @property

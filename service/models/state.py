@@ -63,7 +63,6 @@ class ServiceState:
         self.settled.set()
 
     def fail(self, reason: str) -> None:
-        """Loading failed: no model will be served."""
         self._failure = reason
         self.settled.set()
 
@@ -156,7 +155,6 @@ AskedModel = Annotated[
 
 
 async def chosen(models: Ready, model: AskedModel = None) -> RequestContext:
-    """The context of a GET request that names its model in the query."""
     return models.of(model)
 
 

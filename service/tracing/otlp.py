@@ -53,7 +53,6 @@ class OtlpTraces:
         self._tracer: Tracer | None = None
 
     def open(self) -> None:
-        """Start the thread that sends."""
         self._complaints = _Complaints(self._url)
         SDK.addHandler(self._complaints)
         SDK.propagate = False

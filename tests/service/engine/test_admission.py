@@ -78,8 +78,7 @@ def test_ended_requests_leave_nothing() -> None:
     admission.reserve([ROWS, ROWS])
     assert admission.admit_reserved(ROWS) == ROWS_LOAD
     assert (admission.sequences, admission.elements) == (2, 4 * CONFIG.vocab_size)
-    admission.end_sequence(finish(3))
-    admission.end_request(ROWS_LOAD)
+    admission.end_sequence(finish(3), elements=ROWS_LOAD.elements)
     assert (admission.sequences, admission.elements) == (1, 2 * CONFIG.vocab_size)
     assert admission.sequences
     admission.release([ROWS])
