@@ -4,7 +4,6 @@ dashboard's queries return values. Needs Debian's package `prometheus`."""
 import json
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ import yaml
 
 from deploy.grafana.make_dashboard import dashboard
 from tests.e2e.server import ServedProcess
-from tests.service.serving import eventually
+from tests.service.serving import at_work, eventually
 
 PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
 KEY = "a-key-for-prometheus"
@@ -61,23 +60,14 @@ def server(checkpoint_path: Path) -> Iterator[ServedProcess]:
 @contextmanager
 def load(url: str) -> Iterator[None]:
     """Two clients that send requests during the block."""
-    stop = threading.Event()
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as client:
 
-    def ask() -> None:
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as client:
-            while not stop.is_set():
-                client.post("/generate", json={"prompt": "a", "max_tokens": 20, "n": 2})
-                client.post("/probs", json={"prompt": "abc"})
+        def ask(_: int) -> None:
+            client.post("/generate", json={"prompt": "a", "max_tokens": 20, "n": 2})
+            client.post("/probs", json={"prompt": "abc"})
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        with at_work(ask, 2):
+            yield
 
 
 def test_promtool_likes_the_metrics(server: ServedProcess) -> None:

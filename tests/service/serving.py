@@ -18,6 +18,8 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
+from starlette.responses import StreamingResponse
 
 from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
 from logitd.model.inference.engine.engine import Engine
@@ -267,6 +269,50 @@ class Poster:
         self._thread.join(TEST_TIMEOUT)
         assert self._response is not None
         return self._response
+
+
+@contextmanager
+def at_work(work: Callable[[int], object], count: int) -> Iterator[None]:
+    """Threads that call `work` with their number again and again, until the block ends."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def repeat(number: int) -> None:
+        try:
+            while not stop.is_set():
+                work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def app_with_bugs(checkpoint: Path, **settings: Any) -> FastAPI:
+    """The application with two endpoints that have a bug."""
+    app = create_app(serve_settings(checkpoint, **settings))
+
+    @app.get("/bug", include_in_schema=False)
+    def bug() -> None:
+        raise ZeroDivisionError("/secret/path of our own")
+
+    @app.get("/late-bug", include_in_schema=False)
+    def late_bug() -> StreamingResponse:
+        def body() -> Iterator[bytes]:
+            yield b"one"
+            raise ZeroDivisionError("/secret/path of our own")
+
+        return StreamingResponse(body())
+
+    return app
 
 
 def occupy(server: Serving, stack: ExitStack) -> None:

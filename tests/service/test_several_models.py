@@ -4,8 +4,7 @@ alone."""
 import json
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.service.http.asking import SMALLEST
 from tests.service.models.test_reloader import point, save_steps
 from tests.service.serving import (
     Serving,
+    at_work,
     eventually,
     serve_settings,
     serving,
@@ -211,32 +211,18 @@ LOAD: tuple[dict[str, Any], ...] = (
 
 
 @contextmanager
-def under_load(server: Serving, model: str, clients: int = 3) -> Iterator[Callable[[], int]]:
-    """Clients that keep a model busy; yields a function that counts their answers."""
-    stop = threading.Event()
+def under_load(server: Serving, model: str) -> Iterator[list[str]]:
+    """Clients that keep a model busy; yields the models of their answers."""
     answers: list[str] = []
-    failures: list[BaseException] = []
 
-    def work(number: int) -> None:
-        try:
-            while not stop.is_set():
-                body = {**LOAD[number % len(LOAD)], "model": model, "seed": number}
-                answers.append(server.json("/generate", body)["model"])
-        except BaseException as error:
-            failures.append(error)
+    def ask(number: int) -> None:
+        body = {**LOAD[number % len(LOAD)], "model": model, "seed": number}
+        answers.append(server.json("/generate", body)["model"])
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
-    for worker in workers:
-        worker.start()
-    try:
-        eventually(lambda: len(answers) > 0 or bool(failures))
-        yield lambda: len(answers)
-    finally:
-        stop.set()
-        for worker in workers:
-            worker.join()
-    assert failures == []
-    assert set(answers) <= {model}
+    with at_work(ask, 3):
+        eventually(lambda: len(answers) > 0)
+        yield answers
+    assert set(answers) == {model}
 
 
 def bits(server: Serving, model: str) -> list[bytes]:
@@ -270,9 +256,9 @@ def test_bits_are_those_of_a_model_alone(
     with serving({"one": one, "two": paths["large"]}, kernels=how, **settings) as server:
         assert server.served.computation.decoding.startswith(kernels)
         with under_load(server, "two") as answers:
-            had = answers()
+            had = len(answers)
             assert bits(server, "one") == expected
-            eventually(lambda: answers() > had)
+            eventually(lambda: len(answers) > had)
             assert bits(server, "one") == expected
 
 

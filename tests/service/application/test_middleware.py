@@ -4,25 +4,22 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import StreamingResponse
 
-from logitd.service.application.app import create_app
 from logitd.service.application.middleware import EXPOSED_HEADERS
 from logitd.service.connections.limits import MAX_HEADER_BYTES
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.log import JsonFormatter
 from tests.service.serving import (
     Serving,
+    app_with_bugs,
     eventually,
     request_bytes,
-    serve_settings,
     serving,
     serving_app,
 )
@@ -30,30 +27,9 @@ from tests.service.serving import (
 LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
-@contextmanager
-def with_bugs(checkpoint_path: Path, **settings: str) -> Iterator[Serving]:
-    """The server with two endpoints that have a bug."""
-    app = create_app(serve_settings(checkpoint_path, **settings))
-
-    @app.get("/bug", include_in_schema=False)
-    def bug() -> None:
-        raise ZeroDivisionError("/secret/path of our own")
-
-    @app.get("/late-bug", include_in_schema=False)
-    def late_bug() -> StreamingResponse:
-        def body() -> Iterator[bytes]:
-            yield b"one"
-            raise ZeroDivisionError("/secret/path of our own")
-
-        return StreamingResponse(body())
-
-    with serving_app(app) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
 def buggy(checkpoint_path: Path) -> Iterator[Serving]:
-    with with_bugs(checkpoint_path) as running:
+    with serving_app(app_with_bugs(checkpoint_path)) as running:
         yield running
 
 
@@ -246,7 +222,8 @@ def open_to_page(checkpoint_path: Path) -> Iterator[Serving]:
     """A server that two origins may use, with a key."""
     origins = f"{PAGE},http://localhost:3000"
     keys = "page=a-key-of-the-page"
-    with with_bugs(checkpoint_path, cors_origins=origins, api_keys=keys) as running:
+    app = app_with_bugs(checkpoint_path, cors_origins=origins, api_keys=keys)
+    with serving_app(app) as running:
         eventually(lambda: bool(running.state.models.served))
         yield running
 

@@ -20,7 +20,7 @@ from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
-from tests.service.serving import Serving, eventually, serving
+from tests.service.serving import Serving, at_work, eventually, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
 
 ADMIN = "the-key-of-the-admin"
@@ -248,30 +248,12 @@ def test_administrator_has_a_separate_key(run: Path, tmp_path: Path) -> None:
 
 def test_reply_under_load_is_of_one_checkpoint(server: Serving) -> None:
     """Eight clients and six reloads: each reply has the tokens of the checkpoint that it names."""
-    stop = threading.Event()
     replies: list[dict[str, Any]] = []
-    failures: list[BaseException] = []
-
-    def client() -> None:
-        try:
-            while not stop.is_set():
-                replies.append(ask(server))
-        except BaseException as error:
-            failures.append(error)
-
-    clients = [threading.Thread(target=client) for _ in range(8)]
-    for thread in clients:
-        thread.start()
-    try:
+    with at_work(lambda _: replies.append(ask(server)), 8):
         for step in (2, 3, 1, 2, 3, 1):
             count = len(replies)
             assert reload(server, f"step-{step}").json()["checkpoint"]["step"] == step
             eventually(lambda count=count: len(replies) > count + 10)  # type: ignore[misc]
-    finally:
-        stop.set()
-        for thread in clients:
-            thread.join()
-    assert failures == []
     known = {step: expected(step) for step in (1, 2, 3)}
     named = [reply["checkpoint"]["step"] for reply in replies]
     assert set(named) == {1, 2, 3}

@@ -14,24 +14,22 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import StreamingResponse
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
 from logitd.model.version import VERSION
-from logitd.service.application.app import create_app
 from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing import otlp
 from logitd.service.tracing.traces import TracesError, traces_of
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,
+    app_with_bugs,
     events,
     eventually,
     read_all,
     read_until,
     request_bytes,
-    serve_settings,
     serving,
     serving_app,
 )
@@ -59,20 +57,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def traced(checkpoint_path: Path, collector: Collector) -> Iterator[Serving]:
     """The tiny checkpoint, served with traces and two endpoints that have a bug."""
-    app = create_app(serve_settings(checkpoint_path, otlp_endpoint=collector.url, slots=4))
-
-    @app.get("/bug", include_in_schema=False)
-    def bug() -> None:
-        raise ZeroDivisionError
-
-    @app.get("/late-bug", include_in_schema=False)
-    def late_bug() -> StreamingResponse:
-        def body() -> Iterator[bytes]:
-            yield b"one"
-            raise ZeroDivisionError
-
-        return StreamingResponse(body())
-
+    app = app_with_bugs(checkpoint_path, otlp_endpoint=collector.url, slots=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(otlp, "SEND_SECONDS", 0.05)
         with serving_app(app) as running:
