@@ -83,8 +83,8 @@ class KeyRing:
         return self.keys.names
 
     def replace(self, keys: ApiKeys) -> None:
-        """Accept these keys from now on. Raises ApiKeyError if only the old or only the new keys
-        are none at all: that would let everyone in, or lock everyone out."""
+        """Accept these keys from now on. Raises ApiKeyError if that would switch keys on or off,
+        and so lock everyone out or let everyone in."""
         if bool(keys.names) != bool(self.names):
             raise ApiKeyError("a running server cannot start or stop asking for API keys")
         self.keys = keys

@@ -26,7 +26,7 @@ QUIET_SECONDS = 10.0
 
 
 class EvictionClass(Enum):
-    """What a client loses if its connection is ended to make room for another."""
+    """The loss of a client whose connection is ended to make room for another."""
 
     WAITS = auto()
     """At most half a head."""

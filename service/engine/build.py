@@ -60,7 +60,7 @@ STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, Dat
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """How a model is computed: plain data for the banner and /info.
+    """Facts about the computation of a model, for the banner and /info.
 
     dtype_why      reason for the placement's dtype
     decoding       name of the decoder; `decoding_note` says why no faster one is used

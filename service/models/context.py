@@ -55,7 +55,7 @@ class RequestContext:
         return Subject(self.checkpoint, settings.max_reply_elements, settings.max_body_bytes)
 
     async def compute(self, requests: Sequence[engine.Request], *, more: bool = False) -> Computed:
-        """Everything that requests compute. Raises ApiError if the client leaves."""
+        """The results of requests. Raises ApiError if the client leaves."""
         return await self.unless_gone(gather(self.session.submit(requests, more=more)))
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
