@@ -1,13 +1,13 @@
-"""Errors as clients see them: one shape, and one place that maps each error to its status.
+"""Errors as clients see them: one shape, and one table from errors to statuses.
 
     {"error": {"message": "...", "type": "...", "param": "...", "code": "..."}}
 
-The message is a sentence with the numbers and what to do; `type` and `code` are from closed sets. A
-message repeats at most a clipped name or number of the request, so it is small whatever was sent.
-Of our own bugs a client is told the request's id alone.
+The message is a sentence with the numbers and the way out; `type` and `code` are from closed sets.
+A message repeats at most a clipped name or number of the request, so it is always small. Of our own
+bugs, the client gets only the request id.
 
-What lower layers raise (`InvalidRequest`, `QueueFull`, `EngineStopped`) is translated here, by
-`as_api_error`, wherever it was raised: routes and what they call let it pass.
+Lower layers raise `InvalidRequest`, `QueueFull` and `EngineStopped`; `as_api_error` translates
+them, so that routes need not catch them.
 """
 
 from dataclasses import dataclass
@@ -40,12 +40,12 @@ ErrorType = Literal[
 ]
 NOT_LOADED = "model_not_loaded"
 LIMIT = "limit"
-"""Where the state of a request holds the limit that it has met, for the metrics and the log."""
+"""`request.state` key of the limit that rejected the request; read by metrics and the log."""
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A reply that is an error. Raise it anywhere below a route, or write `body` into a stream."""
+    """An error reply. Raise it anywhere below a route, or write `body` into a stream."""
 
     status: int
     type: ErrorType
@@ -53,7 +53,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds
-    limit: Limit | None = None  # that a rejected request has met, for the metrics
+    limit: Limit | None = None  # that rejected the request
 
     def body(self) -> dict[str, Any]:
         return {
@@ -67,7 +67,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 500 or self.code == NOT_LOADED:  # the same would come of another try
+        if self.status == 500 or self.code == NOT_LOADED:  # another try would fail as well
             headers["X-Should-Retry"] = "false"
         return Response(
             orjson.dumps(self.body()),
@@ -87,12 +87,11 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def client_gone() -> ApiError:
-    """For the log and the metrics alone: the client cannot read it any more."""
+    """An error for the log and the metrics only: the client has left."""
     return ApiError(499, "invalid_request_error", "the client closed the connection")
 
 
 def internal_error(request_id: str) -> ApiError:
-    """Our own bug."""
     message = f"internal error; the log has it under the request id {request_id}"
     return ApiError(500, "server_error", message, None, "internal")
 
@@ -102,16 +101,15 @@ def unavailable(message: str, retry_after: int = 1) -> ApiError:
 
 
 def not_loaded(message: str) -> ApiError:
-    """Of a model that this server will not have however often it is asked."""
+    """An error for a model that will not be served before a restart."""
     return ApiError(503, "unavailable_error", message, "model", NOT_LOADED)
 
 
 EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)
-"""Errors that are not bugs: `as_api_error` says what each means for a client."""
+"""Errors that are no bugs, translated by `as_api_error`."""
 
 
 def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -> ApiError:
-    """One of EXPECTED as its client sees it."""
     match error:
         case ApiError():
             return error
@@ -124,24 +122,20 @@ def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -
             return unavailable(str(error))
 
 
-def queue_full(message: str, retry_after: int, limit: Limit) -> ApiError:
-    return ApiError(429, "rate_limit_error", message, None, "queue_full", retry_after, limit)
+def queue_full(
+    message: str, retry_after: int, limit: Limit | None = None, code: str = "queue_full"
+) -> ApiError:
+    return ApiError(429, "rate_limit_error", message, None, code, retry_after, limit)
 
 
 def raise_failure(event: FinishEvent) -> None:
     """Raise ApiError if a sequence ended without an answer."""
-    if (failure := _from_finish(event)) is not None:
-        raise failure
-
-
-def _from_finish(event: FinishEvent) -> ApiError | None:
-    """The error that a sequence's end means for its client, if it is one."""
     match event.reason:
         case FinishReason.STOP | FinishReason.LENGTH:
-            return None
+            return
         case FinishReason.TIMEOUT:
             waited = event.times.finished - event.times.arrived
-            return ApiError(
+            raise ApiError(
                 504,
                 "timeout_error",
                 f"the request's timeout passed after {waited:.3g} s, with "
@@ -150,30 +144,28 @@ def _from_finish(event: FinishEvent) -> ApiError | None:
                 "deadline_exceeded",
             )
         case FinishReason.UNREAD:
-            return unavailable(
+            raise unavailable(
                 "the reply was read too slowly while others waited for its place; ask again for "
                 "fewer positions at once, or read faster"
             )
         case FinishReason.REPLACED:
-            return unavailable(REPLACED)
+            raise unavailable(REPLACED)
         case FinishReason.ABORT:
-            return unavailable("the request was aborted: the server is shutting down")
+            raise unavailable("the request was aborted: the server is shutting down")
         case FinishReason.ERROR if event.param is not None:
             code = "intervention_failed" if event.param == PARAM else "constraint_failed"
-            return bad_request(f"{event.param}: {event.error}", event.param, code)
+            raise bad_request(f"{event.param}: {event.error}", event.param, code)
         case FinishReason.ERROR:
-            return ApiError(
-                500, "server_error", "the engine failed on this request", None, "engine"
-            )
+            message = "the engine failed on this request"
+            raise ApiError(500, "server_error", message, None, "engine")
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the application the one shape."""
 
     async def expected(request: Request, error: Any) -> Response:
-        said = as_api_error(error)
-        setattr(request.state, LIMIT, said.limit)
-        return said.response()
+        reply = as_api_error(error)
+        setattr(request.state, LIMIT, reply.limit)
+        return reply.response()
 
     for kind in EXPECTED:
         app.add_exception_handler(kind, expected)
@@ -198,24 +190,21 @@ def _from_status(status: int, request: Request) -> ApiError:
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},
-    401: {
-        "model": ErrorReply,
-        "description": "The API key is missing or wrong",
-    },
-    403: {"model": ErrorReply, "description": "This server lets nobody do that"},
-    404: {"model": ErrorReply, "description": "Another model was asked for"},
-    408: {"model": ErrorReply, "description": "The request came too slowly"},
-    409: {"model": ErrorReply, "description": "The state of the server is in the way"},
-    413: {"model": ErrorReply, "description": "The body is too large"},
-    415: {"model": ErrorReply, "description": "The body is not JSON"},
-    429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
-    431: {"model": ErrorReply, "description": "The headers are too large"},
-    500: {"model": ErrorReply, "description": "A bug of the server"},
-    503: {
-        "model": ErrorReply,
-        "description": "Loading, shutting down, or too many connections; see Retry-After",
-    },
-    504: {"model": ErrorReply, "description": "The request's timeout passed"},
+    status: {"model": ErrorReply, "description": description}
+    for status, description in {
+        400: "A field is wrong, or the context is too short",
+        401: "The API key is missing or wrong",
+        403: "This server does not allow that to anyone",
+        404: "The model is not served here",
+        408: "The request came too slowly",
+        409: "The state of the server does not allow that",
+        413: "The body is too large",
+        415: "The body is not JSON",
+        429: "The queue is full; see Retry-After",
+        431: "The headers are too large",
+        500: "A bug of the server",
+        503: "Loading, shutting down, or too many connections; see Retry-After",
+        504: "The request's timeout passed",
+    }.items()
 }
-"""What an endpoint can answer besides its reply, for /docs."""
+"""Errors of endpoints, for /docs."""

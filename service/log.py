@@ -1,7 +1,7 @@
-"""Log: one format for the lines of all processes, on standard error: text for people, or JSON.
+"""Log: lines on standard error, as text or JSON.
 
-A JSON line is one object: `time` (UTC), `level`, `logger`, `message`, the fields that a line has
-besides (`extra={FIELDS: {...}}`), and `exception` with a traceback.
+A JSON line is an object with `time` (UTC), `level`, `logger`, `message`, additional fields
+(`extra={FIELDS: {...}}`), and `exception` with a traceback.
 """
 
 import logging
@@ -11,12 +11,10 @@ from datetime import UTC, datetime
 import orjson
 
 FIELDS = "fields"
-"""The attribute of a record that holds what its line says besides the message."""
+"""Attribute of a log record that holds additional fields."""
 
 
 class JsonFormatter(logging.Formatter):
-    """A line is an object."""
-
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC)
         line = {
@@ -28,7 +26,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # A message may repeat a file's name, which need not be UTF-8.
+        # A message may contain a file name that is not UTF-8.
         texts = {
             name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
             for name, value in line.items()
@@ -37,7 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, json: bool = False) -> None:
-    """Our lines, and uvicorn's from warnings on."""
+    """Log logitd's lines from `level` on, and uvicorn's from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter()

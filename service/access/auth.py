@@ -1,18 +1,17 @@
-"""API keys: who may ask.
+"""API keys: which requests are let in.
 
-Every key has a name, by which the log and the metrics know its callers. Keys come from a setting, a
-file, or both. Of a key only its SHA-256 is kept here, and no message, log line or metric holds a
-key, nor what a client sent for one. How much a key may ask for is counted in `key_limits.py`. Does
-not cover how callers share the server (`callers.py`).
+Each key has a name, by which the log and the metrics know its callers. Keys come from a setting, a
+file, or both. Only the SHA-256 of a key is kept, and no message, log line or metric contains a key
+or what a client sent as one. `key_limits.py` counts the requests of keys.
 """
 
 import hmac
+import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,40 +24,44 @@ from logitd.model.files import read_text
 from logitd.service.access.key_limits import KeyLimit, KeyLimits
 from logitd.service.errors import LIMIT, ApiError
 
+logger = logging.getLogger("logitd")
+
 NO_KEY = "none"
-"""The name of callers without a key of ours, so that no key may have it."""
+"""Name of callers without a valid key; no key may have it."""
 CALLER = "logitd.caller"
-"""Where a request's scope holds the name of its key; absent where no keys are asked for."""
+"""Scope key of the name of the request's API key; absent if the server has no keys."""
 
 ADMIN = "/admin"
-"""What is below asks for the administrator's key and no other."""
+"""Paths below this one need the administrator's key instead of an API key."""
 MIN_KEY_LENGTH = 8
+SAFE_KEY_LENGTH = 16
+"""Keys with fewer characters are accepted with a warning."""
 KEY_FILE_BYTES = 2**20
-"""Of a file of keys, which may be read while requests are answered: ten thousand keys."""
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LIMIT = re.compile(r"(per-minute|at-once)=")
+"""Largest file of keys: ten thousand keys. It may be read while requests are answered."""
 MAX_LIMIT = 1_000_000
-_KEY = re.compile(r"[!-~]+")  # what a header can hold without quotes or encodings
+_ENTRY = re.compile(r"(.*?)((?:\s+(?:per-minute|at-once)=\S*)*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY = re.compile(r"[!-~]+")  # characters that a header can hold without quotes or encodings
 
 
 class ApiKeyError(ValueError):
-    """Keys that cannot be used. The message says which and why, and tells none of them."""
+    """API keys that cannot be used. The message says which and why, without the key."""
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The keys that are accepted, as name -> SHA-256. None at all: no key is asked for."""
+    """The accepted keys, by name as SHA-256; `limits` are those of keys with limits of their own.
+    Without any key, requests need none."""
 
     digests: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     limits: Mapping[str, KeyLimit] = field(default_factory=lambda: MappingProxyType({}), repr=False)
-    """Of the keys that have limits of their own."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.digests)
 
     def name_of(self, presented: bytes) -> str | None:
-        """The name of a key, None if it is not one of these. Takes as long for any other key: every
+        """The name of a key; None if it is unknown. Takes the same time for every key, because each
         digest is compared to its end."""
         digest, match = sha256(presented).digest(), None
         for name, known in self.digests.items():
@@ -68,41 +71,37 @@ class ApiKeys:
 
 
 class KeyRing:
-    """The keys that are accepted now: a file of them may be read again while the server runs."""
+    """The currently accepted keys, which can be read again while the server runs."""
 
     def __init__(self, keys: ApiKeys, limit: KeyLimit) -> None:
-        """`limit` is that of a key without one of its own."""
-        self._keys = keys
+        """`limit` is the limit of keys without one of their own."""
+        self.keys = keys
         self.limits = KeyLimits(limit, keys.limits)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self._keys.names
-
-    def name_of(self, presented: bytes) -> str | None:
-        """The name of a key, None if it is not one of those that are accepted now."""
-        return self._keys.name_of(presented)
+        return self.keys.names
 
     def replace(self, keys: ApiKeys) -> None:
-        """Accept these from now on. Raises ApiKeyError where that would let everybody in, or ask
-        for a key where nobody had one: either takes another server."""
-        if bool(keys.names) != bool(self._keys.names):
-            raise ApiKeyError("whether keys are asked for at all is settled when the server starts")
-        self._keys = keys
+        """Accept these keys from now on. Raises ApiKeyError if that would switch keys on or off,
+        and so lock everyone out or let everyone in."""
+        if bool(keys.names) != bool(self.names):
+            raise ApiKeyError("a running server cannot start or stop asking for API keys")
+        self.keys = keys
         self.limits.replace(keys.limits)
 
 
 class ApiKeyCheck:
-    """Pure ASGI: lets a request with a key through, within what the key may ask for; another one
-    to public paths alone.
+    """ASGI middleware that rejects requests without a valid key, except to public paths, and
+    requests above their key's limits.
 
-    Decides before the body is read, and by the path that is routed. `Authorization: Bearer KEY` is
-    the one place where a key is looked for.
+    It decides before the body is read, by the path that is routed. It looks for a key only in
+    `Authorization: Bearer KEY`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, public: Collection[str]) -> None:
         self._app = app
-        self._keys = keys
+        self._ring = keys
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +109,7 @@ class ApiKeyCheck:
             await self._app(scope, receive, send)
             return
         presented = bearer_token(scope["headers"])
-        name = None if presented is None else self._keys.name_of(presented)
+        name = None if presented is None else self._ring.keys.name_of(presented)
         scope[CALLER] = name or NO_KEY
         if name is None and not is_public(scope["path"], self._public):
             await _unauthorized(presented is not None)(scope, receive, send)
@@ -122,7 +121,7 @@ class ApiKeyCheck:
     async def _limited(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as stack:
             try:
-                stack.enter_context(self._keys.limits.request(name))
+                stack.enter_context(self._ring.limits.request(name))
             except ApiError as error:
                 scope.setdefault("state", {})[LIMIT] = error.limit
                 await error.response()(scope, receive, send)
@@ -131,8 +130,8 @@ class ApiKeyCheck:
 
 
 def is_public(path: str, public: Collection[str]) -> bool:
-    """True if a path answers without an API key: /health, what has a key of its own, and each of
-    `public`, with what is below it except for /."""
+    """True if a path needs no API key: /health, administration, which has its own key, and each of
+    `public`, all with the paths below them (except for /)."""
     return any(
         path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
         for prefix in ("/health", ADMIN, *public)
@@ -140,33 +139,34 @@ def is_public(path: str, public: Collection[str]) -> bool:
 
 
 def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
-    """The keys of the settings `api_keys` and `api_key_file`; ApiKeyError if one cannot be used."""
-    entries = [*_listed(listed), *_in_file(file)]
-    places: dict[str, str] = {}  # where a name or a digest was seen
+    """The keys of the settings `api_keys` and `api_key_file`. Logs a warning for each short key.
+    Raises ApiKeyError if one cannot be used."""
+    places: dict[str, str] = {}  # of each name and digest
     digests: dict[str, bytes] = {}
     limits: dict[str, KeyLimit] = {}
-    for place, entry in entries:
-        named, *words = _split(entry)
-        name, key = _name_and_key(place, named)
-        if words:
-            limits[name] = _limit(place, words)
+    for place, entry in [*_listed(listed), *_in_file(file)]:
+        match = _ENTRY.fullmatch(entry)
+        assert match is not None
+        name, key = _name_and_key(place, match[1])
+        if match[2]:
+            limits[name] = _limit(place, match[2])
         digest = sha256(key.encode()).digest()
-        for what, seen in (("name", f"name {name}"), ("key", f"key {digest.hex()}")):
+        for part, seen in (("name", f"name {name}"), ("key", f"key {digest.hex()}")):
             if (before := places.setdefault(seen, place)) != place:
-                raise ApiKeyError(f"{place} has the same {what} as {before}; each needs its own")
+                raise ApiKeyError(f"{place} has the same {part} as {before}; each needs its own")
         digests[name] = digest
     return ApiKeys(MappingProxyType(digests), MappingProxyType(limits))
 
 
 def _listed(listed: SecretStr | None) -> Iterator[tuple[str, str]]:
-    """Entries of the setting, each with a way to speak of it."""
+    """Descriptions of the setting's entries, and the entries."""
     if listed is not None:
         for number, entry in enumerate(listed.get_secret_value().split(","), start=1):
             yield f"entry {number} of the API keys", entry.strip()
 
 
 def _in_file(file: Path | None) -> list[tuple[str, str]]:
-    """The same of the lines of a file."""
+    """Descriptions of the file's lines, and the lines."""
     if file is None:
         return []
     try:
@@ -185,29 +185,22 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
     return entries
 
 
-def _split(entry: str) -> list[str]:
-    """NAME=KEY, and the limits that follow it."""
-    words = entry.split()
-    count = sum(1 for _ in takewhile(_LIMIT.match, reversed(words)))
-    return [" ".join(words[: len(words) - count]), *words[len(words) - count :]]
-
-
-def _limit(place: str, words: Sequence[str]) -> KeyLimit:
-    """What `per-minute=60 at-once=4` says; what is not said is as for other keys."""
+def _limit(place: str, words: str) -> KeyLimit:
+    """The limit in `per-minute=60 at-once=4`; a missing half is the same as for other keys."""
     given: dict[str, int] = {}
-    for word in words:
+    for word in words.split():
         name, _, number = word.partition("=")
         if name in given or not (number.isascii() and number.isdigit()) or int(number) > MAX_LIMIT:
             raise ApiKeyError(
-                f"{place} has {word!r}; write per-minute=N and at-once=N once each, N being a "
-                f"number up to {MAX_LIMIT}, 0 for as many as it likes"
+                f"{place} has {word!r}; write per-minute=N and at-once=N once each, with N from 0 "
+                f"(unlimited) to {MAX_LIMIT}"
             )
         given[name] = int(number)
     return KeyLimit(given.get("per-minute"), given.get("at-once"))
 
 
 def _name_and_key(place: str, entry: str) -> tuple[str, str]:
-    """The two halves of an entry. What is wrong may itself be a key, so no half is repeated."""
+    """The halves of NAME=KEY. Messages repeat neither half: a wrong one may itself be a key."""
     name, separator, key = (part.strip() for part in entry.partition("="))
     if not separator:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")
@@ -223,14 +216,19 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
         )
     if not _KEY.fullmatch(key):
         raise ApiKeyError(
-            f"{place} has a key that a header cannot hold; a key is of ASCII letters, digits and "
-            "signs, without blanks"
+            f"{place} has a key that a header cannot hold; a key consists of ASCII letters, digits "
+            "and signs, without blanks"
         )
+    if len(key) < SAFE_KEY_LENGTH:
+        logger.warning(
+            "%s has a key of %d characters, which may be guessed; use at least %d: `openssl rand "
+            "-hex 24` makes a good one", place, len(key), SAFE_KEY_LENGTH,
+        )  # fmt: skip
     return name, key
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """What stands for a key in a request's headers; None where nothing does, or several things."""
+    """The key in a request's headers; None if absent or ambiguous."""
     values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return None
@@ -252,6 +250,6 @@ def _unauthorized(presented: bool) -> Response:
 
 
 def note_user(request: Request, user: str | None) -> None:
-    """Let the request's line in the log say on whose behalf it came."""
+    """Add the end user, as named by the client, to the request's line in the log."""
     if user:
         request.state.user = user

@@ -1,9 +1,9 @@
-"""Callers: whose request it is, where several share what there is of the server.
+"""Callers: names of clients, by which they share the server.
 
-By the name of the API key, or where that is not asked for by the client's address: an IPv4 address,
-or the first 64 bits of an IPv6 address, which is what a network is given. Behind a proxy on this
-machine that is the address which the proxy says (X-Forwarded-For). A name is for counting and for
-taking turns; who may ask is decided by the API keys (`service/access/auth.py`).
+A caller is the name of an API key. If the server has no keys, it is the client's address: IPv4, or
+the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the address
+is that of X-Forwarded-For. Names serve for counting and fairness; API keys control access
+(`auth.py`).
 """
 
 import ipaddress
@@ -13,11 +13,10 @@ from starlette.requests import HTTPConnection
 from logitd.service.access.auth import CALLER, NO_KEY
 
 NETWORK_BITS = 64
-"""Of an IPv6 address: a client can have as many addresses below that as it likes."""
+"""Bits of an IPv6 address that identify a client, which can choose the others."""
 
 
 def caller_of(connection: HTTPConnection) -> str:
-    """The name of whoever sent a request; the same for requests that should share."""
     key = connection.scope.get(CALLER, NO_KEY)
     if key != NO_KEY:
         return f"key {key}"
@@ -25,7 +24,7 @@ def caller_of(connection: HTTPConnection) -> str:
 
 
 def network_of(host: str) -> str:
-    """An address, shortened to what one client has; what is not an address, as it is."""
+    """An address, shortened to the part that identifies a client; other texts unchanged."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,15 +1,16 @@
-"""HostCheck: refuse requests that name another host than this server.
+"""HostCheck: refuses requests whose Host header names another server.
 
-A web page may point its own domain at 127.0.0.1 (DNS rebinding). The browser then takes a server on
-the loopback for the page's own origin and lets the page read it; only the Host header still names
-the page's domain. With API keys such a page is refused for its missing key. Other pages cannot post
-anything: a body has to be application/json, for which a browser asks first (CORS).
+A web page may point its own domain at 127.0.0.1 (DNS rebinding). The browser then considers a
+server on the loopback part of the page's origin and lets the page read it; only the Host header
+still names the page's domain. With API keys, such a page has no key. Pages of other origins cannot
+post anything: a body must be application/json, for which browsers ask first (CORS).
 """
 
 import re
 import socket
 from collections.abc import Iterable
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,12 +24,12 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class HostCheck:
-    """Pure ASGI: answers 403 if a Host header is not accepted. A request without one is not from a
-    browser."""
+    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without one do
+    not come from a browser."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], addresses: bool) -> None:
-        """Names of the loopback are always accepted. `addresses`: accept every IP address, which no
-        page can point elsewhere."""
+        """Names of the loopback are always accepted. `addresses` accepts every IP address, because
+        no page can redirect those."""
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
         self._addresses = addresses
@@ -37,7 +38,12 @@ class HostCheck:
         if scope["type"] == "http":
             for name, value in scope["headers"]:
                 if name == b"host" and not self._accepts(host := value.decode("latin-1")):
-                    await _refused(host).response()(scope, receive, send)
+                    message = (
+                        f"the Host {clip(host)!r} is not a name of this server; reach it as "
+                        "localhost, or start it with this name in --allowed-hosts"
+                    )
+                    error = ApiError(403, "permission_error", message, None, "host_not_allowed")
+                    await error.response()(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -46,21 +52,23 @@ class HostCheck:
         if match is None:
             return False
         host = match[1] or match[2]
-        return host in self._names or _is_loopback(host) or (self._addresses and _is_address(host))
+        if host in self._names or _is_loopback(host):
+            return True
+        return self._addresses and _address(host) is not None
 
 
-def accepted_names(settings: ServeSettings, *, loopback: bool) -> tuple[str, ...] | None:
-    """Names to accept besides the loopback's, of a server that binds the `loopback` or not; None if
-    Host is not checked."""
+def host_check(settings: ServeSettings) -> dict[str, Any] | None:
+    """Arguments of the HostCheck of a server; None if Host is not checked."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
+    loopback = binds_loopback(settings.host)
     if ANY in hosts or not (hosts or (keyless and loopback)):
         return None
-    return (settings.host, *hosts)
+    return {"names": (settings.host, *hosts), "addresses": not loopback}
 
 
 def binds_loopback(host: str) -> bool:
-    """True if a server that binds this host is reached from its own machine alone."""
+    """True if a server that binds this host is reachable from its own machine only."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -68,21 +76,13 @@ def binds_loopback(host: str) -> bool:
     return all(_is_loopback(str(address[0])) for *_, address in found)
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(host)
+        return ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_loopback(host: str) -> bool:
-    return _is_address(host) and ip_address(host).is_loopback
-
-
-def _refused(host: str) -> ApiError:
-    message = (
-        f"the Host {clip(host)!r} is not a name of this server; reach it as localhost, or start it "
-        "with this name in --allowed-hosts"
-    )
-    return ApiError(403, "permission_error", message, None, "host_not_allowed")
+    address = _address(host)
+    return address is not None and address.is_loopback

@@ -1,12 +1,9 @@
-"""KeyLimits: how much each API key may ask for, in requests a minute and in requests at once.
+"""KeyLimits: limits of each API key, in requests per minute and in concurrent requests.
 
-For a server that several people or programs share: a key that asks for more is answered 429 with
-its own numbers, and the others notice nothing. Only what is posted counts: whoever looks at
-/metrics does not compute. A minute's requests come back evenly (a leaky bucket), so a key that was
-silent may ask for all of them at once. Belongs to the event loop.
-
-Not here: how much all callers together may have waiting, and who is next (`admission.py`,
-`callers.py`).
+A key above its limits is answered 429 with its own numbers; other keys are not affected. Only POST
+requests count, because others compute nothing. The requests of a minute become available again
+evenly (a leaky bucket), so a key that was silent may send all of them at once. Belongs to the event
+loop. Limits of the queue are in `service/engine/admission.py`.
 """
 
 import math
@@ -16,15 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from logitd.service.engine.admission import Limit
-from logitd.service.errors import ApiError
+from logitd.service.errors import queue_full
+
+KEY_LIMIT = "rate_limit_exceeded"
+"""Code of the errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimit:
-    """What one key may ask for; 0 is as much as it likes, None what others may.
+    """Limits of one key; 0 is unlimited, None the default of all keys.
 
-    per_minute  requests
-    at_once     requests that are being answered
+    per_minute  requests per minute
+    at_once     concurrent requests
     """
 
     per_minute: int | None = None
@@ -33,7 +33,7 @@ class KeyLimit:
 
 @dataclass(slots=True)
 class _Spent:
-    """What of a key's requests counts still as of a moment, and how many are open."""
+    """Requests of a key: `used` is the bucket's content at `moment`, `open` are being answered."""
 
     used: float
     moment: float
@@ -49,43 +49,45 @@ class KeyLimits:
         own: Mapping[str, KeyLimit],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`own` are the limits of keys that have others than the default."""
+        """`own` are the limits of keys that differ from the default."""
         self._default = default
         self._own = own
         self._clock = clock
         self._spent: dict[str, _Spent] = {}
 
     def of(self, name: str) -> tuple[int, int]:
-        """Requests a minute, and at once; 0 is unlimited."""
+        """Requests per minute and concurrent requests of a key; 0 is unlimited."""
         own, other = self._own.get(name, self._default), self._default
         per_minute = other.per_minute if own.per_minute is None else own.per_minute
         at_once = other.at_once if own.at_once is None else own.at_once
         return per_minute or 0, at_once or 0
 
     def replace(self, own: Mapping[str, KeyLimit]) -> None:
-        """From now on keys have these; what they have spent stays spent."""
+        """Change the limits of keys; requests that were sent still count."""
         self._own = own
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a key while it is answered. Raises ApiError (429) where it has met a
-        limit, and then it does not count."""
+        """Count a key's request while it is answered. Above a limit it does not count, and ApiError
+        (429) is raised."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
-            raise _rejected(
-                f"the key {name!r} may have {at_once} requests answered at once, and has "
+            raise queue_full(
+                f"the key {name!r} may have {at_once} requests answered at once and has "
                 f"{spent.open}; wait for one of them to end",
                 1,
                 Limit.KEY_AT_ONCE,
+                KEY_LIMIT,
             )
         if per_minute:
             if spent.used + 1 > per_minute:
                 wait = math.ceil((spent.used + 1 - per_minute) * 60 / per_minute)
-                raise _rejected(
-                    f"the key {name!r} may send {per_minute} requests a minute, and has sent "
+                raise queue_full(
+                    f"the key {name!r} may send {per_minute} requests a minute and has sent "
                     f"them; try again in about {wait} s",
                     wait,
                     Limit.KEY_PER_MINUTE,
+                    KEY_LIMIT,
                 )
             spent.used += 1
         spent.open += 1
@@ -95,14 +97,9 @@ class KeyLimits:
             spent.open -= 1
 
     def _as_of_now(self, name: str) -> _Spent:
-        """What a key has spent, less what has come back to it meanwhile."""
         now, (per_minute, _) = self._clock(), self.of(name)
         spent = self._spent.setdefault(name, _Spent(0.0, now))
         left = spent.used - (now - spent.moment) * per_minute / 60
-        spent.used = min(max(left, 0.0), per_minute)  # it may have had a higher limit before
+        spent.used = min(max(left, 0.0), per_minute)  # its limit may have been higher
         spent.moment = now
         return spent
-
-
-def _rejected(message: str, wait: int, limit: Limit) -> ApiError:
-    return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", wait, limit)

@@ -1,7 +1,7 @@
-"""The application: routes, middleware and the life of what is served.
+"""The application: routes, middleware, and the life of the served models.
 
-`create_app` starts nothing; the application loads its checkpoint when the server starts it, while
-/health already answers 503, and stops its engine when the server stops it.
+`create_app` starts nothing. The application loads its models when the server starts it (/health
+answers 503 meanwhile) and stops their engines when the server stops it.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from fastapi.staticfiles import StaticFiles
 from logitd.model.version import VERSION
 from logitd.service import errors
 from logitd.service.access.auth import ApiKeyCheck, is_public, read_api_keys
-from logitd.service.access.hosts import HostCheck, accepted_names, binds_loopback
-from logitd.service.application import docs as openapi
+from logitd.service.access.hosts import HostCheck, host_check
+from logitd.service.application import docs
 from logitd.service.application.lifespan import live
 from logitd.service.application.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
 from logitd.service.http import endpoint
@@ -41,8 +41,8 @@ Prompts are texts, lists of token ids, or lists of either. Errors are
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
-    """The service as an ASGI application; ApiKeyError if its keys cannot be used, TracesError if
-    there can be no traces and some are asked for."""
+    """The service as an ASGI application. Raises ApiKeyError, and TracesError if the settings ask
+    for traces and OpenTelemetry's packages are missing."""
     state = ServiceState(settings, read_api_keys(settings.api_keys, settings.api_key_file))
     traces = traces_of(settings)
 
@@ -55,7 +55,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             yield
         finally:
             if state.waits_for is None:
-                await state.settled.wait()  # what loads cannot be told to stop
+                await state.settled.wait()  # loading cannot be interrupted
             life.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await life
@@ -75,12 +75,12 @@ def create_app(settings: ServeSettings) -> FastAPI:
     )
     app.state.service = state
     errors.install(app)
-    openapi.install(app, needs_key=lambda path: _needs_key(state, path))
+    guarded, public = bool(state.keys.names), settings.public_endpoints
+    docs.install(app, needs_key=lambda path: guarded and not is_public(path, public))
     others = (facts, openai_routes, status, admin)
     routers = [endpoint.router(), *(routes.router for routes in others)]
     for router in routers:
-        # Not by include_router: what that makes of them is made by the first request, which then
-        # waits, as everybody else does.
+        # include_router would prepare the routes at the first request, and delay all others.
         app.router.routes.extend(router.routes)
     _serve_docs(app)
     _serve_playground(app)
@@ -88,20 +88,15 @@ def create_app(settings: ServeSettings) -> FastAPI:
     return app
 
 
-def _needs_key(state: ServiceState, path: str) -> bool:
-    return bool(state.keys.names) and not is_public(path, state.settings.public_endpoints)
-
-
 def _add_middleware(
     app: FastAPI, state: ServiceState, trace: Callable[[Ended], str | None] | None
 ) -> None:
-    """What a request passes on its way in, the innermost first."""
+    """Add the middleware, the innermost first."""
     app.add_middleware(HeadAsGet)
     if state.keys.names:
         app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
-    loopback = binds_loopback(state.settings.host)
-    if (names := accepted_names(state.settings, loopback=loopback)) is not None:
-        app.add_middleware(HostCheck, names=names, addresses=not loopback)
+    if (arguments := host_check(state.settings)) is not None:
+        app.add_middleware(HostCheck, **arguments)
     app.add_middleware(BugAnswer)
     if state.settings.cors_origins:
         app.add_middleware(
@@ -115,7 +110,6 @@ def _add_middleware(
 
 
 def _serve_playground(app: FastAPI) -> None:
-    """The page at /, which needs nothing but this server."""
     static = Path(__file__).parents[1] / "playground"
     app.mount("/static", StaticFiles(directory=static), name="static")
 
@@ -125,7 +119,7 @@ def _serve_playground(app: FastAPI) -> None:
 
 
 def _serve_docs(app: FastAPI) -> None:
-    """Swagger UI from this machine's files: /docs works without a network."""
+    """Serve Swagger UI from local files, so that /docs works without a network."""
     assets = Path(fastapi_offline.__file__).parent / "static"
     page = bytes(
         get_swagger_ui_html(
@@ -143,17 +137,16 @@ def _serve_docs(app: FastAPI) -> None:
 
     @app.get("/openapi.json", include_in_schema=False)
     def document() -> Response:
-        """In a thread: it is made when it is first asked for, in a quarter of a second."""
-        return JSONResponse(app.openapi())
+        return JSONResponse(app.openapi())  # takes a quarter of a second at first, in a thread
 
     @app.get("/docs", include_in_schema=False)
-    def docs() -> Response:
+    def docs_page() -> Response:
         return HTMLResponse(page, headers=headers)
 
 
 def _page_headers(*scripts: str) -> dict[str, str]:
-    """Headers of a page that runs the scripts of this server and the `scripts` named by their
-    hashes, asks this server alone, and is shown in no frame."""
+    """Headers that allow a page only scripts of this server and inline `scripts` with these
+    hashes, only requests to this server, and no frame around it."""
     sources = " ".join(("'self'", *scripts))
     policy = (
         f"default-src 'none'; script-src {sources}; style-src 'self'; img-src 'self' data:; "

@@ -1,8 +1,7 @@
-"""What /docs and /openapi.json say beyond what FastAPI finds out by itself.
+"""Additions to the OpenAPI document that FastAPI generates.
 
-Request bodies are read by `body_of`, which FastAPI cannot see into, so their schemas are added
-here; so are the errors that every endpoint can answer, and, where API keys are on, which endpoints
-need one.
+FastAPI does not know the schemas of request bodies, because `body_of` reads them. If the server has
+API keys, the document also says which endpoints need one.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ REQUEST_BODIES: tuple[type[RequestBody], ...] = (
 
 
 def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
-    """Let the application describe itself with the request bodies and what needs a key."""
+    """Add request bodies to the application's OpenAPI document, and the paths that need a key."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -36,7 +35,6 @@ def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
                 version=app.version,
                 description=app.description,
                 routes=app.routes,
-                tags=app.openapi_tags,
             )
             _, bodies = models_json_schema(
                 [(model, "validation") for model in REQUEST_BODIES],
@@ -51,7 +49,7 @@ def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
 
 
 def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:
-    """Say which operations need an API key; /docs then has a place to enter one."""
+    """Mark operations that need an API key; /docs then has a field for one."""
     operations = [
         operation
         for path, methods in schema["paths"].items()

@@ -1,8 +1,8 @@
-"""Life of the served models: load them off the event loop, then follow their runs if wanted.
+"""Life of the served models: loads them off the event loop, then follows their runs if wanted.
 
-Builds the engine of each model and everything the event loop needs for it. /health answers 503
-meanwhile, and says which checkpoint of a run is awaited, or why loading failed. If one of several
-models cannot be loaded, the others are served; loading has failed only if none can be.
+Builds the engine of each model and everything that the event loop needs for it. Meanwhile /health
+answers 503 and says which checkpoint of a run is awaited, or why loading failed. If some of several
+models cannot be loaded, the others are served; loading fails only if none can be.
 """
 
 import asyncio
@@ -14,19 +14,12 @@ from logitd.model.checkpoint.run_folder import checkpoint_of, is_run
 from logitd.model.inference.constraints.sandbox import Sandbox
 from logitd.service.engine.admission import MOST_TOKENS, AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.build import (
-    STARTUP_ERRORS,
-    BuiltEngine,
-    Shares,
-    build,
-    divide_memory,
-)
+from logitd.service.engine.build import STARTUP_ERRORS, BuiltEngine, Shares, build, divide_memory
 from logitd.service.engine.driver import EngineDriver, StepThread
 from logitd.service.models.constraints import Constraints
-from logitd.service.models.follow import follow
 from logitd.service.models.reloader import Reloader
 from logitd.service.models.served import NotLoaded, ServedModel
-from logitd.service.models.state import ServiceState
+from logitd.service.models.state import ServiceState, observe_step
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
@@ -35,15 +28,15 @@ logger = logging.getLogger("logitd")
 
 async def live(state: ServiceState) -> None:
     """Load the models of the settings, and follow their runs if that is wanted."""
-    await _first_checkpoints(state)
+    await _wait_for_first_checkpoints(state)
     await load(state)
     if state.settings.follow is not None:
-        await asyncio.gather(*(follow(served) for served in state.models.served))
+        await asyncio.gather(*(model.reloader.follow() for model in state.models.served))
 
 
-async def _first_checkpoints(state: ServiceState) -> None:
-    """Wait until each run that is followed has saved a checkpoint. Nothing is being loaded
-    meanwhile, so this may be cancelled."""
+async def _wait_for_first_checkpoints(state: ServiceState) -> None:
+    """Wait until each followed run has saved a checkpoint. May be cancelled, because nothing is
+    being loaded yet."""
     follow = state.settings.follow
     for source in state.settings.models if follow else ():
         while not (is_run(source.path) and checkpoint_of(source.path, follow).exists()):
@@ -55,33 +48,33 @@ async def _first_checkpoints(state: ServiceState) -> None:
 
 
 async def load(state: ServiceState) -> None:
-    """Load the models of the settings, one after the other; well or badly, `state` knows
-    afterwards. Nothing is computed before all are there: a thread that computes for the first time
-    gets as many of torch's as there are at that moment, and loading has one."""
-    sources = state.settings.models
-    if len(sources) == 1:
-        model = await _load_model(state, state.settings)
-        if isinstance(model, NotLoaded):
-            _cannot_serve(state, model.reason)
-        else:
-            state.serve([model])
-        return
-    try:
-        shares = await asyncio.to_thread(divide_memory, state.settings)
-    except STARTUP_ERRORS as error:
-        _cannot_serve(state, str(error))
-        return
-    steps = StepThread()
-    models = [await _load_share(state, source, shares, steps) for source in sources]
+    """Load the models one after the other, and tell `state` the outcome.
+
+    No engine computes before all are loaded: a thread that computes for the first time gets as many
+    torch threads as there are at that moment, and loading uses one.
+    """
+    settings, steps = state.settings, None
+    if len(settings.models) == 1:
+        models = [await _load_model(state, settings)]
+    else:
+        try:
+            shares = await asyncio.to_thread(divide_memory, settings)
+        except STARTUP_ERRORS as error:
+            _cannot_serve(state, str(error))
+            return
+        steps = StepThread()
+        models = [await _load_share(state, source, shares, steps) for source in settings.models]
     missing = [model for model in models if isinstance(model, NotLoaded)]
-    if len(missing) == len(models):
-        told = "; ".join(f"{model.name}: {model.reason}" for model in missing)
-        _cannot_serve(state, f"none of {len(models)} models could be loaded: {told}")
+    if len(missing) < len(models):
+        for model in missing:
+            logger.error("%s is not served, the others are: %s", model.name, model.reason)
+        state.serve(models, steps)
+    elif steps is None:
+        _cannot_serve(state, missing[0].reason)
+    else:
         steps.close()
-        return
-    for model in missing:
-        logger.error("%s is not served, the others are: %s", model.name, model.reason)
-    state.serve(models, steps)
+        reasons = "; ".join(f"{model.name}: {model.reason}" for model in missing)
+        _cannot_serve(state, f"none of {len(models)} models could be loaded: {reasons}")
 
 
 def _cannot_serve(state: ServiceState, reason: str) -> None:
@@ -92,20 +85,17 @@ def _cannot_serve(state: ServiceState, reason: str) -> None:
 async def _load_share(
     state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
 ) -> ServedModel | NotLoaded:
-    """One of several, with the slots that are its share."""
-    assert source.name is not None
-    if (reason := shares.refused.get(source.name)) is not None:
-        return NotLoaded(source.name, reason)
-    slots = shares.slots[source.name]
-    return await _load_model(
-        state, state.settings.of(source, slots=slots, kv_cache_memory=None), steps
-    )
+    """Load one of several models with its share of the slots."""
+    name = source.served_name
+    if (reason := shares.refused.get(name)) is not None:
+        return NotLoaded(name, reason)
+    settings = state.settings.of(source, slots=shares.slots[name], kv_cache_memory=None)
+    return await _load_model(state, settings, steps)
 
 
 async def _load_model(
     state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
 ) -> ServedModel | NotLoaded:
-    """The model of settings that are of one."""
     source = settings.source
     name = source.served_name
     resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
@@ -127,8 +117,7 @@ def _served(
     sandbox: Sandbox,
     steps: StepThread | None,
 ) -> ServedModel:
-    driver = EngineDriver(built.engine, built.load_weights, steps)
-    metrics = state.metrics_of(settings.source)
+    metrics = state.metrics.of(settings.source.served_name)
     longest = settings.max_sequences * built.checkpoint.config.context_length
     limits = QueueLimits(
         sequences=settings.max_queue,
@@ -139,10 +128,10 @@ def _served(
     )
     checkpoints = {0: built.checkpoint}
     engine = AsyncEngine(
-        driver,
-        AdmissionController(driver.model_config, driver.slots, limits),
+        EngineDriver(built.engine, built.load_weights, steps),
+        AdmissionController(built.engine.model_config, built.engine.slots, limits),
         stall_timeout=settings.stall_timeout,
-        on_step=partial(state.on_step, metrics),
+        on_step=partial(observe_step, metrics),
     )
     return ServedModel(
         name=settings.source.served_name,

@@ -1,11 +1,10 @@
-"""Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
+"""ASGI middleware for every request.
 
-From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
-the count by endpoint and status; its trace; one log line; a cap on the size of headers), CORS where
-it is asked for, `BugAnswer` (the answer to what should not have happened; inside CORS, so that a
-browser can read it), the Host (`service/access/hosts.py`), the API keys (`auth.py` there), and
-HEAD, which becomes GET. Starlette's BaseHTTPMiddleware would hide a client's disconnect and make
-streams several times dearer.
+From the outside in: `RequestLog` (request id, metrics, trace, one log line, size of the headers),
+CORS if wanted, `BugAnswer` (the reply to an unexpected exception; inside CORS, so that a browser
+can read it), `HostCheck` (`service/access/hosts.py`), `ApiKeyCheck` (`auth.py` there) and
+`HeadAsGet`. Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams
+several times slower.
 """
 
 import logging
@@ -21,31 +20,29 @@ from logitd.model.operations.prompts import clip
 from logitd.service.access.auth import CALLER
 from logitd.service.connections.limits import MAX_HEADER_BYTES, head_size
 from logitd.service.connections.refusals import headers_too_large
-from logitd.service.engine.admission import Limit
-from logitd.service.engine.usage import Usage
 from logitd.service.errors import LIMIT, internal_error
 from logitd.service.http.envelope import CHECKPOINT_HEADERS
 from logitd.service.log import FIELDS
 from logitd.service.metrics.metrics import Metrics, endpoint_label
-from logitd.service.models.choice import MODEL, USAGE
+from logitd.service.models.context import MODEL
 from logitd.service.tracing.attributes import Ended
 
 logger = logging.getLogger("logitd.http")
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_SCOPE = "logitd.request_id"
-"""Where a request's scope holds its id."""
+"""Scope key of the request's id."""
 MAX_USER = 64
-"""Characters of `user` that are logged."""
+"""Most characters of `user` in the log."""
 QUIET = ("/health", "/info", "/metrics")
-"""Endpoints that are polled: logged at debug level, unless the key is wrong."""
+"""Endpoints that clients poll: logged at debug level, unless the key is wrong."""
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
-"""What a page of another origin may read of a reply, besides what it always may."""
+"""Reply headers that a page of another origin may read, in addition to the standard ones."""
 
 
 class RequestLog:
-    """Names, counts, traces and logs each request. Of what it says, only the `user` of an OpenAI
-    request is logged."""
+    """Gives each request an id (from `X-Request-ID`, or a new one), counts, traces and logs it.
+    The only logged content of a request is OpenAI's `user`."""
 
     def __init__(
         self,
@@ -89,15 +86,16 @@ class RequestLog:
             raise
         finally:
             seconds = time.perf_counter() - started
-            self._count(Ended(scope, status, seconds, exception, whole))
+            self._record(Ended(scope, status, seconds, exception, whole))
 
-    def _count(self, ended: Ended) -> None:
-        """Count a request that has ended, make its trace, and write its line."""
-        scope, status, seconds = ended.scope, ended.status, ended.seconds
+    def _record(self, ended: Ended) -> None:
+        """Count and trace a request that has ended, and log its line."""
+        scope, status, state = ended.scope, ended.status, ended.scope["state"]
         trace = None if self._trace is None else self._trace(ended)
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
-        limit: Limit | None = scope["state"].get(LIMIT)
-        self._metrics.observe_request(endpoint, status or 500, seconds, caller, limit)
+        self._metrics.observe_request(
+            endpoint, status or 500, ended.seconds, caller, state.get(LIMIT)
+        )
         quiet = endpoint in QUIET and status != 401
         level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
@@ -106,23 +104,21 @@ class RequestLog:
             "method": scope["method"],
             "endpoint": endpoint,
             "status": status,
-            "duration_ms": round(1e3 * seconds, 1),
+            "duration_ms": round(1e3 * ended.seconds, 1),
             "request_id": scope[REQUEST_ID_SCOPE],
+            "trace_id": trace,
+            "key": caller,
+            "limit": state.get(LIMIT),
+            "model": state.get(MODEL),
+            **_work(ended),
+            "user": _printable(state.get("user")),
         }
-        if trace is not None:
-            fields["trace_id"] = trace
-        if caller is not None:
-            fields["key"] = caller
-        if limit is not None:
-            fields["limit"] = limit.value
-        if (model := scope["state"].get(MODEL)) is not None:
-            fields["model"] = model
-        fields |= _computed(scope) | _user(scope)
+        fields = {name: value for name, value in fields.items() if value is not None}
         logger.log(level, _line(fields), extra={FIELDS: fields})
 
 
 class HeadAsGet:
-    """Answers HEAD as GET; the server that writes the reply leaves its body out."""
+    """Answers HEAD as GET; the server omits the body of the reply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -134,7 +130,8 @@ class HeadAsGet:
 
 
 class BugAnswer:
-    """Answers an exception with 500: the traceback to the log, the request's id to the client."""
+    """Answers an unexpected exception with 500: the log gets the traceback, the client the request
+    id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -160,9 +157,9 @@ class BugAnswer:
             await internal_error(request_id).response()(scope, receive, send)
 
 
-def _computed(scope: Scope) -> dict[str, Any]:
-    """What the engine did for a request, if it did anything: tokens, and where the time went."""
-    usage: Usage | None = scope["state"].get(USAGE)
+def _work(ended: Ended) -> dict[str, Any]:
+    """Tokens and times of the engine's work for a request, if there was any."""
+    usage = ended.usage
     if usage is None or not usage.sequences:
         return {}
     return {
@@ -173,16 +170,14 @@ def _computed(scope: Scope) -> dict[str, Any]:
     }
 
 
-def _user(scope: Scope) -> dict[str, Any]:
-    """Nothing that could begin another line or paint a terminal; last, so that it can pass for
-    nothing else."""
-    user: str = scope["state"].get("user", "")
-    printable = "".join(c if c.isprintable() else "?" for c in user)
-    return {"user": clip(printable, MAX_USER)} if user else {}
+def _printable(user: str | None) -> str | None:
+    """`user` without characters that could start a new line or control a terminal."""
+    return user and clip("".join(c if c.isprintable() else "?" for c in user), MAX_USER)
 
 
 def _line(fields: Mapping[str, Any]) -> str:
-    """A request in text: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`."""
+    """A request in text: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`. The client's `user`
+    comes last, so that it cannot pass for another field."""
     method, endpoint, status, duration, request_id, *rest = fields.items()
     return " ".join(
         [

@@ -1,10 +1,10 @@
-"""Server: uvicorn around the application, and what a signal means.
+"""Server: uvicorn around the application, and the handling of signals.
 
-SIGTERM or SIGINT: readiness turns 503, and after `drain_grace` seconds new requests are rejected;
-the running ones get `drain_timeout` seconds, what is left is aborted with an error of its own, and
-the process exits with 0. While the checkpoint is being loaded it exits with 0 at once. A second
-signal quits at once, with 128 and its number. SIGHUP reads the API keys again and nothing else. An
-engine that failed for good ends the process with 1, so that a supervisor can start another.
+On SIGTERM or SIGINT, readiness becomes 503, and new requests are rejected after `drain_grace`
+seconds. Running ones then get `drain_timeout` seconds, the rest is aborted with an error, and the
+process exits with 0. During loading it exits with 0 at once. A second signal quits at once, with
+128 plus its number. SIGHUP only reads the API keys again. If an engine fails, the process exits
+with 1, so that a supervisor can start another one.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import uvicorn
 
 from logitd.service.access.auth import ApiKeyError
 from logitd.service.application.app import create_app
-from logitd.service.connections.limits import ConnectionLimitError, connection_limits
+from logitd.service.connections.limits import ConnectionLimitError
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.connections.protocol import Connection
 from logitd.service.log import configure_logging
@@ -36,7 +36,7 @@ logger = logging.getLogger("logitd")
 
 
 Announce = Callable[[Models, int], None]
-"""Told what is served, and on which port, once requests are answered."""
+"""Called with the models and the port when requests are answered."""
 
 
 class Server(uvicorn.Server):
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again after a clean stop; ours ends with exit code 0."""
+        """Replace uvicorn's handlers, which raise the signal again after a clean stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -72,7 +72,6 @@ class Server(uvicorn.Server):
         yield
 
     def _on_hangup(self) -> None:
-        """Accept the API keys that the settings name now."""
         if not self._state.keys.names:
             logger.warning("SIGHUP: this server has no API keys to read again")
             return
@@ -80,16 +79,15 @@ class Server(uvicorn.Server):
             names = self._state.read_keys_again()
             logger.info("SIGHUP: the keys of %s are accepted now", ", ".join(names))
         except ApiKeyError as error:
-            logger.error("SIGHUP: the keys before are accepted still: %s", error)
+            logger.error("SIGHUP: the old keys stay: %s", error)
 
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            # Nothing here is worth waiting for.
             logger.warning("%s again: quitting at once", signal.Signals(number).name)
             os._exit(128 + number)
         if not self._state.settled.is_set():
-            # Nothing was accepted, and what loads is in native code that cannot be told to stop.
+            # No request was accepted, and loading runs native code that cannot be interrupted.
             logger.info("%s while loading: quitting at once", signal.Signals(number).name)
             os._exit(0)
         grace = self._state.settings.drain_grace
@@ -110,16 +108,16 @@ class Server(uvicorn.Server):
         await self._state.settled.wait()
         models = self._state.models
         if not models.served:
-            self.should_exit = True  # there will never be anything to serve
+            self.should_exit = True  # loading failed
             return
         self._announce(models, self._port)
         failed = await self._first_failed(models)
-        told = f"the engine of {failed.name}" if models.several else "the engine"
-        logger.error("%s failed: exiting with 1", told)
+        engine = f"the engine of {failed.name}" if models.several else "the engine"
+        logger.error("%s failed: exiting with 1", engine)
         self.should_exit = True
 
     async def _first_failed(self, models: Models) -> ServedModel:
-        """The model whose engine fails for good, once one does."""
+        """Wait until an engine fails; return its model."""
         waiting = [asyncio.ensure_future(served.engine.failed.wait()) for served in models.served]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +135,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run a task beside the server; the loop itself keeps only weak references."""
+        """Run a task, and keep a reference to it: the loop itself keeps only a weak one."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -146,57 +144,61 @@ class Server(uvicorn.Server):
 def uvicorn_config(
     app: Any, settings: ServeSettings, connections: OpenConnections
 ) -> uvicorn.Config:
-    """How uvicorn runs the application: with connections of our own."""
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         http=partial(Connection, connections=connections),  # type: ignore[arg-type]
         ws="none",
-        backlog=connections.limits.backlog,
+        backlog=connections.backlog,
         log_config=None,
         access_log=False,
         server_header=False,
-        # Connections end by themselves before that (`Connection.shutdown`).
+        # `Connection.shutdown` ends them earlier.
         timeout_graceful_shutdown=ceil(settings.drain_timeout) + 5,
     )
 
 
 def serve(settings: ServeSettings, announce: Announce) -> int:
-    """Run until a signal comes; the process's exit code."""
+    """Run until a signal comes. Returns the process's exit code."""
     configure_logging(settings.log_level, json=settings.log_format == "json")
     try:
         app = create_app(settings)
-    except (ApiKeyError, TracesError) as error:
-        logger.error("cannot serve: %s", error)
-        return 1
-    state: ServiceState = app.state.service
-    try:
-        connections = OpenConnections(connection_limits(settings), state.metrics)
-    except ConnectionLimitError as error:
+        state: ServiceState = app.state.service
+        connections = OpenConnections(settings, state.metrics)
+    except (ApiKeyError, TracesError, ConnectionLimitError) as error:
         logger.error("cannot serve: %s", error)
         return 1
     config = uvicorn_config(app, settings, connections)
     server = Server(config, state, connections, announce)
-    loop_factory = config.get_loop_factory()
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
             runner.run(server.serve())
-        except SystemExit as end:  # uvicorn's way out when it cannot bind; it has logged why
-            reason = end.__context__
-            if isinstance(reason, OSError) and reason.errno == errno.EADDRINUSE:
-                logger.error(
-                    "port %d is in use: end what listens there, or choose another port; "
-                    "--port 0 takes a free one",
-                    settings.port,
-                )
-            elif isinstance(reason, OSError):
-                logger.error(
-                    "--host %s is not an address of this machine: 127.0.0.1 is reached from this "
-                    "machine alone, 0.0.0.0 from everywhere",
-                    settings.host,
-                )
+        except SystemExit as end:  # from uvicorn, which could not bind
+            logger.error("cannot serve: %s", _bind_failure(end.__context__, settings))
             return 1
     served = state.models.served
     answered = bool(served) and all(model.engine.failure is None for model in served)
     return 0 if answered and server.started else 1
+
+
+def _is_no_bind_error(record: logging.LogRecord) -> bool:
+    """Filter for uvicorn's log: `serve` reports bind errors in a sentence of its own."""
+    return not isinstance(record.msg, OSError)
+
+
+def _bind_failure(error: BaseException | None, settings: ServeSettings) -> str:
+    match getattr(error, "errno", None):
+        case errno.EADDRINUSE:
+            return (
+                f"port {settings.port} is in use: end the process that listens there, or choose "
+                "another port; --port 0 picks a free one"
+            )
+        case errno.EADDRNOTAVAIL | socket.EAI_NONAME:
+            return (
+                f"--host {settings.host} is not an address of this machine: 127.0.0.1 is reachable "
+                "from this machine only, 0.0.0.0 from everywhere"
+            )
+        case _:
+            return f"cannot listen on --host {settings.host}, --port {settings.port}: {error}"

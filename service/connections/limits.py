@@ -1,56 +1,39 @@
-"""Limits: the bounds on connections, from settings and from the process's file descriptors.
+"""Limits: bounds on connections, from the settings and the process's file descriptors.
 
-Not here: limits of what is asked for (`service/engine/admission.py`, `service/http/body.py`).
+Limits of requests are in `service/engine/admission.py` and `service/http/body.py`.
 """
 
 import resource
-from dataclasses import dataclass
 
 from logitd.service.settings.serve import ServeSettings
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Request line and headers of one request, as `head_size` counts them; more is answered 431."""
+"""Bytes of a request line and its headers, as counted by `head_size`; more is answered 431."""
 MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
-"""Bytes that come without completing a head: white space and blank lines have room as well."""
+"""Received bytes of incomplete headers: allows for white space and blank lines."""
 FRAMING_PER_BODY_BYTE = 8
-"""Bytes of chunk sizes for each byte of a chunked body: chunks of one byte take five."""
+"""Bytes of chunk sizes per byte of a chunked body; chunks of one byte need five."""
 DISCARDED_BYTES = 2**20
 """Bytes that are read and discarded after a refusal; the rest stays with the client."""
 MIN_BYTES_PER_SECOND = 2048
-"""Slowest client that is served, sending or reading: half of 32 kbit/s, to which mobile networks
+"""Slowest accepted client, sending or reading: half of 32 kbit/s, to which mobile networks
 throttle a line. 4 MiB may take 34 minutes."""
 OWN_DESCRIPTORS = 64
-"""File descriptors of the process itself: listening, static files, checkpoints, the engine."""
+"""File descriptors kept for the process: listening, static files, checkpoints, the engine."""
 MOST_CONNECTIONS = 4096
-"""Default for any number of descriptors: an idle connection takes about 10 kB."""
+"""Largest default of --max-connections: an idle connection takes about 10 kB."""
 SURPLUS = 16
-"""Connections above the bound at which /health is still answered."""
+"""Connections above the bound, on which /health is still answered."""
 
 
 class ConnectionLimitError(ValueError):
-    """The process has too few file descriptors for the connections it is told to accept."""
+    """The process has too few file descriptors for --max-connections."""
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Bounds on the number of connections, and timeouts in seconds. `backlog` counts connections
-    that the kernel completes before they are accepted, all at once at worst."""
-
-    max_connections: int
-    backlog: int
-    slow_sender_timeout: float
-    slow_reader_timeout: float
-    keep_alive_timeout: float
-
-    @property
-    def sweep_interval(self) -> float:
-        """Seconds between two checks of all connections."""
-        timeouts = (self.slow_sender_timeout, self.slow_reader_timeout, self.keep_alive_timeout)
-        return min(1.0, min(timeouts) / 4)
-
-
-def connection_limits(settings: ServeSettings) -> ConnectionLimits:
-    """The limits of a server. Raises ConnectionLimitError if its descriptors do not suffice."""
+def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
+    """The largest number of connections, and of connections that the kernel has completed but the
+    server has not accepted (at worst it accepts all of those at once). Raises ConnectionLimitError.
+    """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         descriptors = 2**20
@@ -60,20 +43,14 @@ def connection_limits(settings: ServeSettings) -> ConnectionLimits:
     if not 0 < wanted <= room:
         raise ConnectionLimitError(
             f"{settings.max_connections or 'any'} connections do not fit: of the {descriptors} "
-            f"file descriptors of this process {descriptors - max(room, 0)} are kept back, so "
+            f"file descriptors of this process {descriptors - max(room, 0)} are reserved, so "
             f"{max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
             "--max-connections"
         )
-    return ConnectionLimits(
-        max_connections=wanted,
-        backlog=backlog,
-        slow_sender_timeout=settings.slow_sender_timeout,
-        slow_reader_timeout=settings.slow_reader_timeout,
-        keep_alive_timeout=settings.keep_alive_timeout,
-    )
+    return wanted, backlog
 
 
 def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
-    """Bytes of a head whose request target has `target` bytes: what its parts need with a line
-    each, without white space that means nothing."""
+    """Bytes of a request line with a target of `target` bytes and of its headers, without optional
+    white space."""
     return target + sum(len(name) + len(value) + 4 for name, value in headers)

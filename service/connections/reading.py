@@ -1,10 +1,15 @@
-"""Reading: what a client has sent, what it has to send next, and whether it takes too long.
+"""Reading: the progress of a client, sending requests and reading replies.
 
-Counts the bytes of a head, of chunk sizes and of trailers before they are complete. Pure
-bookkeeping: `protocol.py` decides what follows from it.
+Counts bytes and time only; `protocol.py` decides what follows. `tcp_info` returns what the kernel
+knows about a connection.
 """
 
+import asyncio
+import socket
+import struct
+import sys
 from enum import Enum, auto
+from typing import NamedTuple
 
 from logitd.service.connections.limits import (
     DISCARDED_BYTES,
@@ -13,18 +18,22 @@ from logitd.service.connections.limits import (
     MIN_BYTES_PER_SECOND,
 )
 
+_GONE = (7, 8)
+"""TCP_CLOSE: the client has reset the connection. TCP_CLOSE_WAIT: it has ended its side."""
+_FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
+
 
 class ReadState(Enum):
-    """The part of a request that a client has to send next."""
+    """The part of a request that the client sends next."""
 
     REQUEST = auto()
-    """A first byte."""
+    """The first byte."""
     HEAD = auto()
-    """The rest of request line and headers."""
+    """The rest of the request line and the headers."""
     BODY = auto()
     """The rest of the body."""
     NOTHING = auto()
-    """Nothing more is parsed: the last answer is written, or waits for its turn."""
+    """The last answer is written or waits for its turn: nothing more is parsed."""
 
 
 class Reading:
@@ -33,55 +42,50 @@ class Reading:
         REQUEST --first byte--> HEAD --headers complete--> BODY --message complete--> REQUEST
         any of them --stop--> NOTHING
 
-    `since` is the loop's time at which a request or the rest of a head began to be awaited;
-    `received` counts all bytes.
+    `since` is the loop's time from which the client's next bytes are awaited; `received` counts all
+    bytes.
     """
 
     def __init__(self, now: float) -> None:
         self.state = ReadState.REQUEST
         self.since = now
         self.received = 0
-        self._unfinished = 0  # bytes of a head, chunk size or trailers that are not complete
-        self._completed = False  # a head or a message, in the present piece
+        self._unfinished = 0  # bytes of an incomplete head, chunk size or trailer
+        self._completed = False  # a head or a message, in the current piece
         self._body_size = 0
-        self._body_mark = (now, 0)  # time and bytes received from which a body's progress counts
+        self._body_mark = (now, 0)  # time and bytes received; start of the current body's rate
         self._discard_until = 0  # bytes received
 
     def begin_head(self, now: float) -> None:
-        """The first byte of a request has come."""
         self.state, self.since = ReadState.HEAD, now
 
     def begin_body(self, now: float) -> None:
-        """A head is complete."""
         self.state, self._completed, self._body_size = ReadState.BODY, True, 0
         self._body_mark = (now, self.received)
 
     def add_body(self, size: int) -> None:
-        """Bytes of a body have come."""
         self._unfinished -= size
         self._body_size += size
 
     def end_message(self) -> None:
-        """A request is complete."""
         self.state, self._completed = ReadState.REQUEST, True
 
     def end_reply(self, now: float) -> None:
-        """A reply is complete: from now on the client is waited for."""
+        """Note a complete reply: the client has the next turn."""
         self.since, self._body_mark = now, (now, self.received)
 
     def stop(self) -> None:
-        """Discard what still comes."""
+        """Discard everything that still comes."""
         self.state = ReadState.NOTHING
         self._discard_until = self.received + DISCARDED_BYTES
 
     def has_discarded_enough(self) -> bool:
-        """True if the rest should stay with the client."""
         return self.received > self._discard_until
 
     def is_too_large(self, piece: int) -> bool:
-        """Count the bytes of a piece that was parsed; True if too many have come without completing
-        a head, a chunk or trailers. A piece that completes one is not counted: the bound is exact
-        to a piece."""
+        """Count the bytes of a parsed piece. True if too many have come without completing a head,
+        a chunk or trailers. A piece that completes one does not count, so the bound is exact up to
+        one piece."""
         self._unfinished = 0 if self._completed else self._unfinished + piece
         self._completed = False
         allowed = MAX_RAW_HEADER_BYTES
@@ -90,8 +94,8 @@ class Reading:
         return self._unfinished > allowed
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
-        """True if too little of a body came within `timeout` seconds. Progress, or a server that
-        is not reading, gives it as long again, unless its request is answered already."""
+        """True if too little of a body came within `timeout` seconds. The time starts again after
+        enough progress, and while the server is not reading, unless the request is answered."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
         if not answered and (enough or paused):
@@ -101,7 +105,7 @@ class Reading:
 
 
 class ReplyProgress:
-    """How far a client has read its replies."""
+    """The progress of a client in reading its replies."""
 
     def __init__(self) -> None:
         self._mark: tuple[float, int, int] | None = None  # time, acknowledged and unsent bytes
@@ -109,9 +113,9 @@ class ReplyProgress:
     def is_too_slow(
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
-        """True if too little was taken for longer than `timeout`, or twice that while the reply is
-        not complete: streams have a timeout of their own (`service/http/sse.py`), which
-        comes first. If `acknowledged` is not known, only a reader that takes nothing is noticed."""
+        """True if too little was read for longer than `timeout`, or for twice that while the reply
+        is incomplete: streams have an earlier timeout of their own (`service/http/sse.py`). Without
+        `acknowledged`, only a reader that takes nothing is too slow."""
         if not unsent:
             self._mark = None
             return False
@@ -125,3 +129,26 @@ class ReplyProgress:
             self._mark = (now, acknowledged or 0, unsent)
             return False
         return now - self._mark[0] > timeout * (1 if complete else 2)
+
+
+class TcpInfo(NamedTuple):
+    """`gone`: the client has ended the connection or its side of it; `acknowledged`: bytes that it
+    has received."""
+
+    gone: bool
+    acknowledged: int
+
+
+def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
+    """Ask the kernel. None if the system is not Linux or the socket is closed or not TCP."""
+    raw = transport.get_extra_info("socket")
+    if sys.platform != "linux" or raw is None or raw.family == socket.AF_UNIX:
+        return None
+    try:
+        answer = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FIELDS.size)
+    except OSError:
+        return None
+    if len(answer) < _FIELDS.size:
+        return None
+    state, acknowledged = _FIELDS.unpack(answer)
+    return TcpInfo(state in _GONE, acknowledged)

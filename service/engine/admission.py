@@ -1,16 +1,14 @@
-"""AdmissionController: how much may wait for the engine, and how much is there now.
+"""AdmissionController: limits how much may wait for the engine, and counts what does.
 
-Three amounts are limited, because each of them alone can be too much: sequences, prompt tokens, and
-elements of outputs. A request counts from the moment its texts are encoded (`hold`) until its last
-sequence ends. Requests that run one after another count from the start (`reserve`), so that the
-later ones are not rejected half-way.
+Three amounts have limits: sequences, prompt tokens, and output elements. A request counts from the
+encoding of its texts (`hold`) until its last sequence ends. Requests that run one after another
+count from the start (`reserve`), so the later ones are not rejected half-way.
 
-No caller can fill the queue for all others. When the queue is full, a caller below its fair share
-is still admitted: its share is the limit divided by the callers that have something in the queue.
-All callers together never exceed FULLEST times the limits. A caller that is alone may fill the
-whole queue, and nobody is rejected while it has room.
+When the queue is full, a caller below its fair share is still admitted. The share is the limit
+divided by the number of callers with something in the queue. All callers together never exceed
+FULLEST times the limits. A caller that is alone may fill the whole queue.
 
-Belongs to the event loop. Not here: which request runs next (the scheduler).
+Belongs to the event loop. The scheduler, not this module, decides which request runs next.
 """
 
 import asyncio
@@ -28,24 +26,25 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.transformer.config import GPTConfig
 
 MOST_TOKENS = 2**20
-"""Tokens that one request may cost: with the bundled checkpoint minutes of a processor."""
+"""Default limit of tokens that one request may cost: minutes of one processor with the bundled
+checkpoint."""
 FULLEST = 2
-"""Largest queue of all callers together, as a multiple of each limit."""
+"""Largest total queue, as a multiple of each limit."""
 
 
 class Limit(StrEnum):
-    """The limit that a rejected request has met."""
+    """The limit that a rejected request has reached."""
 
     SEQUENCES = "queue_sequences"
     TOKENS = "queue_tokens"
     ELEMENTS = "queue_elements"
-    REPLIES = "reply_elements"  # that all replies hold together
+    REPLIES = "reply_elements"  # held by all replies together
     KEY_PER_MINUTE = "key_per_minute"  # requests of one API key
     KEY_AT_ONCE = "key_at_once"
 
 
 class QueueFull(Exception):
-    """The queue has no room for a request; it may have some in `retry_after` seconds."""
+    """The queue has no room for a request now; try again in `retry_after` seconds."""
 
     def __init__(self, waiting: str, holds: int, retry_after: int, limit: Limit) -> None:
         super().__init__(f"{waiting}, the queue holds {holds}")
@@ -57,11 +56,11 @@ class QueueFull(Exception):
 class QueueLimits:
     """Largest amounts that are admitted.
 
-    sequences    that wait, not counting those that run
-    tokens       of the prompts that wait
-    elements     of the outputs of all requests, waiting or running
+    sequences    waiting sequences
+    tokens       prompt tokens of waiting sequences
+    elements     output elements of all requests, waiting or running
     per_request  sequences of one request
-    most_tokens  that one request costs (`model/inference/engine/cost.py`)
+    most_tokens  cost of one request in tokens (`model/inference/engine/cost.py`)
     """
 
     sequences: int
@@ -73,8 +72,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The amounts that a request adds to the queue: sequences, the tokens that they cost, elements
-    of outputs."""
+    """Amounts that a request adds to the queue: sequences, their cost in tokens, output
+    elements."""
 
     sequences: int = 0
     tokens: int = 0
@@ -92,11 +91,11 @@ class Load:
 
 
 class _Tally:
-    """The load of requests, of each caller and of all."""
+    """Sums of loads, in total and by caller."""
 
     def __init__(self) -> None:
         self.total = Load()
-        self.by_caller: dict[str, Load] = {}  # without callers that have nothing
+        self.by_caller: dict[str, Load] = {}  # callers without a load are absent
 
     def of(self, caller: str) -> Load:
         return self.by_caller.get(caller, Load())
@@ -120,80 +119,83 @@ class AdmissionController:
         limits: QueueLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._slots = slots
+        self.config = config
+        self.slots = slots
         self.limits = limits
         self._open = _Tally()  # submitted and not ended
         self._reserved = _Tally()  # not submitted yet
-        self._begun_tokens = 0  # of open requests that have or had a slot as of the last step
+        self.begun_tokens = 0  # prompt tokens of open sequences that have had a slot
         self._pace = _Pace(clock)
-        self._emptied = asyncio.Event()  # set whenever the last sequence has gone
+        self._emptied = asyncio.Event()  # set whenever the last sequence ends
 
     @property
     def sequences(self) -> int:
-        """Sequences that are submitted and have not ended, and those that are reserved."""
         return self._open.total.sequences + self._reserved.total.sequences
 
     @property
     def elements(self) -> int:
-        """Output elements of the requests that have not ended, and of those that are reserved."""
         return self._open.total.elements + self._reserved.total.elements
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is submitted or reserved."""
-        return not self.sequences
-
     async def wait_empty(self) -> None:
-        """Wait until nothing is submitted or reserved."""
-        while not self.is_empty:
+        """Wait until no sequence is open or reserved."""
+        while self.sequences:
             self._emptied.clear()
             await self._emptied.wait()
 
     def load_of(self, request: Request) -> Load:
-        """The load of one request."""
-        tokens = prices(request, self._config)
-        return Load(len(tokens), sum(tokens), output_elements(request, self._config))
+        tokens = prices(request, self.config)
+        return Load(len(tokens), sum(tokens), output_elements(request, self.config))
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
-        """Raise QueueFull if there is no room for a caller's `load` now, and InvalidRequest if
-        there never is; `param` names the field that asks for so many sequences. An empty queue
-        admits any request that is possible: it is computed next."""
+        """Raise QueueFull if a caller's `load` has no room now, InvalidRequest if it never has.
+
+        `param` is the field that sets the number of sequences. An empty queue admits any possible
+        request, because it is computed next.
+        """
         self.check_possible(load, param)
         limits, present = self.limits, self._open.total
         own = self._open.of(caller) + self._reserved.of(caller) + load
         callers = len({caller} | self._open.by_caller.keys() | self._reserved.by_caller.keys())
+        waiting = max(0, self.sequences - self.slots)
 
-        waiting = max(0, self.sequences - self._slots)
-        retry_after = self._pace.seconds_for(waiting + 1)
-
-        def check(limit: Limit, holds: int, queued: int, own: int, waiting: str) -> None:
-            """Raise if `queued`, of which the caller has `own`, is more than the queue holds."""
+        def check(limit: Limit, holds: int, queued: int, own: int, present: str) -> None:
+            """Check one limit; the caller has `own` of the amount `queued`."""
             in_its_share = own <= holds // callers and queued <= FULLEST * holds
             if queued > holds and not in_its_share:
-                raise QueueFull(waiting, holds, retry_after, limit)
+                raise QueueFull(present, holds, self._pace.seconds_for(waiting + 1), limit)
 
-        queued = self.sequences + load.sequences - self._slots
-        said = f"{waiting} sequences are waiting"
-        check(Limit.SEQUENCES, limits.sequences, queued, own.sequences, said)
-        if waiting:
-            tokens = max(0, present.tokens - self._begun_tokens)
-            said = f"{tokens} prompt tokens are waiting"
-            check(Limit.TOKENS, limits.tokens, tokens + load.tokens, own.tokens, said)
-        queued = self.elements + load.elements
-        said = (
-            f"{self.elements} output elements are waiting or being computed and the request asks "
-            f"for {load.elements}"
+        check(
+            Limit.SEQUENCES,
+            limits.sequences,
+            self.sequences + load.sequences - self.slots,
+            own.sequences,
+            f"{waiting} sequences are waiting",
         )
-        check(Limit.ELEMENTS, limits.elements, queued, own.elements, said)
+        if waiting:
+            tokens = max(0, present.tokens - self.begun_tokens)
+            check(
+                Limit.TOKENS,
+                limits.tokens,
+                tokens + load.tokens,
+                own.tokens,
+                f"{tokens} prompt tokens are waiting",
+            )
+        check(
+            Limit.ELEMENTS,
+            limits.elements,
+            self.elements + load.elements,
+            own.elements,
+            f"{self.elements} output elements are waiting or being computed and the request asks "
+            f"for {load.elements}",
+        )
 
     @contextmanager
     def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
-        """Reserve sequences of a caller's request while its texts are encoded. Raises as
-        `check_capacity` does, and InvalidRequest for more than one request may have.
+        """Reserve sequences while a request's texts are encoded. Raises as `check_capacity` does,
+        and InvalidRequest for more sequences than one request may have.
 
-        The requests are submitted right after the block. The event loop runs nothing else in
-        between, so nobody takes their room.
+        Submit the requests right after the block: the event loop runs nothing else in between, so
+        their room is still free.
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
@@ -211,21 +213,20 @@ class AdmissionController:
             self._release(caller, load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Keep room for a caller's requests that are submitted later. Raises as `check_capacity`
-        does."""
+        """Reserve room for a caller's later requests. Raises as `check_capacity` does."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
         self._reserved.add(caller, total)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Give up the room of reserved requests."""
+        """Give back the room of reserved requests."""
         caller, loads = self._loads(requests)
         self._release(caller, sum(loads, Load()))
 
     def admit(self, requests: Sequence[Request]) -> list[Load]:
-        """Count a caller's requests as submitted, all or none, and return the load of each. Raises
-        as `check_capacity` does."""
+        """Count all of a caller's requests as open, or none. Returns the load of each; raises as
+        `check_capacity` does."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
@@ -233,35 +234,26 @@ class AdmissionController:
         return loads
 
     def admit_reserved(self, request: Request) -> Load:
-        """Count a reserved request as submitted."""
         load = self.load_of(request)
         self._reserved.add(request.caller, -load)
         self._open.add(request.caller, load)
         return load
 
-    def set_begun(self, tokens: int) -> None:
-        """After a step: the prompt tokens of the sequences that have a slot, or had one."""
-        self._begun_tokens = tokens
-
-    def end_sequence(self, event: FinishEvent, caller: str = "") -> None:
-        """One sequence of a caller has ended."""
-        self._pace.finished(queued=self._open.total.sequences > self._slots)
+    def end_sequence(self, event: FinishEvent, caller: str = "", elements: int = 0) -> None:
+        """Count the end of a sequence; `elements` are those of its request, if it is the last."""
+        self._pace.finished(queued=self._open.total.sequences > self.slots)
         price = event.prompt_tokens if event.price is None else event.price
-        self._open.add(caller, -Load(sequences=1, tokens=price))
+        self._open.add(caller, -Load(1, price, elements))
         self._note_empty()
 
-    def end_request(self, load: Load, caller: str = "") -> None:
-        """The last sequence of a caller's request has ended: its outputs are computed."""
-        self._open.add(caller, -Load(elements=load.elements))
-
     def clear(self) -> None:
-        """Nothing that was submitted will be computed. Reserved room is still to be released."""
+        """Forget all open requests; reserved room must still be released."""
         self._open = _Tally()
-        self._begun_tokens = 0
+        self.begun_tokens = 0
         self._note_empty()
 
     def check_possible(self, load: Load, param: str | None = None) -> None:
-        """Raise InvalidRequest for a load that an empty queue would reject as well."""
+        """Raise InvalidRequest if even an empty queue would reject this load."""
         limits = self.limits
         if load.tokens > limits.most_tokens:
             raise InvalidRequest(
@@ -269,11 +261,11 @@ class AdmissionController:
                 f"{limits.most_tokens} are allowed in one. Ask for fewer prompts, tokens, "
                 "interventions, steps or cells, or raise --max-request-tokens"
             )
-        if load.sequences > self._slots + limits.sequences:
+        if load.sequences > self.slots + limits.sequences:
             raise InvalidRequest(
-                f"the request has {load.sequences} sequences (prompts times n); {self._slots} "
-                f"slots and a queue of {limits.sequences} never have room for so many. Send "
-                "fewer, or raise --max-queue",
+                f"the request has {load.sequences} sequences (prompts times n); {self.slots} "
+                f"slots and a queue of {limits.sequences} never have room for that many. "
+                "Send fewer, or raise --max-queue",
                 param,
             )
         if load.elements > limits.elements:
@@ -284,7 +276,6 @@ class AdmissionController:
             )
 
     def _loads(self, requests: Sequence[Request]) -> tuple[str, list[Load]]:
-        """The caller of the requests, which is one for all of them, and the load of each."""
         return requests[0].caller if requests else "", [self.load_of(one) for one in requests]
 
     def _release(self, caller: str, load: Load) -> None:
@@ -292,12 +283,12 @@ class AdmissionController:
         self._note_empty()
 
     def _note_empty(self) -> None:
-        if self.is_empty:
+        if not self.sequences:
             self._emptied.set()
 
 
 class _Pace:
-    """The time between two finished sequences while others wait, smoothed."""
+    """Smoothed time between the ends of two sequences while others wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -311,5 +302,5 @@ class _Pace:
         self._last = now if queued else None
 
     def seconds_for(self, sequences: int) -> int:
-        """Whole seconds until so many will have finished, from 1 to 60."""
+        """Estimated seconds until this many more have ended, from 1 to 60."""
         return min(60, max(1, math.ceil(self._seconds * sequences)))

@@ -1,10 +1,8 @@
-"""AsyncEngine: the engine as the event loop sees it, driven by a thread of its own.
+"""AsyncEngine: the engine as the event loop sees it.
 
-Requests go in as commands of a driver (`driver.py`), which hands them to the engine before each
-step. Events come back, at most one wake-up of the event loop per step (`wakeup.py`), into the
-mailbox of the submission they belong to (`submission.py`). Admission is decided before
-(`admission.py`). Weights can be replaced while requests run (`versions.py`); a request is answered
-by one version of them. Knows no HTTP, no text and no checkpoint.
+Requests become commands of a driver in a separate thread (`driver.py`). A step wakes the event loop
+at most once (`wakeup.py`), and its events go to the mailboxes of their submissions
+(`submission.py`). Admission is decided first (`admission.py`). Knows no HTTP, text or checkpoint.
 """
 
 import asyncio
@@ -23,7 +21,6 @@ from logitd.service.engine.admission import AdmissionController, Load
 from logitd.service.engine.driver import EngineDriver, StepReport
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
 from logitd.service.engine.usage import Usage
-from logitd.service.engine.versions import Lease, ReloadError, State, WeightsVersion
 from logitd.service.engine.wakeup import WakeupThrottle
 
 logger = logging.getLogger("logitd.engine")
@@ -32,38 +29,24 @@ FAILED = "the engine failed; the log says why"
 SHUTTING_DOWN = "the server is shutting down"
 
 
-class Reservation:
-    """Requests that run one after another, admitted as one: neither a full queue nor the beginning
-    of a drain rejects the later ones. Belongs to the event loop; its owner must release it."""
+class ReloadError(Exception):
+    """New weights did not take over and the old ones stay. The message says why."""
 
-    def __init__(self, owner: "AsyncEngine", requests: Sequence[Request], lease: Lease) -> None:
-        self._owner = owner
-        self._waiting = list(requests)
-        self._lease: Lease | None = lease
 
-    def submit_next(self) -> Submission:
-        """Queue the next request. Raises EngineStopped if it will not be answered."""
-        assert self._lease is not None
-        submission = self._owner.submit_reserved(self._waiting[0], self._lease)
-        del self._waiting[0]
-        if not self._waiting:
-            self._end_lease()
-        return submission
+@dataclass(eq=False, slots=True)
+class WeightsVersion:
+    """One version of the weights. A sealed one accepts no more requests.
 
-    def release(self) -> None:
-        """Give up the room of the requests that were not submitted."""
-        self._owner.admission.release(self._waiting)
-        self._waiting.clear()
-        self._end_lease()
+    A hold keeps a version unsealed, for a session that will submit more requests to it.
+    """
 
-    def _end_lease(self) -> None:
-        if self._lease is not None:
-            self._owner.end_lease(self._lease)
-            self._lease = None
+    number: int
+    holds: int = 0
+    sealed: bool = False
 
 
 class AsyncEngine:
-    """Owns the engine's driver. Must be made on the event loop that uses it."""
+    """Owns the engine's driver. Create it on the event loop that uses it."""
 
     def __init__(
         self,
@@ -74,117 +57,105 @@ class AsyncEngine:
         on_step: Callable[[StepReport], None],
     ) -> None:
         self.admission = admission
-        self.failed = asyncio.Event()  # the engine stopped by itself
-        self.decoding = False  # tokens were decoded in the last step
+        self.failed = asyncio.Event()  # the engine stopped because of an error
+        self.decoding = False  # the last step decoded tokens
         self._driver = driver
         self._stall_timeout = stall_timeout
         self._on_step = on_step
         self._open: dict[str, _OpenRequest] = {}
         self._draining = False  # no new requests
-        self._closed = False  # no reserved ones either
-        self._current = WeightsVersion(0, State.CURRENT)
-        self._other: WeightsVersion | None = None  # LOADING, RETIRING or SEALED
+        self._closed = False  # no reserved requests either
+        self._weights = WeightsVersion(0)  # for new requests
+        self._computing = 0  # number of the version that the engine computes with
+        self._reload: asyncio.Task[None] | None = None  # the last one
+        self._changed = asyncio.Event()  # something that a reload may be waiting for
         self._loop = asyncio.get_running_loop()
         self._reports = WakeupThrottle(self._deliver)
         self._stopped = asyncio.Event()
-        # A daemon, so that a step that hangs does not keep a process that must end.
+        # A daemon, so that a hanging step cannot keep the process alive.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def version(self) -> int:
-        """Number of the version of the weights that answers new requests."""
-        return self._current.number
+        """Number of the weights' version that answers new requests."""
+        return self._weights.number
 
     @property
     def failure(self) -> str | None:
-        """The reason why the engine stopped by itself, if it did."""
+        """Reason why the engine failed, if it did."""
         return FAILED if self.failed.is_set() else None
 
-    @property
-    def slots(self) -> int:
-        """Sequences that can run at once."""
-        return self._driver.slots
-
-    @property
-    def open_sequences(self) -> int:
-        """Sequences that are submitted and have not ended, and those that are reserved."""
-        return self.admission.sequences
-
-    @property
-    def open_elements(self) -> int:
-        """Output elements of the requests that have not ended, and of those that are reserved."""
-        return self.admission.elements
-
     def stalled(self) -> float | None:
-        """Seconds that the present step has taken, if that is longer than `stall_timeout`."""
+        """Duration of the current step in seconds if it exceeds `stall_timeout`, else None."""
         began = self._driver.step_began
         seconds = 0.0 if began is None else time.monotonic() - began
         return seconds if seconds > self._stall_timeout else None
 
     def now(self) -> float:
-        """The engine's clock, on which deadlines are given."""
+        """Current time on the engine's clock, which deadlines refer to."""
         return self._driver.now()
 
-    def lease(self, usage: Usage | None = None) -> Lease:
-        """Keep the current weights until `end_lease`."""
-        self._current.leases += 1
-        return Lease(self._current, usage or Usage())
+    def hold(self) -> WeightsVersion:
+        """Keep the current version of the weights until `end_hold`."""
+        self._weights.holds += 1
+        return self._weights
 
-    def end_lease(self, lease: Lease) -> None:
-        """End a lease: nothing else will be submitted by it."""
-        lease.version.leases -= 1
-        self._seal_when_unleased()
+    def end_hold(self, version: WeightsVersion) -> None:
+        """End a hold: nothing else will be submitted under it."""
+        version.holds -= 1
+        self._changed.set()
 
-    def submit(self, requests: Sequence[Request], lease: Lease | None = None) -> Submission:
-        """Queue requests, all or none, to be answered by the weights of the lease, or else by the
-        current ones. Raises InvalidRequest for what the model cannot compute or the queue can never
-        hold, EngineStopped, or QueueFull."""
-        lease = lease or Lease(self._current)
-        self._check(requests, lease.version)
-        return self._enqueue(requests, self.admission.admit(requests), lease)
+    def submit(
+        self,
+        requests: Sequence[Request],
+        version: WeightsVersion | None = None,
+        usage: Usage | None = None,
+    ) -> Submission:
+        """Queue all requests or none, for a version of the weights (default: the current one).
+        Raises InvalidRequest if the model cannot compute one or the queue can never hold them,
+        EngineStopped, or QueueFull."""
+        version = version or self._weights
+        self._check(requests, version)
+        return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
 
-    def reserve(self, requests: Sequence[Request], lease: Lease | None = None) -> Reservation:
-        """Keep room for requests that are to run one after another. The lease becomes the
-        reservation's. Raises as `submit` does."""
-        self._check(requests, self._current if lease is None else lease.version)
+    def reserve(self, requests: Sequence[Request], version: WeightsVersion) -> None:
+        """Reserve room for requests that are submitted one after another, so that neither a full
+        queue nor the start of a drain rejects the later ones. Raises as `submit` does."""
+        self._check(requests, version)
         self.admission.reserve(requests)
-        return Reservation(self, requests, lease or self.lease())
 
-    def submit_reserved(self, request: Request, lease: Lease) -> Submission:
-        """Queue a reserved request; called by its Reservation."""
-        self._check_open(lease.version, closed=self._closed)
-        return self._enqueue([request], [self.admission.admit_reserved(request)], lease)
+    def submit_reserved(
+        self, request: Request, version: WeightsVersion, usage: Usage
+    ) -> Submission:
+        """Queue a reserved request. Raises EngineStopped."""
+        self._check_open(version, closed=self._closed)
+        return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights by those of a checkpoint, without a break (`versions.py`). The old
-        ones have `timeout` seconds to answer what was submitted to them; what is left then ends
-        with an error. Returns when nothing is computed by them any more. Raises ReloadError if the
-        new ones do not take over."""
+        """Replace the weights by those of a checkpoint without interrupting service. Returns when
+        the old weights are out of use.
+
+        Requests to the old weights have `timeout` seconds to finish; the rest ends with an error.
+        If this call is cancelled, the reload continues. Raises ReloadError if the new weights do
+        not take over.
+        """
         if self.failure is not None or self._draining:
             raise ReloadError(self.failure or SHUTTING_DOWN)
-        if self._other is not None:
+        if self._reload is not None and not self._reload.done():
             raise ReloadError("another checkpoint is being loaded")
-        old = self._current
-        new = self._other = WeightsVersion(old.number + 1)
-        self._driver.load_weights(path, weights_sha256, self._loaded)
-        await new.reach(State.CURRENT)
-        try:
-            async with asyncio.timeout(timeout):
-                await old.reach(State.GONE)
-        except TimeoutError:
-            self._end_requests_of(old)
-            await old.reach(State.GONE)
+        self._reload = asyncio.create_task(self._replace_weights(path, weights_sha256, timeout))
+        await asyncio.shield(self._reload)
 
     async def stop(self, drain_timeout: float) -> None:
-        """Reject new requests, give the running ones `drain_timeout` seconds, abort the rest."""
+        """Reject new requests, let running ones finish for `drain_timeout` seconds, abort the
+        rest."""
         self._draining = True
         if self._stopped.is_set():
             return
-        if not self.admission.is_empty:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_timeout):
-                    await self.admission.wait_empty()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_timeout):
+                await self.admission.wait_empty()
         self._closed = True
         if self._open:
             sequences = sum(request.open for request in self._open.values())
@@ -196,9 +167,8 @@ class AsyncEngine:
         self._thread.join()
 
     def _check(self, requests: Sequence[Request], version: WeightsVersion) -> None:
-        """Raise unless the model can compute the requests and the engine accepts new ones."""
         for request in requests:
-            check_request(request, self._driver.model_config)
+            check_request(request, self.admission.config)
         self._check_open(version, closed=self._draining)
 
     def _check_open(self, version: WeightsVersion, *, closed: bool) -> None:
@@ -206,21 +176,64 @@ class AsyncEngine:
             raise EngineStopped(self.failure)
         if closed:
             raise EngineStopped(SHUTTING_DOWN)
-        if not version.accepts:
+        if version.sealed:
             raise EngineStopped(REPLACED)
 
     def _enqueue(
-        self, requests: Sequence[Request], loads: Sequence[Load], lease: Lease
+        self,
+        requests: Sequence[Request],
+        loads: Sequence[Load],
+        version: WeightsVersion,
+        usage: Usage,
     ) -> Submission:
-        """Give admitted requests to the engine."""
         ids, sequences = [r.request_id for r in requests], sum(load.sequences for load in loads)
-        lease.usage.begin(requests, sequences)
-        submission = Submission(self._driver, ids, sequences, lease.usage)
+        usage.begin(requests, sequences)
+        submission = Submission(self._driver, ids, sequences, usage)
         for request, load in zip(requests, loads, strict=True):
-            opened = _OpenRequest(submission, load.sequences, load, request.caller, lease.version)
+            opened = _OpenRequest(submission, load.sequences, load, request.caller, version)
             self._open[request.request_id] = opened
-            self._driver.add(request, lease.version.number)
+            self._driver.add(request, version.number)
         return submission
+
+    # Reloading
+
+    async def _replace_weights(self, path: Path, weights_sha256: str, timeout: float) -> None:
+        loading = asyncio.wrap_future(self._driver.load_weights(path, weights_sha256))
+        loading.add_done_callback(lambda _: self._changed.set())
+        await self._wait_until(loading.done)
+        if (error := loading.exception()) is not None:
+            raise ReloadError(str(error) or type(error).__name__) from error
+        # New requests are for the new weights from now on; they wait in the engine until it has
+        # finished those for the old ones.
+        old, self._weights = self._weights, WeightsVersion(self._weights.number + 1)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._wait_until(lambda: not old.holds)
+                self._seal(old)
+                await self._wait_until(lambda: self._computing > old.number)
+        except TimeoutError:
+            self._abort_requests_of(old)
+            if not old.sealed:
+                self._seal(old)
+            await self._wait_until(lambda: self._computing > old.number)
+
+    async def _wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait for a stage of a reload. Raises ReloadError if the engine ends first."""
+        while not reached():
+            if self.failed.is_set() or self._stopped.is_set():
+                raise ReloadError(self.failure or SHUTTING_DOWN)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _seal(self, version: WeightsVersion) -> None:
+        version.sealed = True
+        self._driver.swap_weights()
+
+    def _abort_requests_of(self, version: WeightsVersion) -> None:
+        ids = [name for name, request in self._open.items() if request.version is version]
+        logger.warning("new weights take over: ending %d requests to the old ones", len(ids))
+        for request_id in ids:
+            self._driver.abort(request_id, reason=FinishReason.REPLACED)
 
     # The engine's thread
 
@@ -231,86 +244,48 @@ class AsyncEngine:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
                 self._reports.put(report, urgent=urgent)
                 if not report.has_work:
-                    self._reports.wake()  # otherwise when the next step computes
-        except BaseException:  # everyone who waits is told, whatever it was
+                    self._reports.wake()  # otherwise the next step does, when it computes
+        except BaseException:  # of any kind: waiting clients must get an answer
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._on_failed)
         finally:
             self._driver.close()
             self._loop.call_soon_threadsafe(self._on_stopped)
 
-    def _loaded(self, refusal: str | None) -> None:
-        self._loop.call_soon_threadsafe(self._on_loaded, refusal)
-
     # Back on the event loop
 
     def _deliver(self, report: StepReport) -> None:
-        """Put a step's events into the mailboxes they belong to."""
         for event in report.events:
             request = self._open[event.request_id]
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
                 request.open -= 1
+                elements = 0 if request.open else request.load.elements
+                self.admission.end_sequence(event, request.caller, elements)
                 if not request.open:
                     del self._open[event.request_id]
-                    self.admission.end_request(request.load, request.caller)
-                self.admission.end_sequence(event, request.caller)
-        if self._other is not None and report.weights > self._other.number:
-            self._other.enter(State.GONE)
-            self._other = None
-        self.admission.set_begun(report.stats.begun_tokens)
+        if report.weights != self._computing:
+            self._computing = report.weights
+            self._changed.set()
+        self.admission.begun_tokens = report.stats.begun_tokens
         self.decoding = report.result.decoded_sequences > 0
         self._on_step(report)
 
-    def _on_loaded(self, refusal: str | None) -> None:
-        """The driver has loaded other weights, or refuses to."""
-        new = self._other
-        assert new is not None
-        if refusal is not None:
-            self._other = None
-            new.fail(refusal)
-            return
-        self._other, self._current = self._current, new
-        self._other.enter(State.RETIRING)
-        new.enter(State.CURRENT)
-        self._seal_when_unleased()
-
-    def _seal_when_unleased(self) -> None:
-        other = self._other
-        if other is not None and other.state is State.RETIRING and not other.leases:
-            self._seal(other)
-
-    def _seal(self, retiring: WeightsVersion) -> None:
-        """Let the current weights take over; the engine itself waits for what was submitted."""
-        retiring.enter(State.SEALED)
-        self._driver.swap_weights()
-
-    def _end_requests_of(self, old: WeightsVersion) -> None:
-        """End the requests of the old weights: the current ones have waited long enough."""
-        ids = [name for name, request in self._open.items() if request.version is old]
-        logger.warning("new weights take over: %d requests of the old ones are ended", len(ids))
-        for request_id in ids:
-            self._driver.abort(request_id, reason=FinishReason.REPLACED)
-        if old.state is State.RETIRING:
-            self._seal(old)
-
     def _on_failed(self) -> None:
-        """Nothing that is submitted will be computed; what was, is delivered first."""
+        """Deliver what was computed, and fail everything else."""
         self.failed.set()
         self._reports.deliver()
         for request in self._open.values():
             request.submission.fail(FAILED)
         self._open.clear()
         self.admission.clear()
-        if self._other is not None:
-            self._other.fail(FAILED)
+        self._changed.set()
 
     def _on_stopped(self) -> None:
-        """The thread has ended; what it left is delivered first."""
+        """Deliver the last events after the thread has ended."""
         self._reports.deliver()
-        if self._other is not None:
-            self._other.fail(SHUTTING_DOWN)
         self._stopped.set()
+        self._changed.set()
 
 
 @dataclass(slots=True)
@@ -319,4 +294,4 @@ class _OpenRequest:
     open: int  # sequences that have not ended
     load: Load
     caller: str
-    version: WeightsVersion  # that answers it
+    version: WeightsVersion  # the weights that answer it

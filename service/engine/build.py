@@ -1,8 +1,7 @@
-"""Build: from settings to an engine, and the slots of each engine if there are several.
+"""Build: makes an engine from the settings, and divides the slots among several engines.
 
 Reads and verifies the checkpoint, chooses a device and a decoder, measures the cost of
-quantization, and makes the engine. Not here: how memory is divided (`model/inference/memory.py`),
-the driver (`driver.py`) and the event loop.
+quantization, and makes the engine. `model/inference/memory.py` divides memory.
 """
 
 import logging
@@ -47,7 +46,6 @@ from logitd.model.inference.options import (
     parse_target_gap,
 )
 from logitd.model.memory import Available, available, format_bytes
-from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
@@ -57,19 +55,19 @@ from logitd.service.settings.serve import ServeSettings
 logger = logging.getLogger("logitd")
 
 STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, DataError)
-"""Expected reasons why an engine cannot be built. The message says what to do."""
+"""Expected errors of `build`; their messages say what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """How a model is computed: plain data for the banner and /info.
+    """Facts about the computation of a model, for the banner and /info.
 
     dtype_why      reason for the placement's dtype
-    decoding       name of the decoder; `decoding_note` says why it is not a faster one
-    kernels        the native kernels that were loaded; None without any
+    decoding       name of the decoder; `decoding_note` says why no faster one is used
+    kernels        description of the loaded native kernels, if any
     quantization   None if nothing is quantized
     slots_why      reason for the number of slots; None if a setting names it
-    target_gap     between tokens, as the setting writes it
+    target_gap     in the form of the setting
     """
 
     weights_sha256: str
@@ -87,39 +85,32 @@ class Computation:
 
 
 @dataclass(frozen=True, slots=True)
-class Unavailable:
-    """The reason why this server cannot offer something."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and what the server needs to know of it. `compiler` compiles constraints for its
-    vocabulary; `load_weights` reads other weights of the same shape."""
+    """An engine with its facts. `compiler` compiles constraints for its vocabulary, or says why it
+    cannot; `load_weights` reads other weights of the same shape."""
 
     engine: Engine
     computation: Computation
     checkpoint: CheckpointInfo
-    compiler: Compiler | Unavailable
+    compiler: Compiler | ConstraintsUnavailable
     load_weights: WeightsLoader
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Slots of each model by its name; `refused` says why a model cannot be read."""
+    """Slots of each model by its name, and the reason for each model that cannot be read."""
 
     slots: Mapping[str, int]
     refused: Mapping[str, str]
 
 
 def build(settings: ServeSettings) -> BuiltEngine:
-    """Build with one thread, and leave the others to the engine. Raises STARTUP_ERRORS.
+    """Build the engine of the only model of `settings`. Raises STARTUP_ERRORS.
 
-    OpenMP keeps a pool for each thread that ever computed with more threads than itself. If the
-    pools have more threads than there are processors, all of them sleep between any two operations:
-    measured, a prefill took two and a half times as long after weights had been read with a pool in
-    another thread.
+    Building uses one thread. OpenMP keeps a pool for each thread that has ever computed with more
+    than one, and if the pools together have more threads than there are processors, all of them
+    sleep between any two operations: a prefill took two and a half times as long after weights had
+    been read with a pool in another thread.
     """
     with one_thread():
         built = _build(settings)
@@ -128,15 +119,14 @@ def build(settings: ServeSettings) -> BuiltEngine:
 
 
 def divide_memory(settings: ServeSettings) -> Shares:
-    """The shares of the settings' models, all of which have names. Raises DeviceError if they do
-    not fit together."""
+    """Divide the slots among the models of `settings`. Raises DeviceError if the models do not fit
+    together."""
     shapes, refused = [], {}
     for source in settings.models:
-        assert source.name is not None
         try:
             shapes.append(_shape(source, settings))
         except (*STARTUP_ERRORS, OSError) as error:
-            refused[source.name] = str(error)
+            refused[source.served_name] = str(error)
     if not shapes:
         return Shares({}, refused)
     device = choose_device(settings.device)
@@ -151,8 +141,8 @@ def _slot_budget(settings: ServeSettings, *, gpu: bool) -> SlotBudget:
 
 
 def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
-    """The number of slots if no setting names it. Batch-invariant on CUDA every step takes as long
-    as the largest, so there are few of them there."""
+    """The number of slots if no setting names it. On CUDA with --batch-invariant there are few,
+    because every step takes as long as the largest one."""
     if settings.batch_invariant and gpu:
         return SlotDefault(EngineConfig().slots)
     return SERVED_SLOTS
@@ -186,7 +176,11 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         kv_cache_dtype=settings.kv_cache_dtype,
         speculate=settings.speculate,
     )
-    compiler = _compiler(model.checkpoint.tokenizer)
+    compiler: Compiler | ConstraintsUnavailable
+    try:
+        compiler = Compiler(model.checkpoint.tokenizer)
+    except ConstraintsUnavailable as error:
+        compiler = ConstraintsUnavailable(str(error))  # without the traceback, which has the model
     engine = Engine(model.gpt, config, make_decoder=path.make_owner)
     release_memory()
     computation = Computation(
@@ -203,31 +197,22 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         slots_why=_why_slots(slots, budget, memory),
         target_gap=format_target_gap(engine.target_gap),
     )
-    # The loader does not keep the model: its weights are freed after a reload.
+    # Without a reference to the model, so that a reload frees its weights.
     load_weights = partial(_load_weights, model.checkpoint, model.placement)
     return BuiltEngine(engine, computation, model.checkpoint, compiler, load_weights)
 
 
-def _compiler(tokenizer: Tokenizer) -> Compiler | Unavailable:
-    """The compiler of constraints, or why requests with a constraint will be rejected."""
-    try:
-        return Compiler(tokenizer)
-    except ConstraintsUnavailable as error:
-        return Unavailable(str(error))
-
-
 def _why_slots(slots: int, budget: SlotBudget, memory: Available) -> str | None:
-    """The reason for the number of slots; None if a setting names it."""
     default = budget.default
     if budget.slots is not None or budget.memory is not None or default.share is None:
         return None
     if slots == default.most:
-        return "as many as are made unasked"
+        return "the default"
     return f"{default.share} of the {format_bytes(memory.free)} that the weights leave free"
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
-    """The gap of the settings, or else the default if steps can be timed."""
+    """The gap of the settings, or the default on devices whose steps can be timed."""
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None
@@ -236,15 +221,14 @@ def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | No
 def _load_weights(
     served: CheckpointInfo, placement: Placement, path: Path, weights_sha256: str
 ) -> GPT:
-    """Read the weights of another checkpoint while the served ones compute in another thread.
-    Raises CheckpointError and DeviceError."""
+    """Read the weights of another checkpoint, in one thread because the served ones compute
+    meanwhile. Raises CheckpointError and DeviceError."""
     with one_thread():
         return load_replacement(served, path, weights_sha256, placement, log=logger.info)
 
 
 def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
     """The shape of the checkpoint that would be loaded now; its weights are not read."""
-    assert source.name is not None
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)
     options = ComputeOptions.of(settings)
@@ -252,4 +236,6 @@ def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
         checkpoint.config, choose_device(options.device), options, log=logger.info
     )
     placement = choose_placement(options.device, choice.name, options.threads)
-    return Shape(source.name, checkpoint.config, placement.dtype.itemsize, options.kv_cache_dtype)
+    return Shape(
+        source.served_name, checkpoint.config, placement.dtype.itemsize, options.kv_cache_dtype
+    )

@@ -1,55 +1,75 @@
-"""EngineSession: one HTTP request's way to the engine, answered by one version of the weights.
+"""EngineSession: the submissions of one HTTP request, all answered by one version of the weights.
 
-The first submission settles the version. The engine keeps it until the session is closed, or says
-that no other submission follows: so a sweep of many prompts has one answer. Belongs to the event
-loop. Not here: how weights change (`versions.py`).
+The first submission fixes the version, and the engine keeps it until the session is closed or
+announces that nothing follows. A sweep of many prompts therefore has one answer. Belongs to the
+event loop.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from logitd.model.inference.engine.requests import Request
-from logitd.service.engine.async_engine import AsyncEngine, Reservation
+from logitd.service.engine.async_engine import AsyncEngine, WeightsVersion
 from logitd.service.engine.submission import Submission
 from logitd.service.engine.usage import Usage
-from logitd.service.engine.versions import Lease
 
 
 class EngineSession:
-    """Submits requests to one version of the weights; `usage` counts them."""
+    """Submits requests to one version of the weights; `usage` counts their work."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(
+        self, engine: AsyncEngine, caller: str = "", deadline: float | None = None
+    ) -> None:
+        """All requests are submitted with this caller and deadline (on the engine's clock)."""
         self.usage = Usage()
         self._engine = engine
-        self._lease: Lease | None = None
-        self._version: int | None = None  # None until the first submission
+        self._signature: dict[str, Any] = {"caller": caller, "deadline": deadline}
+        self._weights: WeightsVersion | None = None  # None until the first submission
+        self._holds = False  # the engine keeps these weights for the session
+        self._reserved: deque[Request] = deque()
 
     @property
     def version(self) -> int:
         """Number of the version that answers; the current one before the first submission."""
-        return self._engine.version if self._version is None else self._version
+        return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
-        """Queue requests, all or none; raises as `AsyncEngine.submit` does. `more`: other requests
-        for the same weights will follow."""
-        submission = self._engine.submit(requests, self._leased())
+        """Queue all requests or none; raises as `AsyncEngine.submit` does. `more` announces that
+        other submissions follow."""
+        signed = [replace(request, **self._signature) for request in requests]
+        submission = self._engine.submit(signed, self._held(), self.usage)
         if not more:
             self.close()
         return submission
 
-    def reserve(self, requests: Sequence[Request]) -> Reservation:
-        """Reserve room for requests that run one after another; nothing else may follow them."""
-        reservation = self._engine.reserve(requests, self._leased())
-        self._lease = None  # now the reservation's
-        return reservation
+    def reserve(self, requests: Sequence[Request]) -> None:
+        """Reserve room for requests that are submitted one after another by `submit_next`; no
+        others may follow. Raises as `AsyncEngine.reserve` does."""
+        signed = [replace(request, **self._signature) for request in requests]
+        self._engine.reserve(signed, self._held())
+        self._reserved.extend(signed)
+
+    def submit_next(self) -> Submission:
+        """Queue the next reserved request. Raises EngineStopped if it will not be answered."""
+        submission = self._engine.submit_reserved(self._reserved[0], self._held(), self.usage)
+        self._reserved.popleft()
+        if not self._reserved:
+            self.close()
+        return submission
 
     def close(self) -> None:
-        """Say that nothing else will be submitted. May be repeated."""
-        if self._lease is not None:
-            self._engine.end_lease(self._lease)
-            self._lease = None
+        """Give back the room of reserved requests: nothing else will be submitted. May be
+        repeated."""
+        self._engine.admission.release(self._reserved)
+        self._reserved.clear()
+        if self._holds and self._weights is not None:
+            self._engine.end_hold(self._weights)
+            self._holds = False
 
-    def _leased(self) -> Lease:
-        if self._lease is None:
-            self._lease = self._engine.lease(self.usage)
-            self._version = self._lease.version.number
-        return self._lease
+    def _held(self) -> WeightsVersion:
+        if self._weights is None or not self._holds:
+            self._weights = self._engine.hold()
+            self._holds = True
+        return self._weights

@@ -1,6 +1,6 @@
-"""Usage: the engine's work for one HTTP request, and its times, summed over its sequences.
+"""Usage: tokens and times of one HTTP request, summed over its sequences.
 
-For the log, traces, `Server-Timing` and the timings of a reply. Belongs to the event loop.
+Used by the log, traces, `Server-Timing` and the timings of a reply. Belongs to the event loop.
 """
 
 import math
@@ -11,24 +11,24 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Finish reasons that are no failure of the server; ABORT: the client has gone."""
+"""Finish reasons that are no failure of the server. ABORT means that the client has gone."""
 PHASES = ("queue", "prefill", "decode")
 
 
 @dataclass(slots=True)
 class Usage:
-    """Sums over the sequences that have ended. Times are on the engine's clock, in seconds;
-    infinite if no sequence got there.
+    """Sums over the sequences that have ended. Times are seconds on the engine's clock, infinite if
+    no sequence got that far.
 
-    arrived    of the first sequence
-    admitted   of the first that got a slot
-    prefilled  of the first whose prompt was computed
-    finished   of the last
-    first      of the engine's requests, None before one is submitted
+    arrived    arrival of the first sequence
+    admitted   first admission to a slot
+    prefilled  first computed prompt
+    finished   last end
+    first      first engine request; None before one is submitted
     open       sequences that were submitted and have not ended
-    reasons    finish reason of each sequence that generates, in the order of the reply
-    failed     the first end that is none of ANSWERS
-    lost       the engine failed before all had ended
+    reasons    finish reason of each generated sequence, in the order of the reply
+    failed     first sequence that ended with none of ANSWERS
+    lost       True if the engine failed before all had ended
     """
 
     sequences: int = 0
@@ -47,7 +47,7 @@ class Usage:
     _when_settled: Callable[[], None] | None = None
 
     def begin(self, requests: Sequence[Request], sequences: int) -> None:
-        """Requests of this many sequences were submitted together."""
+        """Count requests with this many sequences as submitted."""
         self.first = self.first or requests[0]
         self.open += sequences
         for request in requests:
@@ -56,7 +56,7 @@ class Usage:
                     self.reasons[request.request_id, index] = None
 
     def end(self, event: FinishEvent) -> None:
-        """One of them has ended."""
+        """Count the end of a submitted sequence."""
         self.add(event)
         if (event.request_id, event.index) in self.reasons:
             self.reasons[event.request_id, event.index] = event.reason
@@ -65,13 +65,13 @@ class Usage:
         self._close(1)
 
     def lose(self, sequences: int) -> None:
-        """The engine failed before this many sequences ended."""
+        """Count sequences that the failed engine left open."""
         self.lost = self.lost or sequences > 0
         self._close(sequences)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Run `call` once nothing is open, which may be now. The sequences of a client that leaves
-        end a step later."""
+        """Run `call` when nothing is open, possibly at once. The sequences of a client that leaves
+        end only after the next step."""
         if self.open:
             self._when_settled = call
         else:
@@ -84,7 +84,7 @@ class Usage:
             call()
 
     def add(self, event: FinishEvent) -> None:
-        """Count a sequence that has ended."""
+        """Add the tokens and times of a sequence that has ended."""
         times = event.times
         self.sequences += 1
         if event.counts_prompt:
@@ -99,9 +99,8 @@ class Usage:
             self.prefilled = min(self.prefilled, times.prefilled)
 
     def phases(self) -> Iterator[tuple[str, float, float]]:
-        """Name, begin and end of each phase that was reached, on the engine's clock: `queue` from
-        the first arrival to the first admission, `prefill` from there to the first computed prompt,
-        `decode` from there to the last end."""
+        """Name, begin and end of each phase that was reached. `queue` lasts from the first arrival
+        to the first admission, `prefill` to the first computed prompt, `decode` to the last end."""
         if self.sequences:
             moments = (self.arrived, self.admitted, self.prefilled, self.finished)
             for name, begin, end in zip(PHASES, moments, moments[1:], strict=False):
@@ -109,6 +108,6 @@ class Usage:
                     yield name, begin, min(end, self.finished)
 
     def milliseconds(self) -> dict[str, float]:
-        """The time of each phase; 0 for one that was not reached."""
+        """Duration of each phase; 0 if it was not reached."""
         took = {name: 1e3 * (end - begin) for name, begin, end in self.phases()}
         return dict.fromkeys(PHASES, 0.0) | took

@@ -1,15 +1,15 @@
 """WakeupThrottle: limits how often the engine's thread wakes the event loop.
 
 Writing a token takes Python as long as computing it takes a small model, in the same interpreter.
-Therefore delivering may take at most an eighth of the event loop's time: after each delivery the
-loop pauses for PAUSE_FACTOR times the processor time of the delivery, MAX_PAUSE at most, and
-everything the thread puts down meanwhile is delivered together. A model whose steps are longer than
-the pause is never held up. Urgent items (first tokens, the last report before the engine is idle)
-do not wait for a pause.
+Delivery may therefore take at most an eighth of the event loop's time: after each delivery the loop
+pauses for PAUSE_FACTOR times the processor time of the delivery, at most MAX_PAUSE, and then
+delivers everything that came meanwhile. A model whose steps are longer than the pause is never
+delayed. Urgent items (first tokens, the last report before the engine is idle) do not wait for a
+pause.
 
-The thread calls `wake` when it begins to compute, and so leaves the interpreter alone. Woken
-earlier, the loop would take the interpreter while the thread prepares its step, with every core
-idle. Not here: what is delivered, and to whom (`async_engine.py`).
+The thread calls `wake` when it starts to compute, and so releases the interpreter. If it woke the
+loop earlier, the loop would hold the interpreter while the thread prepares its step, with every
+core idle.
 """
 
 import asyncio
@@ -17,20 +17,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 PAUSE_FACTOR = 7
-"""Pause as a multiple of the delivery before it."""
+"""Length of a pause as a multiple of the delivery before it."""
 MAX_PAUSE = 0.02
-"""Longest wait of a token for others, in seconds: half a frame of a film."""
+"""Longest pause in seconds: half a frame of a film."""
 MIN_TIMER = 0.002
-"""Shortest timer, in seconds; event loops count in milliseconds."""
+"""Shortest timer in seconds; event loops count in milliseconds."""
 
 
-class WakeupThrottle(Generic[Item]):
-    """Hands items from one thread to the event loop, with few wake-ups.
+class WakeupThrottle:
+    """Passes items from one thread to the event loop with few wake-ups.
 
     The state is the time from which `wake` may wake the loop, `_quiet_until`:
 
@@ -42,37 +40,37 @@ class WakeupThrottle(Generic[Item]):
           |                                    |                        v
           +-------- nothing was put ------- the timer at the end of the pause
 
-    In DELIVERING the loop need not be woken, because the delivery under way takes new items too. An
+    In DELIVERING the loop need not be woken, because the current delivery takes new items too. An
     item is appended before the state is read, and the timer reads the items after the pause has
-    ended: an item that woke nobody is always seen by the timer.
+    ended: so the timer sees every item that woke nobody.
 
-    `put` and `wake` are for the thread; all else belongs to the event loop.
+    `put` and `wake` are for the thread; everything else belongs to the event loop.
     """
 
     def __init__(
-        self, deliver: Callable[[Item], None], loop: asyncio.AbstractEventLoop | None = None
+        self, deliver: Callable[[Any], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop() if loop is None else loop
-        self._items: deque[Item] = deque()
+        self._items: deque[Any] = deque()
         self._quiet_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._urgent = False  # an item since the last `wake`
 
-    def put(self, item: Item, *, urgent: bool) -> None:
-        """Leave an item for the loop. It waits for the next `wake`."""
+    def put(self, item: Any, *, urgent: bool) -> None:
+        """Leave an item for the loop until the next `wake`."""
         self._items.append(item)
         self._urgent |= urgent
 
     def wake(self) -> None:
-        """Wake the loop if there are items, unless it pauses and none of them is urgent."""
+        """Wake the loop if there are items, unless it pauses and no item is urgent."""
         urgent, self._urgent = self._urgent, False
         if self._items and (urgent or time.monotonic() >= self._quiet_until):
             self._quiet_until = math.inf
             self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
-        """Deliver every item. Tasks woken by that run before the pause is measured."""
+        """Deliver every item. The tasks that this wakes run before the pause is measured."""
         began = time.thread_time()
         try:
             while self._items:
@@ -81,15 +79,14 @@ class WakeupThrottle(Generic[Item]):
             self._loop.call_soon(self._pause, began)
 
     def _pause(self, began: float) -> None:
-        """Begin a pause. Its length follows processor time: waiting for the interpreter, such as
-        while the thread makes a step, does not count."""
+        """Begin a pause. Only processor time counts, not waiting for the interpreter."""
         pause = min(PAUSE_FACTOR * (time.thread_time() - began), MAX_PAUSE)
         self._quiet_until = time.monotonic() + pause
         if self._timer is None:
             self._set_timer(pause)
 
     def _pause_ended(self) -> None:
-        """Deliver the items of the pause: the thread may have nothing more to put."""
+        """Deliver the items of the pause, in case the thread has nothing more to put."""
         self._timer = None
         left = self._quiet_until - time.monotonic()
         if left <= 0:

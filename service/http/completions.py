@@ -56,9 +56,9 @@ class Generation:
         context: RequestContext,
         response_format: ResponseFormat | None = None,
     ) -> None:
-        """Submit the plan. Raises as `RequestContext.submit` does. `response_format`: None is the
+        """Submit the plan. Raises as `EngineSession.submit` does. `response_format`: None is the
         format of /generate."""
-        self._submission = context.submit(plan.requests)
+        self._submission = context.session.submit(plan.requests)
         self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None

@@ -110,7 +110,7 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
         or not context.subject.tokenizer.cuts_in_time
     )
     try:
-        with context.model.admission.hold(sequences, param, context.caller):
+        with context.model.engine.admission.hold(sequences, param, context.caller):
             step = await _advance(planning, None, in_thread=in_thread)
             while isinstance(step, Compile):
                 constraints = context.model.constraints

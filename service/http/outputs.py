@@ -2,7 +2,7 @@
 
 An array whose first axis is the positions is written row by row. Arrays with another order of axes,
 and several arrays of one prompt, are held for one prompt at a time, within the budget of all such
-replies (`service/models/reply_budget.py`).
+replies (`service/models/served.py`).
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence

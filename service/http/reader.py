@@ -28,8 +28,9 @@ class OutputsReader:
 
     def __init__(self, requests: Sequence[OutputsRequest], context: RequestContext) -> None:
         self._requests = tuple(requests)
-        self._reservation = context.reserve(self._requests)
-        self._submission = self._reservation.submit_next()
+        self._session = context.session
+        self._session.reserve(self._requests)
+        self._submission = self._session.submit_next()
         self._rows = read_rows(self._submission)
         self._first: OutputsChunk | None = None
 
@@ -40,7 +41,7 @@ class OutputsReader:
     def end(self) -> None:
         """End the prompts that have not been read."""
         self._submission.abort()
-        self._reservation.release()
+        self._session.close()
 
     async def prompts(
         self,
@@ -49,7 +50,7 @@ class OutputsReader:
         next prompt."""
         for index, request in enumerate(self._requests):
             if index:
-                self._submission = self._reservation.submit_next()
+                self._submission = self._session.submit_next()
                 self._rows = read_rows(self._submission)
             yield index, request, self._pieces()
 

@@ -55,7 +55,7 @@ class RunningSeries:
             **plan.head,
         }
         self._running: deque[Submission] = deque()
-        context.model.admission.check_possible(Load(tokens=plan.tokens))
+        context.model.engine.admission.check_possible(Load(tokens=plan.tokens))
         context.model.reply_budget.take(plan.held)
         self._held = plan.held
 
@@ -106,7 +106,7 @@ class RunningSeries:
         """Queue a job. None if the queue is full and another job of this series is running."""
         while True:
             try:
-                return self._context.submit([job], more=True)
+                return self._context.session.submit([job], more=True)
             except QueueFull:
                 if self._running:
                     return None

@@ -1,1 +1,1 @@
-"""Metrics: what the service tells Prometheus."""
+"""Metrics: the series that Prometheus scrapes."""

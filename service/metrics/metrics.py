@@ -1,8 +1,7 @@
-"""Metrics: what the service tells Prometheus.
+"""Metrics: the Prometheus series of requests, connections and the process.
 
-Prefix `logitd_`, base units, no colons; labels only from closed sets. One registry per
-application, nothing global. Here are requests, connections and the process; what each model has is
-in `model_metrics.py`.
+Names have the prefix `logitd_`, base units and no colons; labels are from closed sets. Each
+application has its own registry. Series of one model are in `model_metrics.py`.
 """
 
 import platform
@@ -21,7 +20,7 @@ from prometheus_client import (
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.version import VERSION
 from logitd.service.engine.admission import Limit
-from logitd.service.metrics.model_metrics import ModelFamilies, ModelMetrics
+from logitd.service.metrics.model_metrics import Families, ModelMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENDPOINTS = (
@@ -43,20 +42,20 @@ ENDPOINTS = (
 
 
 class ConnectionEnd(StrEnum):
-    """Why the server ended a connection before its client did."""
+    """Reason why the server, not the client, ended a connection."""
 
-    SILENT = "silent"  # nothing came after it was opened
-    IDLE = "idle"  # nothing came after its last reply
+    SILENT = "silent"  # no request came
+    IDLE = "idle"  # no request came after the last reply
     SLOW_HEAD = "slow_head"
     SLOW_BODY = "slow_body"
     UNREAD = "unread"
-    TOO_LARGE = "too_large"  # the head of a request, or what frames its body
+    TOO_LARGE = "too_large"  # the headers of a request, or its chunk sizes and trailers
     NOT_HTTP = "not_http"
-    MADE_ROOM = "made_room"  # for another, at the bound
-    REFUSED = "refused"  # a new one, at the bound
+    MADE_ROOM = "made_room"  # for a new one, at --max-connections
+    REFUSED = "refused"  # new, at --max-connections
 
 
-# 1 ms to about 262 s: of each endpoint there is one histogram.
+# 1 ms to about 262 s; few buckets, because each endpoint has its own histogram.
 _DURATION = tuple(0.001 * 4**i for i in range(10))
 
 
@@ -64,49 +63,35 @@ class Metrics:
     """All of logitd's series."""
 
     def __init__(self, callers: Iterable[str] = ()) -> None:
-        """`callers` are the names that requests can have; each has a series from the start."""
+        """`callers` are the possible names of callers."""
         self.registry = CollectorRegistry()
-
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(name, text, tuple(labels), registry=self.registry)
-
-        def gauge(name: str, text: str, labels: Iterable[str] = ()) -> Gauge:
-            return Gauge(name, text, tuple(labels), registry=self.registry)
-
-        def histogram(
-            name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()
-        ) -> Histogram:
-            return Histogram(
-                name, text, tuple(labels), buckets=tuple(buckets), registry=self.registry
-            )
-
-        self.requests = counter(
-            "logitd_http_requests", "HTTP requests answered", ("endpoint", "status")
-        )
-        self.request_time = histogram(
-            "logitd_http_request_seconds",
-            "HTTP requests, from the head that came to the last byte that went",
-            _DURATION,
-            ("endpoint",),
-        )
-        self.rejected = counter(
-            "logitd_requests_rejected",
-            "Requests answered 429, by the limit that they met",
-            ("limit",),
-        )
-        self.key_requests = counter(
-            "logitd_api_key_requests", "HTTP requests by the name of their API key", ("key",)
-        )
-        self.connections = gauge("logitd_connections", "Open connections")
-        self.connections_ended = counter(
-            "logitd_connections_ended", "Connections that the server ended", ("reason",)
-        )
-        self.ready = gauge("logitd_ready", "1 when requests are served")
-        self.build = gauge("logitd_build_info", "What is running", ("version", "python"))
-        self.build.labels(VERSION, platform.python_version()).set(1)
-        ProcessCollector(registry=self.registry)
-        self._families = ModelFamilies(self.registry)
+        self._families = Families(self.registry)
         self._models: dict[str, ModelMetrics] = {}
+        metric = self._families.get
+        self.requests = metric(
+            Counter, "logitd_http_requests", "HTTP requests answered", "endpoint", "status"
+        )
+        self.request_time = metric(
+            Histogram,
+            "logitd_http_request_seconds",
+            "HTTP requests, from the received headers to the last byte sent",
+            "endpoint",
+            buckets=_DURATION,
+        )
+        self.rejected = metric(
+            Counter, "logitd_requests_rejected", "Requests answered 429, by the limit", "limit"
+        )
+        self.key_requests = metric(
+            Counter, "logitd_api_key_requests", "HTTP requests by the name of their API key", "key"
+        )
+        self.connections = metric(Gauge, "logitd_connections", "Open connections")
+        self.connections_ended = metric(
+            Counter, "logitd_connections_ended", "Connections that the server ended", "reason"
+        )
+        self.ready = metric(Gauge, "logitd_ready", "1 when requests are served")
+        build = metric(Gauge, "logitd_build_info", "What is running", "version", "python")
+        build.labels(VERSION, platform.python_version()).set(1)
+        ProcessCollector(registry=self.registry)
         for limit in Limit:
             self.rejected.labels(limit.value)
         for endpoint in ENDPOINTS:
@@ -116,7 +101,7 @@ class Metrics:
         self.know_callers(callers)
 
     def of(self, model: str) -> ModelMetrics:
-        """The series of a model, which are there from the first call on."""
+        """The series of a model, which exist from the first call on."""
         if model not in self._models:
             self._models[model] = ModelMetrics(self._families, model)
         return self._models[model]
@@ -125,7 +110,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def know_callers(self, names: Iterable[str]) -> None:
-        """Names that requests can have: a series that is there from the start can be alerted on."""
+        """Create the series of callers' names, so that alerts can refer to them."""
         for name in names:
             self.key_requests.labels(name)
 
@@ -137,8 +122,8 @@ class Metrics:
         caller: str | None = None,
         limit: Limit | None = None,
     ) -> None:
-        """Count one HTTP request that has ended; `caller` is None where no keys are asked for,
-        `limit` is what it met if it was rejected."""
+        """Count one HTTP request that has ended. `caller` is None if the server has no API keys,
+        `limit` is the one that rejected the request."""
         self.requests.labels(endpoint, str(status)).inc()
         self.request_time.labels(endpoint).observe(seconds)
         if limit is not None:
@@ -148,7 +133,6 @@ class Metrics:
 
 
 def endpoint_label(path: str) -> str:
-    """The label of a path: one of ENDPOINTS, whatever a client sends."""
     for whole in ("/health", "/v1/models"):
         if path == whole or path.startswith(f"{whole}/"):
             return whole

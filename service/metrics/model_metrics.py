@@ -1,37 +1,42 @@
-"""ModelMetrics: what the service tells Prometheus of each model that it serves.
+"""ModelMetrics: the Prometheus series of one served model.
 
-Each series has the label `model`: one of the names that were given at the start, also where a
-reload gives a model another. `observe_step` is called once per engine step on the event loop. Not
-here: requests, connections and the process (`metrics.py`).
+Each series has the label `model`, with the name that the model had at the start. `observe_step` is
+called after each engine step, on the event loop. Series of the whole server are in `metrics.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, StepResult, TokenEvent
+from logitd.service.engine.admission import AdmissionController
 from logitd.service.engine.driver import StepReport
 
 CONSTRAINT_OUTCOMES = ("kept", "compiled", "refused", "timed_out", "busy")
 
+Metric = TypeVar("Metric", bound=MetricWrapperBase)
+Key = TypeVar("Key", bound=str)
+
 
 class ReloadResult(StrEnum):
-    """What came of a checkpoint that was to take another's place."""
+    """Result of a request to serve another checkpoint."""
 
     SWAPPED = "swapped"
-    UNCHANGED = "unchanged"  # it is the one that is served
-    REFUSED = "refused"  # damaged, of another shape, too large; the one before answers
+    UNCHANGED = "unchanged"  # it is served already
+    REFUSED = "refused"  # damaged, of another shape, or too large; the old one stays
 
 
 class StepKind(StrEnum):
-    """What a step of the engine computed."""
+    """The work of an engine step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
-    MIXED = "mixed"  # both
-    ATTRIBUTION = "attribution"  # a piece of one, and nothing else
+    MIXED = "mixed"  # prefill and decode
+    ATTRIBUTION = "attribution"  # one piece of an attribution only
 
 
 # 0.1 ms to about 105 s by doubling.
@@ -40,35 +45,54 @@ _TOKENS = tuple(2**i for i in range(18))
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class ModelFamilies:
-    """The families of series that every model has."""
+class Families:
+    """Metric families of one registry, each of which is registered when first used."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(name, text, ("model", *labels), registry=registry)
+        self._registry = registry
+        self._known: dict[str, Any] = {}
 
-        def gauge(name: str, text: str, labels: Iterable[str] = ()) -> Gauge:
-            return Gauge(name, text, ("model", *labels), registry=registry)
+    def get(self, kind: type[Metric], name: str, text: str, *labels: str, **options: Any) -> Metric:
+        """The family of a name. `options` are passed to the constructor of its `kind`."""
+        if name not in self._known:
+            self._known[name] = kind(name, text, labels, registry=self._registry, **options)
+        family: Metric = self._known[name]
+        return family
 
-        def histogram(
-            name: str, text: str, buckets: Iterable[float], labels: Iterable[str] = ()
-        ) -> Histogram:
-            return Histogram(
-                name, text, ("model", *labels), buckets=tuple(buckets), registry=registry
-            )
 
-        self.finished = counter("logitd_sequences_finished", "Sequences ended", ("reason",))
+class ModelMetrics:
+    """The series of one model."""
+
+    def __init__(self, families: Families, model: str) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return families.get(Counter, name, text, "model").labels(model)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return families.get(Gauge, name, text, "model").labels(model)
+
+        def histogram(name: str, text: str, buckets: Iterable[float] = _LATENCY) -> Histogram:
+            family = families.get(Histogram, name, text, "model", buckets=tuple(buckets))
+            return family.labels(model)
+
+        def counters(name: str, text: str, label: str, values: Iterable[Key]) -> dict[Key, Counter]:
+            """A counter for each value of a label, all there from the start, for alerts."""
+            family = families.get(Counter, name, text, "model", label)
+            return {value: family.labels(model, value) for value in values}
+
+        self.finished = counters(
+            "logitd_sequences_finished", "Sequences ended", "reason", FinishReason
+        )
         self.running = gauge("logitd_num_sequences_running", "Sequences that have a slot")
         self.waiting = gauge("logitd_num_sequences_waiting", "Sequences waiting for a slot")
         self.paused = gauge(
             "logitd_num_sequences_paused",
-            "Sequences that lost their slots, because their readers are behind",
+            "Sequences that lost their slots because their readers are behind",
         )
         self.attribution_pieces = counter(
             "logitd_attribution_pieces", "Blocks computed, forward or backward, for attributions"
         )
         self.evicted = counter(
-            "logitd_sequences_evicted", "Sequences whose slot went to another, as often as it did"
+            "logitd_sequences_evicted", "Evictions of a sequence from its slot for another one"
         )
         self.open_elements = gauge(
             "logitd_queue_elements",
@@ -83,10 +107,10 @@ class ModelFamilies:
             "logitd_kv_cache_use_ratio", "Slots owned by a sequence, as a share of all: 0 to 1"
         )
         self.prompt_tokens = counter(
-            "logitd_prompt_tokens", "Tokens of ended prompts, once whatever their n"
+            "logitd_prompt_tokens", "Tokens of ended prompts, once for any n"
         )
         self.cached_tokens = counter(
-            "logitd_prompt_tokens_cached", "The same, copied from another slot"
+            "logitd_prompt_tokens_cached", "Tokens of ended prompts copied from another slot"
         )
         self.prefilled = counter("logitd_prefill_tokens", "Prompt tokens computed")
         self.generated = counter("logitd_generation_tokens", "Tokens generated")
@@ -94,35 +118,32 @@ class ModelFamilies:
         self.accepted = counter(
             "logitd_draft_tokens_accepted", "Drafted tokens that saved a decode step"
         )
-        self.steps = histogram(
+        steps = families.get(
+            Histogram,
             "logitd_step_seconds",
             "One step of the engine, by what it computed",
-            _LATENCY,
-            ("kind",),
+            "model",
+            "kind",
+            buckets=_LATENCY,
         )
+        self.steps = {kind: steps.labels(model, kind.value) for kind in StepKind}
         self.batch = histogram("logitd_step_batch_size", "Sequences decoded in one step", _BATCH)
         self.chunk = histogram(
             "logitd_step_prefill_tokens", "Prompt tokens computed in one step that had any", _TOKENS
         )
-        self.ttft = histogram(
-            "logitd_time_to_first_token_seconds", "Arrival to the first token", _LATENCY
-        )
+        self.ttft = histogram("logitd_time_to_first_token_seconds", "Arrival to the first token")
         self.inter_token = histogram(
-            "logitd_inter_token_latency_seconds",
-            "From one token of a sequence to the next",
-            _LATENCY,
+            "logitd_inter_token_latency_seconds", "From one token of a sequence to the next"
         )
-        self.queue_time = histogram(
-            "logitd_sequence_queue_seconds", "Arrival to admission", _LATENCY
-        )
+        self.queue_time = histogram("logitd_sequence_queue_seconds", "Arrival to admission")
         self.prefill_time = histogram(
-            "logitd_sequence_prefill_seconds", "Admission to the computed prompt", _LATENCY
+            "logitd_sequence_prefill_seconds", "Admission to the computed prompt"
         )
         self.decode_time = histogram(
-            "logitd_sequence_decode_seconds", "Computed prompt to the end", _LATENCY
+            "logitd_sequence_decode_seconds", "Computed prompt to the end of a sequence"
         )
         self.sequence_time = histogram(
-            "logitd_sequence_seconds", "Arrival to the end of a sequence", _LATENCY
+            "logitd_sequence_seconds", "Arrival to the end of a sequence"
         )
         self.prompt_length = histogram(
             "logitd_sequence_prompt_tokens", "Prompt length of a sequence", _TOKENS
@@ -130,94 +151,48 @@ class ModelFamilies:
         self.completion_length = histogram(
             "logitd_sequence_generation_tokens", "Tokens generated by a sequence", _TOKENS
         )
-        self.constraints = counter(
-            "logitd_constraints", "Constraints of requests, by what came of them", ("outcome",)
+        self.constraints = counters(
+            "logitd_constraints",
+            "Constraints of requests, by outcome",
+            "outcome",
+            CONSTRAINT_OUTCOMES,
         )
         self.constraints_kept = gauge("logitd_constraints_kept", "Compiled constraints in memory")
         self.constraint_compile = histogram(
-            "logitd_constraint_compile_seconds", "Compilation of one constraint", _LATENCY
+            "logitd_constraint_compile_seconds", "Compilation of one constraint"
         )
-        self.reloads = counter(
-            "logitd_reloads", "Checkpoints that were to take another's place", ("result",)
+        self.reloads = counters(
+            "logitd_reloads", "Requests to serve another checkpoint", "result", ReloadResult
         )
-        self.checkpoint = gauge(
+        self._checkpoints = families.get(
+            Gauge,
             "logitd_checkpoint_info",
             "The checkpoint being served",
-            ("name", "step", "weights_sha256"),
+            "model",
+            "name",
+            "step",
+            "weights_sha256",
         )
         self.ready = gauge(
             "logitd_model_ready", "1 when the model was loaded, 0 when it could not be"
         )
-
-
-class ModelMetrics:
-    """The series of one model."""
-
-    def __init__(self, families: ModelFamilies, model: str) -> None:
         self._model = model
-        self.running = families.running.labels(model)
-        self.waiting = families.waiting.labels(model)
-        self.paused = families.paused.labels(model)
-        self.attribution_pieces = families.attribution_pieces.labels(model)
-        self.evicted = families.evicted.labels(model)
-        self.open_elements = families.open_elements.labels(model)
-        self.slots = families.slots.labels(model)
-        self.slots_used = families.slots_used.labels(model)
-        self.queue_limit = families.queue_limit.labels(model)
-        self.cache_use = families.cache_use.labels(model)
-        self.prompt_tokens = families.prompt_tokens.labels(model)
-        self.cached_tokens = families.cached_tokens.labels(model)
-        self.prefilled = families.prefilled.labels(model)
-        self.generated = families.generated.labels(model)
-        self.drafted = families.drafted.labels(model)
-        self.accepted = families.accepted.labels(model)
-        self.batch = families.batch.labels(model)
-        self.chunk = families.chunk.labels(model)
-        self.ttft = families.ttft.labels(model)
-        self.inter_token = families.inter_token.labels(model)
-        self.queue_time = families.queue_time.labels(model)
-        self.prefill_time = families.prefill_time.labels(model)
-        self.decode_time = families.decode_time.labels(model)
-        self.sequence_time = families.sequence_time.labels(model)
-        self.prompt_length = families.prompt_length.labels(model)
-        self.completion_length = families.completion_length.labels(model)
-        self.constraints_kept = families.constraints_kept.labels(model)
-        self.constraint_compile = families.constraint_compile.labels(model)
-        self.ready = families.ready.labels(model)
-        # A series that is there from the start can be alerted on.
-        self.finished = {
-            reason: families.finished.labels(model, reason.value) for reason in FinishReason
-        }
-        self.steps = {kind: families.steps.labels(model, kind.value) for kind in StepKind}
-        self.constraints = {
-            outcome: families.constraints.labels(model, outcome) for outcome in CONSTRAINT_OUTCOMES
-        }
-        self.reloads = {
-            result: families.reloads.labels(model, result.value) for result in ReloadResult
-        }
-        self._checkpoints = families.checkpoint
-        self._checkpoint: tuple[str, ...] | None = None  # labels of the one that is served
+        self._checkpoint: tuple[str, ...] | None = None  # labels of the served one
         self._slots = 0
         self._last_token: dict[tuple[str, int], float] = {}
 
-    def serving(
-        self,
-        checkpoint: CheckpointInfo,
-        slots: int,
-        max_queue: int,
-        open_elements: Callable[[], float],
-    ) -> None:
-        """Requests are answered by it. `open_elements` is called at each scrape: elements are also
-        reserved and released without a step."""
+    def serving(self, checkpoint: CheckpointInfo, admission: AdmissionController) -> None:
+        """Report that the model is loaded. Queued elements are read at each scrape, because they
+        also change without a step."""
         self.served(checkpoint)
-        self.slots.set(slots)
-        self.queue_limit.set(max_queue)
-        self._slots = slots
-        self.open_elements.set_function(open_elements)
+        self.slots.set(admission.slots)
+        self.queue_limit.set(admission.limits.sequences)
+        self._slots = admission.slots
+        self.open_elements.set_function(lambda: admission.elements)
         self.ready.set(1)
 
     def served(self, checkpoint: CheckpointInfo) -> None:
-        """Whose weights answer what comes now."""
+        """Report the checkpoint that answers new requests."""
         if self._checkpoint is not None:
             self._checkpoints.remove(*self._checkpoint)
         step = str(checkpoint.training.step)
@@ -225,27 +200,24 @@ class ModelMetrics:
         self._checkpoints.labels(*self._checkpoint).set(1)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count one step. Tokens count from its end, not from when they were delivered."""
+        """Count one step. Tokens are timed by its end, not by their delivery."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.paused.set(report.stats.paused)
         self.slots_used.set(report.stats.slots_used)
         self.cache_use.set(report.stats.slots_used / self._slots if self._slots else 0)
         result = report.result
-        if result.evicted_sequences:
-            self.evicted.inc(result.evicted_sequences)
-        if result.attribution_pieces:
-            self.attribution_pieces.inc(result.attribution_pieces)
+        self.evicted.inc(result.evicted_sequences)
+        self.attribution_pieces.inc(result.attribution_pieces)
+        self.prefilled.inc(result.prefilled_tokens)
+        self.drafted.inc(result.drafted_tokens)
+        self.accepted.inc(result.accepted_tokens)
         if (kind := _kind(result)) is not None:
             self.steps[kind].observe(report.seconds)
         if result.prefilled_tokens:
             self.chunk.observe(result.prefilled_tokens)
-            self.prefilled.inc(result.prefilled_tokens)
         if result.decoded_sequences:
             self.batch.observe(result.decoded_sequences)
-        if result.drafted_tokens:
-            self.drafted.inc(result.drafted_tokens)
-            self.accepted.inc(result.accepted_tokens)
         tokens = 0
         for event in report.events:
             if isinstance(event, TokenEvent):
@@ -253,8 +225,7 @@ class ModelMetrics:
                 self._observe_token(event, report.ended)
             elif isinstance(event, FinishEvent):
                 self._observe_finish(event)
-        if tokens:
-            self.generated.inc(tokens)
+        self.generated.inc(tokens)
 
     def _observe_token(self, event: TokenEvent, now: float) -> None:
         key = (event.request_id, event.index)
@@ -282,7 +253,6 @@ class ModelMetrics:
 
 
 def _kind(result: StepResult) -> StepKind | None:
-    """None of a step that computed nothing."""
     if result.prefilled_tokens and result.decoded_sequences:
         return StepKind.MIXED
     if result.prefilled_tokens:

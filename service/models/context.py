@@ -1,12 +1,11 @@
-"""RequestContext: one request on its way: the model that answers, the caller, the deadline.
+"""RequestContext: one request to a model, with its submissions and its caller.
 
-Submits engine requests in the caller's name, all of them to one version of the weights, and ends
-work whose client has gone. Not here: which model answers (`models.py`).
+`ModelChoice` chooses the model and makes the context, which ends work if the client has gone.
 """
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,33 +15,37 @@ from logitd.model.inference.engine import requests as engine
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Subject
-from logitd.service.engine.async_engine import Reservation
+from logitd.service.access.callers import caller_of
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
 from logitd.service.errors import client_gone, raise_failure
-from logitd.service.models.served import ServedModel
+from logitd.service.models.served import Models, ServedModel
 
 Result = TypeVar("Result")
+
+CONTEXT = "context"
+"""`request.state` key of the request's context; read by the log and by tracing."""
+MODEL = "model"
+"""`request.state` key of the answering model's name, set if the server has several; read by the
+log."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """One request.
 
-    session   its submissions; closed when the request is answered
-    caller    the name by which callers share the engine
-    deadline  on the engine's clock; None: none
+    session  its submissions, with caller and deadline; closed after the reply
+    caller   name by which callers share the engine
     """
 
     model: ServedModel
     session: EngineSession
     request: Request
     caller: str
-    deadline: float | None = None
 
     @property
     def checkpoint(self) -> CheckpointInfo:
-        """The weights that answer: the newest until something is submitted."""
+        """The checkpoint that answers; the newest one before the first submission."""
         return self.model.checkpoints[self.session.version]
 
     @property
@@ -51,20 +54,13 @@ class RequestContext:
         settings = self.model.settings
         return Subject(self.checkpoint, settings.max_reply_elements, settings.max_body_bytes)
 
-    def submit(self, requests: Sequence[engine.Request], *, more: bool = False) -> Submission:
-        """Queue requests, all or none. `more`: others will follow."""
-        return self.session.submit([self._signed(request) for request in requests], more=more)
-
-    def reserve(self, requests: Sequence[engine.Request]) -> Reservation:
-        """Room for requests that run one after another; nothing else follows."""
-        return self.session.reserve([self._signed(request) for request in requests])
-
     async def compute(self, requests: Sequence[engine.Request], *, more: bool = False) -> Computed:
-        """Everything that requests compute, unless the client leaves."""
-        return await self.unless_gone(gather(self.submit(requests, more=more)))
+        """The results of requests. Raises ApiError if the client leaves."""
+        return await self.unless_gone(gather(self.session.submit(requests, more=more)))
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`, but cancel it when the client leaves: a plain handler would not notice."""
+        """Await `work`; cancel it and raise ApiError if the client leaves, which a plain handler
+        would not notice."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(_gone(self.request))
         try:
@@ -77,14 +73,37 @@ class RequestContext:
             leaving.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
-    def _signed(self, request: engine.Request) -> engine.Request:
-        """A request with its caller and deadline."""
-        return replace(request, caller=self.caller, deadline=self.deadline)
+
+class ModelChoice:
+    """The models of a server as one request sees them."""
+
+    def __init__(self, models: Models, request: Request) -> None:
+        self.all = models
+        self._request = request
+        self._sessions: list[EngineSession] = []
+
+    def of(self, name: str | None, timeout: float | None = None) -> RequestContext:
+        """The context of a request to the model of a name, with a deadline in `timeout` seconds.
+        Raises as `Models.find` does."""
+        model = self.all.find(name)
+        caller = caller_of(self._request)
+        deadline = None if timeout is None else model.engine.now() + timeout
+        session = EngineSession(model.engine, caller, deadline)
+        self._sessions.append(session)
+        context = RequestContext(model, session, self._request, caller)
+        setattr(self._request.state, CONTEXT, context)
+        if self.all.several:
+            setattr(self._request.state, MODEL, model.name)
+        return context
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
 
 
 async def gather(submission: Submission) -> Computed:
-    """Wait for all of a submission. Raises ApiError when a sequence ended early, EngineStopped when
-    the engine failed; whatever ends this call ends the submission."""
+    """Wait for all events of a submission. Raises ApiError if a sequence ended early, EngineStopped
+    if the engine failed. If this call ends early, so does the submission."""
     computed = Computed()
     try:
         while not submission.finished:

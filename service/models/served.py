@@ -1,9 +1,8 @@
-"""Models: what a server serves, by name, and which of them answers a request.
+"""Models: the models of a server by name, and the choice of the one that answers a request.
 
-A `ServedModel` is a checkpoint with its engine. A `NotLoaded` is one that could not be loaded, with
-the reason; the others answer all the same. The first model answers requests that name none. Not
-here: how models are loaded (`service/application/lifespan.py`), the life of the server
-(`state.py`).
+A `ServedModel` is a checkpoint with its engine, a `NotLoaded` one that could not be loaded, with
+the reason; the others are served anyway. The first model answers requests that name none. Models
+are loaded in `service/application/lifespan.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,30 +13,56 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.evaluation.quantization_cost import QuantizationCost
 from logitd.model.operations.prompts import clip
 from logitd.service.access.auth import KeyRing
-from logitd.service.engine.admission import AdmissionController
+from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import Computation
-from logitd.service.errors import ApiError, not_loaded
+from logitd.service.errors import ApiError, not_loaded, queue_full
 from logitd.service.models.constraints import Constraints
 from logitd.service.models.reloader import Reloader
-from logitd.service.models.reply_budget import ReplyBudget
 from logitd.service.settings.serve import ServeSettings
 
-LATER_WEIGHTS = "these weights came while the server ran, and it measures when it starts"
+LATER_WEIGHTS = "these weights were loaded after the start, when the cost was measured"
 NAMED = 12
-"""Models that a message names; of more it says how many."""
+"""Most models that a message names; the others are counted."""
 
 ModelStatus = Literal["ok", "stalled", "failed"]
 
 
+class ReplyBudget:
+    """Limits the elements of arrays that all replies together hold in memory.
+
+    Most replies are written while they are computed. Arrays with positions as an inner axis (hidden
+    states, attention weights) and the values of a sweep are held. Elements count as float32. The
+    limit of one reply is checked in its plan (`model/operations/operation.py`).
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, elements: int) -> None:
+        """Count an array that a reply holds. Raises ApiError (429) if there is no room for it."""
+        if self.used + elements > self.limit:
+            raise queue_full(
+                f"the reply would hold {elements} elements; other replies hold {self.used} of the "
+                f"{self.limit} allowed together. Try again in about 1 s",
+                retry_after=1,
+                limit=Limit.REPLIES,
+            )
+        self.used += elements
+
+    def give_back(self, elements: int) -> None:
+        self.used -= elements
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """A checkpoint that answers, or several of the same shape, one after the other.
+    """A checkpoint that is served; reloads replace it by others of the same shape.
 
-    name          by which requests choose it; stays when other weights are served
+    name          name in requests; does not change when weights do
     checkpoints   by the version of their weights in the engine
-    settings      of this model alone
-    reply_budget  of all models together
+    settings      of this model
+    reply_budget  shared by all models
     """
 
     name: str
@@ -52,37 +77,18 @@ class ServedModel:
 
     @property
     def checkpoint(self) -> CheckpointInfo:
-        """The newest weights."""
         return self.checkpoints[self.engine.version]
 
     @property
     def quantization(self) -> QuantizationCost | None:
-        """What quantizing costs, which is measured for the weights that were there at the start."""
+        """The cost of quantization, which is measured at the start only."""
         cost = self.computation.quantization
         if cost is None or self.checkpoint.weights_sha256 == self.computation.weights_sha256:
             return cost
         return QuantizationCost(cost.kind, None, LATER_WEIGHTS, measurable=False)
 
-    @property
-    def context_length(self) -> int:
-        return self.checkpoint.config.context_length
-
-    @property
-    def key_names(self) -> tuple[str, ...]:
-        """Of the API keys that are accepted now; none: no request needs one."""
-        return self.keys.names
-
-    @property
-    def admission(self) -> AdmissionController:
-        """How much may wait for the engine."""
-        return self.engine.admission
-
-    @property
-    def slots(self) -> int:
-        return self.engine.slots
-
     def status(self) -> tuple[ModelStatus, str | None]:
-        """Whether it computes and, where that has ended, why."""
+        """The engine's state, and the reason unless it is ok."""
         if self.engine.failure is not None:
             return "failed", self.engine.failure
         if (seconds := self.engine.stalled()) is not None:
@@ -92,7 +98,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class NotLoaded:
-    """A model that was to be served and could not be loaded."""
+    """A model that could not be loaded."""
 
     name: str
     reason: str
@@ -102,31 +108,26 @@ class NotLoaded:
 
 
 class Models:
-    """The models of a server, in the order in which they were named."""
+    """The models of a server, in the order of the command line."""
 
     def __init__(
         self, every: Sequence[ServedModel | NotLoaded] = (), *, any_name: bool = False
     ) -> None:
-        """`any_name`: a name that is not served means the first."""
+        """`any_name` makes unknown names mean the first model."""
         self.every = tuple(every)
         self._any_name = any_name
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
-        """Those that were loaded."""
         return tuple(model for model in self.every if isinstance(model, ServedModel))
 
     @property
     def several(self) -> bool:
         return len(self.every) > 1
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(model.name for model in self.every)
-
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name, the first for None. ApiError: 404 where there is none of that name,
-        503 with the reason where it could not be loaded."""
+        """The model of a name, the first one for None. Raises ApiError: 404 if the name is unknown,
+        503 with the reason if its model could not be loaded."""
         found = next((model for model in self.every if name in (None, model.name)), None)
         if found is None:
             if not self._any_name:
@@ -134,27 +135,23 @@ class Models:
                 raise self._unknown(name)
             found = self.every[0]
         if isinstance(found, NotLoaded):
-            name = clip(found.name)
+            others = ", ".join(repr(clip(model.name)) for model in self.served[:NAMED])
             raise not_loaded(
-                f"the model {name!r} could not be loaded: {found.reason}{self._others()}"
+                f"the model {clip(found.name)!r} could not be loaded: {found.reason}"
+                + (f". These models are served: {others}" if others else "")
             )
         return found
 
     def _unknown(self, name: str) -> ApiError:
-        *firsts, last = (repr(clip(known)) for known in self.names[:NAMED])
+        *firsts, last = (repr(clip(model.name)) for model in self.every[:NAMED])
         known = f"{', '.join(firsts)} and {last} are" if firsts else f"{last} is"
-        if (more := len(self.names) - NAMED) > 0:
+        if (more := len(self.every) - NAMED) > 0:
             known += f", and {more} more"
         return ApiError(
             404,
             "not_found_error",
-            f"the model {name[:80]!r} is not served here, {known}; --any-model-name answers "
-            "whatever is asked for",
+            f"the model {name[:80]!r} is not served here, {known}; --any-model-name makes the "
+            "server accept any name",
             "model",
             "model_not_found",
         )
-
-    def _others(self) -> str:
-        """Whom one may ask instead."""
-        others = ", ".join(repr(clip(model.name)) for model in self.served[:NAMED])
-        return f". {others} can be asked" if others else ""

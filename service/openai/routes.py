@@ -83,7 +83,7 @@ async def chat_completions(
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
         # A full queue is reported before the template runs.
-        with context.model.admission.hold(body.n or 1, "n", context.caller):
+        with context.model.engine.admission.hold(body.n or 1, "n", context.caller):
             prompt = await chat_prompt(body, context.subject)
         native = native_chat(body, prompt, context.checkpoint.tokenizer, constraint)
         generation = await _begin(

@@ -1,7 +1,7 @@
-"""Attributes of a request's span, by OpenTelemetry's conventions for HTTP and generative AI.
+"""Attributes of a request's span, named by OpenTelemetry's conventions for HTTP and generative AI.
 
-They never hold text of a prompt or an answer, stop strings or a client's address. Names of our
-own begin with `logitd.`. OpenTelemetry's packages are not needed here.
+They never contain text of a prompt or an answer, stop strings or a client's address. Other names
+begin with `logitd.`. This module does not need OpenTelemetry's packages.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from logitd.service.access.auth import CALLER
 from logitd.service.engine.usage import Usage
 from logitd.service.http.body import BODY
 from logitd.service.metrics.metrics import endpoint_label
-from logitd.service.models.choice import CONTEXT, USAGE
+from logitd.service.models.context import CONTEXT, RequestContext
 
 Value = str | int | float | bool | tuple[str, ...]
 SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Sampling parameters with the same name in the conventions."""
+"""Sampling parameters whose names are those of the conventions."""
 LARGEST_INTEGER = 2**63 - 1
-"""Largest integer of OTLP; a larger seed is left out."""
+"""Largest integer of OTLP; larger seeds are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A request whose reply has ended.
 
-    status     of the reply; 0 if none was begun
-    seconds    from the request to the end of the reply
-    exception  name of the exception that was raised after the reply had begun
-    whole      True if the reply was written to its end; False if its client went
+    status     status of the reply; 0 if it did not begin
+    seconds    time from the request to the end of the reply
+    exception  name of the exception that ended the reply, if one did
+    whole      True if the reply was written completely; False if its client left
     """
 
     scope: Scope
@@ -45,9 +45,13 @@ class Ended:
 
     @property
     def usage(self) -> Usage | None:
-        """The engine's work for the request; None if there was none."""
-        usage: Usage | None = self.scope["state"].get(USAGE)
-        return usage if usage is not None and usage.first is not None else None
+        """The engine's work for the request, if there was any."""
+        context: RequestContext | None = self.scope["state"].get(CONTEXT)
+        return (
+            None
+            if context is None or context.session.usage.first is None
+            else context.session.usage
+        )
 
     @property
     def endpoint(self) -> str | None:
@@ -57,7 +61,7 @@ class Ended:
 
 
 def attributes(ended: Ended) -> dict[str, Value]:
-    """All attributes, once the engine has reported the end of every sequence."""
+    """All attributes; the engine must have reported the end of every sequence."""
     scope, usage = ended.scope, ended.usage
     address, port = scope.get("server") or (None, None)
     found: dict[str, Value | None] = {
@@ -78,7 +82,7 @@ def attributes(ended: Ended) -> dict[str, Value]:
 
 
 def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
-    """The model, the sampling parameters with their defaults, and the tokens."""
+    """Attributes of the model, the sampling parameters with their defaults, and the tokens."""
     state, request = ended.scope["state"], usage.first
     body, context = state.get(BODY), state[CONTEXT]
     found: dict[str, Value | None] = {
@@ -122,7 +126,7 @@ def _carried(seed: int) -> int | None:
 
 def _error_type(ended: Ended) -> str | None:
     """The failure of the server: a status of 5xx, an exception, or the end of a sequence. By the
-    conventions neither a refused client nor one that goes is an error."""
+    conventions, refusing a client is no error, and neither is a client that leaves."""
     if ended.exception is not None:
         return ended.exception
     if ended.status >= 500 or not ended.status:
@@ -133,6 +137,6 @@ def _error_type(ended: Ended) -> str | None:
         return "engine_failed"
     if usage.failed is not None and usage.failed.param is None:
         return str(usage.failed.reason)
-    if ended.whole and FinishReason.ABORT in usage.reasons.values():  # by the server's own end
+    if ended.whole and FinishReason.ABORT in usage.reasons.values():  # the server shuts down
         return str(FinishReason.ABORT)
     return None

@@ -1,10 +1,10 @@
-"""OTLP: spans by OpenTelemetry's SDK, which is an optional dependency.
+"""OTLP: sends spans by OpenTelemetry's SDK, which is an optional dependency.
 
-A span is made when its reply has ended, from what was measured anyway. The SDK's thread sends spans
-in batches from a bounded queue. It reads the variables of its own (OTEL_EXPORTER_OTLP_HEADERS,
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` says what a span holds.
+A span is made after the reply, from times that are measured anyway. The SDK's thread sends spans in
+batches from a bounded queue, and reads the SDK's variables (OTEL_EXPORTER_OTLP_HEADERS,
+OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` makes the attributes.
 
-`opentelemetry-instrumentation-asgi` 0.66b2 does not do: it ends a span before the engine has
+`opentelemetry-instrumentation-asgi` 0.66b2 is unsuitable: it ends a span before the engine has
 reported the end of an aborted sequence, sends addresses, queries and messages of exceptions, and
 answers 500 to a `User-Agent` of the bytes `\\xff\\x`.
 """
@@ -31,15 +31,15 @@ logger = logging.getLogger("logitd.traces")
 SDK = logging.getLogger("opentelemetry")
 
 POLLED = ("/health", "/metrics")
-"""Endpoints without traces: machines ask them every few seconds."""
+"""Endpoints without traces, because machines poll them."""
 FLUSH_SECONDS = 3.0
-"""Time for the last spans at shutdown."""
+"""Time for the last spans at shutdown, in seconds."""
 COMPLAIN_SECONDS = 60.0
-"""Least time between two log lines about an absent collector."""
+"""Least time between two log lines about an absent collector, in seconds."""
 QUEUE = 2048
-"""Spans that wait to be sent; above that the oldest are dropped."""
+"""Most spans that wait to be sent; the oldest are dropped first."""
 SEND_SECONDS = 1.0
-"""Time between two batches, unless one is full before."""
+"""Longest time between two batches, in seconds."""
 
 
 class OtlpTraces:
@@ -53,7 +53,6 @@ class OtlpTraces:
         self._tracer: Tracer | None = None
 
     def open(self) -> None:
-        """Start the thread that sends."""
         self._complaints = _Complaints(self._url)
         SDK.addHandler(self._complaints)
         SDK.propagate = False
@@ -69,13 +68,13 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("logitd", VERSION)
 
     def close(self) -> None:
-        """Send the spans that wait, for FLUSH_SECONDS at most. Blocks."""
-        # A daemon, because a request that the collector does not answer cannot be broken off.
+        """Send the waiting spans, and block for at most FLUSH_SECONDS."""
+        # A daemon, because a request to a silent collector cannot be interrupted.
         flushing = threading.Thread(target=self._provider.shutdown, name="flush", daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
         if flushing.is_alive():
-            self._complaints.setLevel(logging.CRITICAL)  # the last line of ours says it all
+            self._complaints.setLevel(logging.CRITICAL)  # the warning below is enough
             self._exporter.shutdown()  # no further attempts
             logger.warning("the last traces did not reach %s in %g s", self._url, FLUSH_SECONDS)
         else:
@@ -83,8 +82,8 @@ class OtlpTraces:
             SDK.propagate = True
 
     def record(self, ended: Ended) -> str | None:
-        """Make the spans of a request as soon as the engine has reported all of it, which may be
-        after this call. The trace's id; None if the request is not traced."""
+        """Make the spans of a request when the engine has reported all of it, possibly after this
+        call. Returns the id of the trace, None if the request is not traced."""
         if self._tracer is None or endpoint_label(ended.scope["path"]) in POLLED:
             return None
         tracer, usage, now, on_wall = self._tracer, ended.usage, time.monotonic(), _wall_clock()
@@ -115,7 +114,7 @@ class OtlpTraces:
 
 
 def _parent(ended: Ended) -> Context:
-    """The context of the headers; an empty one if they have none, or a broken one."""
+    """The context in the headers; empty if it is missing or invalid."""
     carried = {
         name.decode(): value.decode("latin-1")
         for name, value in ended.scope["headers"]
@@ -126,13 +125,13 @@ def _parent(ended: Ended) -> Context:
 
 
 def _wall_clock() -> Callable[[float], int]:
-    """From seconds of the monotonic clock, which is the engine's, to nanoseconds since 1970."""
+    """A function from the engine's clock (monotonic seconds) to nanoseconds since 1970."""
     ahead = time.time_ns() - time.monotonic_ns()
     return lambda moment: ahead + int(1e9 * moment)
 
 
 class _Complaints(logging.Handler):
-    """Takes what the SDK logs, and logs one line of it in COMPLAIN_SECONDS."""
+    """Replaces the SDK's log lines by one line in COMPLAIN_SECONDS."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)
@@ -143,5 +142,5 @@ class _Complaints(logging.Handler):
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + COMPLAIN_SECONDS
-            said = record.getMessage().partition("\n")[0][:300]
-            logger.warning("traces do not reach %s: %s", self._url, said)
+            first_line = record.getMessage().partition("\n")[0][:300]
+            logger.warning("traces do not reach %s: %s", self._url, first_line)

@@ -1,7 +1,5 @@
-"""Traces: what makes them, if the settings name a collector.
-
-`otlp.py` is imported only then, because its packages are an optional dependency.
-"""
+"""Traces: made if the settings name a collector. Only then is `otlp.py` imported, because its
+packages are an optional dependency."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class TracesError(Exception):
-    """Traces are impossible; the message says why, and what to do."""
+    """Traces are impossible; the message says why and what to install."""
 
 
 def traces_of(settings: ServeSettings) -> "OtlpTraces | None":
-    """The traces of the settings; None if they name no collector. Raises TracesError if the
-    packages are missing."""
+    """The maker of traces; None if the settings name no collector. Raises TracesError."""
     if settings.otlp_endpoint is None:
         return None
     try:

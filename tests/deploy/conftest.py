@@ -1,4 +1,4 @@
-"""A port for programs that cannot say which one they were given."""
+"""A port for programs that cannot report which one they use."""
 
 import socket
 

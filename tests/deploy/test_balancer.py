@@ -1,5 +1,5 @@
-"""nginx itself, with the configuration as it stands, before two real servers: streams pass as they
-are written, and where a replica is killed under load, new requests go on."""
+"""nginx with the shipped configuration before two real servers: streams pass as they are written,
+and if a replica is killed under load, new requests are answered."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ TLS = ("listen 8443 ssl;", "ssl_certificate ", "ssl_certificate_key ", "ssl_prot
 
 
 def with_tls(config: str, folder: Path) -> str:
-    """The lines that are commented out, instead of the one that they say, and a certificate."""
+    """Enable the commented lines for TLS, and make a certificate."""
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout"
     subprocess.run(
         [*command.split(), str(folder / "privkey.pem"), "-out", str(folder / "fullchain.pem"),
@@ -49,7 +49,7 @@ def with_tls(config: str, folder: Path) -> str:
 
 @contextmanager
 def balancer(replicas: list[str], folder: Path, port: int, *, tls: bool = False) -> Iterator[str]:
-    """nginx before these addresses; its own."""
+    """Run nginx before these addresses. Yields its URL."""
     config = (BALANCER / "nginx.conf").read_text(encoding="utf-8")
     if tls:
         config = with_tls(config, folder)

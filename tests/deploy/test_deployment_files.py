@@ -32,10 +32,11 @@ QUERIES = [
 
 
 def known_names() -> set[str]:
-    """Names of series as a scrape has them, whether they have values yet or not."""
+    """Names of series in a scrape, with or without values."""
     names = {"up"}
-    text = Metrics(callers=["ann"]).render().decode()
-    for family in text_string_to_metric_families(text):
+    metrics = Metrics(callers=["ann"])
+    metrics.of("a model")
+    for family in text_string_to_metric_families(metrics.render().decode()):
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
         names |= {family.name + suffix for suffix in suffixes.get(family.type, ("",))}
     return names

@@ -1,6 +1,5 @@
-"""The manifests: built by kubectl where it is here and held against the API's schemas, and what
-they say of logitd is true of it. The training's command is run, by two torchruns on this machine.
-"""
+"""The manifests, as built by kubectl if it is installed and checked against the API's schemas, and
+their settings, probes and training."""
 
 import os
 import shutil
@@ -78,7 +77,7 @@ def test_components_fit_an_overlay(tmp_path: Path) -> None:
     parts = list(yaml.safe_load_all(built(mine)))
     kinds = {part["kind"]: part for part in parts}
     assert {"PodMonitor", "HorizontalPodAutoscaler"} < kinds.keys()
-    assert "replicas" not in kinds["Deployment"]["spec"], "the autoscaler's business"
+    assert "replicas" not in kinds["Deployment"]["spec"], "the autoscaler sets it"
     core = [part for part in parts if part["kind"] != "PodMonitor"]
     assert validated(yaml.safe_dump_all(core)).returncode == 0
 
@@ -116,7 +115,7 @@ def test_probes_ask_for_what_there_is(checkpoint_path: Path) -> None:
 
 
 def node(command: list[str], rank: int, folder: Path, port: int) -> subprocess.Popen[str]:
-    """One of the two machines: the job's command, with what Kubernetes would fill in."""
+    """One of the two machines: the job's command with the values that Kubernetes fills in."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     filled = [
         word.replace("$(JOB_COMPLETION_INDEX)", str(rank))
@@ -150,4 +149,4 @@ def test_job_trains_on_two_and_goes_on_when_it_is_started_again(tmp_path: Path) 
         info = read_checkpoint(tmp_path / "mine" / "latest")
         assert info.training.step == 4
         weights.append(info.weights_sha256)
-    assert weights[0] == weights[1], "the second began where the first had ended"
+    assert weights[0] == weights[1], "the second run resumed the first"

@@ -1,10 +1,9 @@
-"""Prometheus itself reads the configuration, runs the tests of the alerts, and scrapes a server;
-the dashboard's queries return values. Where Debian's package `prometheus` is installed."""
+"""Prometheus reads the configuration, runs the tests of the alerts, and scrapes a server; the
+dashboard's queries return values. Needs Debian's package `prometheus`."""
 
 import json
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ import yaml
 
 from deploy.grafana.make_dashboard import dashboard
 from tests.e2e.server import ServedProcess
-from tests.service.serving import eventually
+from tests.service.serving import at_work, eventually
 
 PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
 KEY = "a-key-for-prometheus"
@@ -60,24 +59,15 @@ def server(checkpoint_path: Path) -> Iterator[ServedProcess]:
 
 @contextmanager
 def load(url: str) -> Iterator[None]:
-    """Two clients, until the block is left."""
-    stop = threading.Event()
+    """Two clients that send requests during the block."""
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as client:
 
-    def ask() -> None:
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as client:
-            while not stop.is_set():
-                client.post("/generate", json={"prompt": "a", "max_tokens": 20, "n": 2})
-                client.post("/probs", json={"prompt": "abc"})
+        def ask(_: int) -> None:
+            client.post("/generate", json={"prompt": "a", "max_tokens": 20, "n": 2})
+            client.post("/probs", json={"prompt": "abc"})
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        with at_work(ask, 2):
+            yield
 
 
 def test_promtool_likes_the_metrics(server: ServedProcess) -> None:
@@ -91,7 +81,7 @@ def test_promtool_likes_the_metrics(server: ServedProcess) -> None:
 
 @contextmanager
 def prometheus(target: str, folder: Path, port: int) -> Iterator[httpx.Client]:
-    """The configuration as it is, but for the target and the time between two scrapes."""
+    """Prometheus with the shipped configuration, except for its target and intervals."""
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "250ms", "evaluation_interval": "250ms"}
     (job,) = config["scrape_configs"]
@@ -123,7 +113,7 @@ def prometheus(target: str, folder: Path, port: int) -> Iterator[httpx.Client]:
 
 
 def query(client: httpx.Client, expression: str) -> list[Any]:
-    """The series that an expression has now."""
+    """The current series of an expression."""
     filled = expression.replace("$__rate_interval", "2s")
     for name in ("$instance", "$model"):
         filled = filled.replace(name, ".+")

@@ -1,6 +1,6 @@
-"""Ray Serve itself, on this machine, with two replicas of a real checkpoint: streams pass as they
-are written, a session stays where its prefix is, and where a replica is killed under load, what it
-was writing breaks off and new requests go on. And what of the settings is refused."""
+"""Ray Serve on this machine with two replicas of a real checkpoint: streams pass as they are
+written, a session stays on its replica, and if a replica is killed under load, its streams break
+off and new requests are answered. Also: refused settings."""
 
 import json
 import os
@@ -35,11 +35,11 @@ MARK = "MARK_OF_A_TEST"
 TOKENS = 2500
 LONG = {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 START_SECONDS = 120.0
-"""Ray's processes import what they need one after the other; this long on a busy machine."""
+"""Limit; Ray's processes import their modules one after another."""
 
 
 class OnRay:
-    """`python -m deploy.ray_serve` in a process of its own."""
+    """`python -m deploy.ray_serve` in a separate process."""
 
     def __init__(self, folder: Path, port: int, *flags: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -66,10 +66,10 @@ class OnRay:
             time.sleep(0.05)
 
     def processes(self) -> dict[int, bytes]:
-        """All that were started here and run, with what they call themselves."""
+        """Running processes of this test, with their command lines."""
         found = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is somebody else's
+            with suppress(OSError):  # it has ended, or is not ours
                 if f"{MARK}={self._mark}".encode() in path.read_bytes().split(b"\0"):
                     found[int(path.parent.name)] = path.with_name("cmdline").read_bytes()
         return found
@@ -78,7 +78,7 @@ class OnRay:
         return [pid for pid, name in self.processes().items() if b"ServeReplica:" in name]
 
     def end(self) -> None:
-        """End what still runs. Ray removes its files if it ends by itself."""
+        """End all processes. Ray removes its files if it ends by itself."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
@@ -125,8 +125,7 @@ def test_settings_reach_the_replicas(on_ray: OnRay, client: httpx.Client) -> Non
 
 
 def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
-    """The first events arrive long before the last. The request's id passes, and the ids are
-    right."""
+    """The first events arrive long before the last. The request's id passes."""
     begun, first, events = time.monotonic(), 0.0, []
     named = {"X-Request-ID": "abc"}
     with client.stream("POST", "/generate", json=LONG, headers=named) as reply:
@@ -144,7 +143,7 @@ def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
 
 
 def test_client_that_goes_ends_its_request(client: httpx.Client) -> None:
-    """More clients leave than there are slots, so each slot has to be free again."""
+    """More clients leave than there are slots, so each slot must become free."""
     for _ in range(12):
         with client.stream("POST", "/generate", json=LONG) as reply:
             next(reply.iter_lines())
@@ -160,8 +159,7 @@ def cached(client: httpx.Client, prompt: str, **headers: str) -> int:
 
 
 def test_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
-    """Each of eight sessions finds all of its earlier prompt. Without a session, load and chance
-    choose the replica."""
+    """Each of eight sessions finds its earlier prompt in the cache."""
     found = Counter[int]()
     for number in range(8):
         prompt = f"{number}" * 320
@@ -174,12 +172,12 @@ def test_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
 def test_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
     on_ray: OnRay, client: httpx.Client
 ) -> None:
-    """Streams that it wrote end without their end. Whoever asks after that is answered, within the
-    time that Ray takes to notice, and another replica takes its place.
+    """Its streams break off. Later requests are answered within the time that Ray takes to notice,
+    and another replica replaces it.
 
-    Each of the two has some of the six streams, since it has four slots. Whole replies wait where
-    there is no slot: Ray may give one of the two all of them, and in one run all six failed."""
-    long = LONG | {"max_tokens": 2 * TOKENS}  # else all may have ended before it is killed
+    Each of the two has some of the six streams, because it has four slots. Ray may give one of them
+    all whole replies; in one run all six failed."""
+    long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []
     plain: list[Any] = []
     flowing = threading.Barrier(7)
@@ -243,7 +241,7 @@ def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
     assert "Traceback" not in on_ray.output()
 
 
-# What needs no Ray
+# Settings
 
 
 @pytest.mark.parametrize(
@@ -280,6 +278,6 @@ def test_every_flag_of_the_server_is_there() -> None:
 def test_replicas_do_not_each_take_a_share_of_what_is_free(
     settings: dict[str, Any], slots: int | None
 ) -> None:
-    """The replicas are on one machine and start at the same time."""
+    """They start at the same time on one machine."""
     deployed = application(RaySettings(_env_file=None, **settings))._bound_deployment
     assert deployed.init_args[0]["slots"] == slots

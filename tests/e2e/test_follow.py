@@ -1,13 +1,11 @@
-"""A run is served while it trains, by two commands: what it saves takes the place of what was
-served before, and no request fails or is answered by two checkpoints."""
+"""A run is trained and served at the same time: each saved checkpoint is served, no request fails,
+and none is answered by two checkpoints."""
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from tests.conftest import MATPLOTLIB
 from tests.e2e.server import STARTUP_SECONDS, ServedProcess
+from tests.service.serving import at_work, client
 from tests.zygote import ForkedProcess
 
 TEXT = "".join(f"the cat sat on mat {i % 7} and looked at the dog who ran.\n" for i in range(400))
@@ -36,36 +35,9 @@ def train(folder: Path, steps: int, *flags: str) -> ForkedProcess:
         )
 
 
-class Load:
-    """Clients that ask and ask, until the block ends; every reply they got."""
-
-    def __init__(self, url: str) -> None:
-        self.replies: list[dict[str, Any]] = []
-        self.failures: list[str] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(url,)) for _ in range(CLIENTS)]
-
-    def steps(self) -> set[int]:
-        return {reply["checkpoint"]["step"] for reply in self.replies}
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self, url: str) -> None:
-        with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-            while not self._stop.is_set():
-                response = client.post("/generate", json=BODY)
-                if response.status_code == 200:
-                    self.replies.append(response.json())
-                else:
-                    self.failures.append(response.text)
+def step_of(reply: dict[str, Any]) -> int:
+    step: int = reply["checkpoint"]["step"]
+    return step
 
 
 def wait_for(condition: Any) -> None:
@@ -76,7 +48,7 @@ def wait_for(condition: Any) -> None:
 
 
 def expected(run: Path, step: int) -> list[int]:
-    """By the reference, from the checkpoint itself."""
+    """The reference's tokens for a checkpoint."""
     info, gpt = load_checkpoint(
         run / f"step-{step:06d}", device=torch.device("cpu"), dtype=torch.float32
     )
@@ -86,7 +58,7 @@ def expected(run: Path, step: int) -> list[int]:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[ForkedProcess]:
-    """A run that goes on, and has saved its first checkpoint."""
+    """A training that has saved its first checkpoint."""
     process = train(tmp_path, 100_000)
     try:
         wait_for(lambda: (tmp_path / "run" / "latest" / "config.json").exists())
@@ -97,16 +69,24 @@ def training(tmp_path: Path) -> Iterator[ForkedProcess]:
 
 
 @pytest.mark.slow
-def test_a_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path) -> None:
+def test_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path) -> None:
     flags = ("run", "--follow", "latest", "--follow-interval", "0.2")
     with ServedProcess(*flags, "--threads", "1", "--dtype", "float32", cwd=tmp_path) as server:
-        with Load(server.url) as load:
-            wait_for(lambda: len(load.steps()) >= 5 or load.failures)
-        training.kill()
-        metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
-    assert load.failures == []
+        replies: list[dict[str, Any]] = []
+
+        def ask(_: int) -> None:
+            response = http.post("/generate", json=BODY)
+            assert response.status_code == 200, response.text
+            replies.append(response.json())
+
+        with client(server.url) as http:
+            with at_work(ask, CLIENTS):
+                wait_for(lambda: len({step_of(reply) for reply in replies}) >= 5)
+            training.kill()
+            metrics = http.get("/metrics").text
     assert 'logitd_reloads_total{model="run",result="refused"} 0.0' in metrics
-    right = {step: expected(tmp_path / "run", step) for step in load.steps()}
-    assert len({tuple(tokens) for tokens in right.values()}) > 1, "they can be told apart"
-    for reply in load.replies:
-        assert reply["choices"][0]["token_ids"] == right[reply["checkpoint"]["step"]]
+    steps = {step_of(reply) for reply in replies}
+    right = {step: expected(tmp_path / "run", step) for step in steps}
+    assert len({tuple(tokens) for tokens in right.values()}) > 1, "they differ"
+    for reply in replies:
+        assert reply["choices"][0]["token_ids"] == right[step_of(reply)]

@@ -1,4 +1,4 @@
-"""What a server takes: how long to be ready, and how much memory."""
+"""Footprint of a server: time until it is ready, and memory."""
 
 import time
 from contextlib import suppress
@@ -14,28 +14,28 @@ from logitd.model.transformer.config import gpt2_shape
 from tests.e2e.server import ServedProcess
 
 READY_SECONDS = 10
-"""Some seconds on a machine with nothing else to do."""
+"""Limit; an idle machine takes some seconds."""
 
 BESIDES = 500 * 10**6
-"""Resident bytes besides weights and KV cache: Python, torch, the vocabulary, the service."""
+"""Limit of resident bytes without weights and KV cache: Python, torch, the vocabulary, the code."""
 
 
 @pytest.fixture(autouse=True)
 def built() -> None:
-    """To build the kernels is the set-up's business."""
+    """Build the kernels before anything is measured."""
     with suppress(KernelsUnavailable):
         load_library()
 
 
 @pytest.fixture(scope="module")
 def gpt2_124m(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2 124M with random weights, which would show if they were there twice."""
+    """GPT-2 124M with random weights, large enough to notice a second copy."""
     config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
     return save_synthetic(tmp_path_factory.mktemp("gpt2") / "124m", config).path
 
 
 @pytest.mark.slow
-def test_it_is_ready_soon() -> None:
+def test_server_is_ready_soon() -> None:
     began = time.monotonic()
     with ServedProcess(cold=True):
         took = time.monotonic() - began
@@ -45,7 +45,7 @@ def test_it_is_ready_soon() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 @pytest.mark.parametrize("model", ["bundled", "124m"])
-def test_it_holds_little_besides_weights_and_cache(
+def test_server_takes_little_more_than_weights_and_cache(
     request: pytest.FixtureRequest, model: str, dtype: str
 ) -> None:
     flags = ["--dtype", dtype, "--slots", "4"]
@@ -61,13 +61,13 @@ def test_it_holds_little_besides_weights_and_cache(
                 assert http.post("/logits", json=body).status_code == 200
         held, most = resident(process.process.pid), peak(process.process.pid)
     assert besides(held, info) < BESIDES
-    assert besides(most, info) < BESIDES, "neither the file nor a second copy was ever there"
+    assert besides(most, info) < BESIDES, "there was never a second copy"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_to_quantize_takes_what_the_integers_take(gpt2_124m: Path, kind: str) -> None:
-    """Rounding the whole head at once took 0.9 GB more while a server started, in its thread."""
+def test_quantizing_takes_no_second_copy(gpt2_124m: Path, kind: str) -> None:
+    """Rounding the whole head at once used to take 0.9 GB more during the start."""
     flags = ["--dtype", "bfloat16", "--slots", "4", "--checkpoint", str(gpt2_124m)]
     with ServedProcess(*flags, "--quantize", kind, cold=True) as process:
         with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:

@@ -1,5 +1,5 @@
-"""A reply of 206 MB takes a bounded part of the server's memory, and nobody else's tokens; and so
-does everything else that can be asked of a long prompt."""
+"""A reply of 206 MB, and every other request for a long prompt, takes bounded memory and does not
+delay other clients."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ LIMIT = 64 * 10**6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accept", ["application/x-npy", "application/vnd.safetensors"])
-def test_a_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
-    """Beside what the first long prompt takes of a server (40 to 75 MB, the more the busier the
-    machine is), and keeps: a reply of 206 MB takes 3 to 10 MB."""
+def test_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
+    """A reply of 206 MB takes 3 to 10 MB, after the 40 to 75 MB that the first long prompt takes
+    and keeps."""
     assert REPLY_BYTES > 3 * LIMIT
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=2, n_head=2, d_model=64
@@ -43,13 +43,13 @@ def test_a_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
         rose = memory.stop()
         tokens.stop()
     assert rose < LIMIT // 2
-    assert len(tokens.between(began, ended)) > 20, "the stream went on"
+    assert len(tokens.between(began, ended)) > 20, "the stream continued"
 
 
 @pytest.mark.slow
-def test_what_is_inside_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
-    """Of 1,024 tokens and 50,257 of vocabulary. A lens of 7 layers would be 360 million logits
-    (1.4 GB); a reply of stages is held within the budget, and refused beyond it."""
+def test_requests_for_a_long_prompt_take_bounded_memory(tmp_path: Path) -> None:
+    """1,024 tokens, a vocabulary of 50,257. A lens of 7 layers would be 360 million logits
+    (1.4 GB). A reply of stages is held within the budget, and refused above it."""
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=6, n_head=2, d_model=64
     )

@@ -1,4 +1,4 @@
-"""Fixtures of the service's tests: checkpoints, servers to be asked, and a watch on the log."""
+"""Fixtures of the service's tests: checkpoints, servers, and a check of the log."""
 
 import asyncio
 import inspect
@@ -28,7 +28,7 @@ from tests.service.spelling import save_spelling_checkpoint
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A coroutine is a test too, on an event loop of its own."""
+    """Run a coroutine test on its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -39,15 +39,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_settings_from_outside() -> None:
-    """LOGITD_* of whoever runs the tests would change what is tested."""
+    """Remove LOGITD_* variables, which would change the tests."""
     for name in [name for name in os.environ if name.startswith("LOGITD_")]:
         del os.environ[name]
 
 
 @pytest.fixture(autouse=True)
 def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seeds of requests that bring none. Drawn anew, sixteen samples of three words were one
-    word in one run of forty, and the test that they differ failed for no change of the code."""
+    """Make the seeds of requests without one reproducible. With random seeds, sixteen samples of
+    three words were all the same in one run of forty, and a test failed."""
     rng = random.Random(0)
     monkeypatch.setattr(generate, "new_seed", lambda: rng.getrandbits(53))
 
@@ -59,21 +59,21 @@ def spelling_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint_path: Path) -> Iterator[Serving]:
-    """The tiny random checkpoint, served. Ask it, leave nothing behind."""
+    """A server of the tiny random checkpoint, shared by tests."""
     with serving(checkpoint_path, slots=4) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def speller(spelling_path: Path) -> Iterator[Serving]:
-    """The spelling checkpoint, served. Ask it, leave nothing behind."""
+    """A server of the spelling checkpoint, shared by tests."""
     with serving(spelling_path, slots=4) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A checkpoint with a chat template, served. Ask it, leave nothing behind."""
+    """A server of a checkpoint with a chat template, shared by tests."""
     path = tmp_path_factory.mktemp("checkpoints") / "chatty"
     save_tiny_checkpoint(
         path,
@@ -93,7 +93,7 @@ def gpt(checkpoint_path: Path) -> GPT:
 
 @pytest.fixture
 def signals_as_before() -> Iterator[None]:
-    """For a server in this very process: its closed event loop goes on handling them."""
+    """Restore signal handlers after a server in this process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -111,8 +111,7 @@ class _Errors(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def logged_errors() -> Iterator[list[str]]:
-    """Whatever a test does, nothing is logged as an error. A test that provokes one takes this
-    list, looks at it and clears it."""
+    """Errors in the log, which fail a test. A test that provokes one must clear this list."""
     handler = _Errors()
     logging.getLogger().addHandler(handler)
     yield handler.messages

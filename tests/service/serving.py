@@ -18,13 +18,14 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
+from starlette.responses import StreamingResponse
 
 from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.service.application.app import create_app
 from logitd.service.application.server import uvicorn_config
-from logitd.service.connections.limits import connection_limits
 from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.http.schemas import ErrorDetail, ErrorReply
 from logitd.service.models.served import ServedModel
@@ -34,22 +35,22 @@ from logitd.service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 
 TEST_TIMEOUT = 60.0
-"""Seconds after which something that should happen at once counts as never; machines are busy."""
+"""Seconds after which something that should happen at once counts as failed."""
 
 
 LARGEST_ERROR = 4096
-"""Bytes that an error may take, whatever was sent."""
+"""Largest error reply in bytes."""
 
 Checkpoints = Path | Mapping[str, Path]
-"""What is served: one checkpoint, or several by the names that they are given."""
+"""One checkpoint, or several by name."""
 
 
 DOCUMENTS: dict[tuple[bool, tuple[str, ...]], dict[str, Any]] = {}
-"""What /docs describes, by whether there are keys and which paths need none."""
+"""OpenAPI documents by their keys: True with API keys, and the public paths."""
 
 
 class Serving:
-    """A running service, seen from outside (`client`, `connect`) and from inside (`state`)."""
+    """A running server, seen from outside (`client`, `connect`) and from inside (`state`)."""
 
     def __init__(self, app: Any, server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
         self.app = app
@@ -61,7 +62,7 @@ class Serving:
         self.client.event_hooks["response"] = [self._check_described]
 
     def _check_described(self, response: httpx.Response) -> None:
-        """Whatever a test provokes, /docs says that it can happen."""
+        """Assert that the OpenAPI document describes the status."""
         if response.status_code == 200:
             return
         request = response.request
@@ -70,8 +71,7 @@ class Serving:
             assert str(response.status_code) in operation["responses"], request.url
 
     def _document(self) -> dict[str, Any]:
-        """What /docs describes: the same of every application whose keys guard the same paths. To
-        make it takes a third of a second, and there are hundreds of applications."""
+        """The OpenAPI document, cached because making one takes a third of a second."""
         guarded = bool(self.state.keys.names), self.state.settings.public_endpoints
         if self.app.openapi_schema is None:
             self.app.openapi_schema = DOCUMENTS.get(guarded)
@@ -81,31 +81,31 @@ class Serving:
 
     @property
     def served(self) -> ServedModel:
-        """The model of requests that name none."""
+        """The first model."""
         return self.state.models.served[0]
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """POST JSON, as it is if it is bytes."""
+        """POST JSON; bytes are sent as they are."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.client.post(
             path, content=content, headers={"Content-Type": "application/json"} | headers
         )
 
     def json(self, path: str, body: Any) -> Any:
-        """The body of a reply that must be good."""
+        """The body of a reply that must be 200."""
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def refused(self, path: str, body: Any, status: int = 400, **headers: str) -> ErrorDetail:
-        """The error of a reply that must be one."""
+        """The error of a reply that must have this status."""
         return error_of(self.post(path, body, **headers), status)
 
     def generate(self, prompt: Any, **fields: Any) -> Any:
         return self.json("/generate", {"prompt": prompt, **fields})
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        """A raw connection; a small receive buffer makes a reader that stops felt soon."""
+        """A raw connection; with a small receive buffer, the server soon notices a slow reader."""
         raw = socket.socket()
         if receive_buffer is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -114,8 +114,7 @@ class Serving:
         return raw
 
     def sample(self, name: str, /, **labels: str) -> float:
-        """The value of a metric, of all models together where it is one of each; 0 while a series
-        of these labels is not there yet."""
+        """The sum of a metric's series with these labels."""
         families = self.state.metrics.registry.collect()
         samples = (sample for family in families for sample in family.samples)
         return sum(
@@ -128,19 +127,17 @@ class Serving:
         return self.sample("logitd_sequences_finished_total", reason=reason)
 
     def wait_idle(self) -> None:
-        """Until no sequence is open, every slot is free, and neither a row nor an array that a
-        reply holds counts any more: the engine's thread is done before the event loop is."""
+        """Wait until no sequence, slot or element is in use."""
         models = self.state.models.served
-        eventually(lambda: not any(model.engine.open_sequences for model in models))
-        eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
-        eventually(lambda: self.sample("logitd_queue_elements") == 0)
-        eventually(lambda: self.sample("logitd_num_sequences_running") == 0)
-        eventually(lambda: self.sample("logitd_num_sequences_waiting") == 0)
+        eventually(lambda: not any(model.engine.admission.sequences for model in models))
+        for name in ("kv_slots_used", "queue_elements", "num_sequences_running",
+                     "num_sequences_waiting"):  # fmt: skip
+            eventually(lambda name=name: self.sample(f"logitd_{name}") == 0)  # type: ignore[misc]
         eventually(lambda: self.served.reply_budget.used == 0)
 
 
 class _ThreadServer(uvicorn.Server):
-    """Tells its thread's owner when it listens, and on which loop."""
+    """Reports when it listens, and on which loop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -155,12 +152,10 @@ class _ThreadServer(uvicorn.Server):
 
 @contextmanager
 def serving_app(app: Any) -> Iterator[Serving]:
-    """Run an application of `create_app`; it may be loading still."""
+    """Run an application of `create_app`; it may still be loading."""
     state: ServiceState = app.state.service
     settings = state.settings
-    server = _ThreadServer(
-        uvicorn_config(app, settings, OpenConnections(connection_limits(settings), state.metrics))
-    )
+    server = _ThreadServer(uvicorn_config(app, settings, OpenConnections(settings, state.metrics)))
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:
@@ -176,7 +171,7 @@ def serving_app(app: Any) -> Iterator[Serving]:
 
 @contextmanager
 def serving(checkpoint: Checkpoints, **settings: Any) -> Iterator[Serving]:
-    """Serve a checkpoint, or several by name; ready when the block begins."""
+    """Serve checkpoints; the server is ready when the block begins."""
     with serving_app(create_app(serve_settings(checkpoint, **settings))) as running:
         settled = asyncio.run_coroutine_threadsafe(running.state.settled.wait(), running.loop)
         settled.result(TEST_TIMEOUT)
@@ -185,9 +180,8 @@ def serving(checkpoint: Checkpoints, **settings: Any) -> Iterator[Serving]:
 
 
 def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
-    """Decoding in plain torch: many tests do something while a long generation runs, and the native
-    decoder is through with it before they have begun. It has tests of its own. That a
-    constraint is too large takes seconds of computing to find out, and a busy machine has few."""
+    """Settings for tests. Decoding in plain torch: many tests do something while a long generation
+    runs, which the native decoder would finish too soon."""
     values: dict[str, Any] = {
         "port": 0, "threads": 1, "drain_timeout": 0.0, "kernels": "torch",
         "constraint_timeout": TEST_TIMEOUT,
@@ -200,7 +194,7 @@ def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
 
 
 def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
-    """A checkpoint that takes seconds to load: a feed-forward of about so many zeros."""
+    """A checkpoint that takes long to load: its feed-forward has about this many zeros."""
     info = read_checkpoint(like)
     config = replace(info.config, d_ff=elements // (2 * info.config.n_layer * info.config.d_model))
     weights = {
@@ -220,7 +214,7 @@ def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
 
 @contextmanager
 def held_loading() -> Iterator[threading.Event]:
-    """Services that begin in this block do not load before the event is set."""
+    """Servers that start in this block do not load before the event is set."""
     gate = threading.Event()
 
     def load(*arguments: Any, **flags: Any) -> LoadedModel:
@@ -236,7 +230,7 @@ def held_loading() -> Iterator[threading.Event]:
 
 
 def error_of(response: httpx.Response, status: int = 400) -> ErrorDetail:
-    """The error of a response that must be one: a sentence, in one shape and few bytes."""
+    """The error of a response that must be one: small, and with a sentence."""
     assert response.status_code == status, response.text[:500]
     assert response.headers["content-type"] == "application/json"
     assert len(response.content) <= LARGEST_ERROR
@@ -246,17 +240,16 @@ def error_of(response: httpx.Response, status: int = 400) -> ErrorDetail:
 
 
 def engine_of(server: Serving) -> Engine:
-    """The engine of a service, to break it."""
     return server.served.engine._driver._engine
 
 
 def client(url: str) -> httpx.Client:
-    """Of plain HTTP: to read certificates takes longer than most tests do."""
+    """An HTTP client that reads no certificates, which would take longer than most tests."""
     return httpx.Client(base_url=url, trust_env=False, verify=False, timeout=TEST_TIMEOUT)
 
 
 class Poster:
-    """A request in a thread of its own."""
+    """A request in a separate thread."""
 
     def __init__(self, server: Serving, path: str, body: Any) -> None:
         self._response: httpx.Response | None = None
@@ -278,9 +271,53 @@ class Poster:
         return self._response
 
 
+@contextmanager
+def at_work(work: Callable[[int], object], count: int) -> Iterator[None]:
+    """Threads that call `work` with their number again and again, until the block ends."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def repeat(number: int) -> None:
+        try:
+            while not stop.is_set():
+                work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def app_with_bugs(checkpoint: Path, **settings: Any) -> FastAPI:
+    """The application with two endpoints that have a bug."""
+    app = create_app(serve_settings(checkpoint, **settings))
+
+    @app.get("/bug", include_in_schema=False)
+    def bug() -> None:
+        raise ZeroDivisionError("/secret/path of our own")
+
+    @app.get("/late-bug", include_in_schema=False)
+    def late_bug() -> StreamingResponse:
+        def body() -> Iterator[bytes]:
+            yield b"one"
+            raise ZeroDivisionError("/secret/path of our own")
+
+        return StreamingResponse(body())
+
+    return app
+
+
 def occupy(server: Serving, stack: ExitStack) -> None:
-    """Hold the one slot of a service of the spelling checkpoint for as long as the stack is open:
-    by a generation that outlasts anything a test does meanwhile."""
+    """Hold the only slot of a server of the spelling checkpoint by a long generation, until the
+    stack is closed."""
     raw = stack.enter_context(server.connect())
     body = {"prompt": "a", "max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True, "stream": True}
     raw.sendall(request_bytes("/generate", body))
@@ -288,14 +325,14 @@ def occupy(server: Serving, stack: ExitStack) -> None:
 
 
 def occupy_elements(server: Serving, stack: ExitStack) -> None:
-    """Hold 8000 rows of logits for as long as the stack is open, whose reader does not read."""
+    """Hold 8000 rows of logits until the stack is closed, by a client that does not read."""
     raw = stack.enter_context(server.connect(receive_buffer=4096))
     raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
 
 
 def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> None:
-    """Wait for something that has no event of its own, because it is seen from outside."""
+    """Poll until a condition is true."""
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s"
@@ -303,7 +340,7 @@ def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> 
 
 
 def request_bytes(path: str, body: Any, *headers: str) -> bytes:
-    """A POST as it goes over the wire."""
+    """The bytes of a POST."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [
         f"POST {path} HTTP/1.1",
@@ -316,7 +353,7 @@ def request_bytes(path: str, body: Any, *headers: str) -> bytes:
 
 
 def read_until(raw: socket.socket, *wanted: bytes) -> bytes:
-    """What comes until one of `wanted` has come, or the end."""
+    """Read until one of `wanted` or the end has come."""
     received = bytearray()
     while data := raw.recv(65536):
         looked_at = max(0, len(received) - max(map(len, wanted)))
@@ -327,7 +364,7 @@ def read_until(raw: socket.socket, *wanted: bytes) -> bytes:
 
 
 def read_all(raw: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Read until the other side closes."""
     received = bytearray()
     while data := raw.recv(65536):
         received += data
@@ -335,12 +372,12 @@ def read_all(raw: socket.socket) -> bytes:
 
 
 def read_chunks(raw: socket.socket) -> list[bytes]:
-    """The chunks of a chunked body, as they were written; the connection is to be closed after."""
+    """The chunks of a chunked body, until the connection is closed."""
     return dechunked(read_all(raw))
 
 
 def dechunked(response: bytes) -> list[bytes]:
-    """The chunks of a whole response."""
+    """The chunks of a response."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"transfer-encoding: chunked" in head.lower()
     stream = io.BytesIO(body)
@@ -353,8 +390,8 @@ def dechunked(response: bytes) -> list[bytes]:
 
 
 def events(stream: bytes) -> list[Any]:
-    """The events of a whole stream, its format checked byte by byte: `data: `, one line, a blank
-    line; comments between them; `[DONE]` at the end."""
+    """The events of a stream, whose format must be exact: `data: `, one line, a blank line;
+    comments between them; `[DONE]` at the end."""
     assert b"\r" not in stream
     assert stream.endswith(b"\n\n")
     parts = [part for part in stream[:-2].split(b"\n\n") if not part.startswith(b":")]

@@ -1,4 +1,4 @@
-"""Errors: one shape, small, with a sentence; without a server."""
+"""Errors: their shape and status, without a server."""
 
 import json
 
@@ -32,7 +32,7 @@ def finished(reason: FinishReason, error: str | None = None) -> FinishEvent:
 
 
 def failure(event: FinishEvent) -> ApiError | None:
-    """The error that a sequence's end means for its client."""
+    """The error for the client of a sequence that ended like this."""
     try:
         raise_failure(event)
     except ApiError as error:
@@ -43,13 +43,13 @@ def failure(event: FinishEvent) -> ApiError | None:
 # The shape
 
 
-def test_only_what_may_be_tried_again_says_when() -> None:
+def test_retry_after_is_a_header() -> None:
     assert unavailable("m", 7).response().headers["retry-after"] == "7"
     assert "retry-after" not in bad_request("m").response().headers
 
 
-def test_what_will_fail_again_is_not_to_be_sent_again() -> None:
-    """openai's client sends every 500 three times unless it is told."""
+def test_error_that_would_recur_asks_for_no_retry() -> None:
+    """Without the header, openai's client sends a request with a 500 three times."""
     engine = failure(finished(FinishReason.ERROR, "the model failed"))
     assert engine is not None
     for error in (engine, internal_error("abc")):
@@ -58,39 +58,32 @@ def test_what_will_fail_again_is_not_to_be_sent_again() -> None:
         assert "x-should-retry" not in error.response().headers
 
 
-def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
-    assert internal_error("abc").body()["error"]["message"] == (
-        "internal error; the log has it under the request id abc"
-    )
-
-
 # From the engine
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_an_answer_is_no_error(reason: FinishReason) -> None:
+def test_answer_is_no_error(reason: FinishReason) -> None:
     assert failure(finished(reason)) is None
 
 
-def test_a_deadline_is_504_with_the_numbers() -> None:
-    error = failure(finished(FinishReason.TIMEOUT))
+@pytest.mark.parametrize(
+    ("reason", "status", "code", "retry_after"),
+    [
+        (FinishReason.TIMEOUT, 504, "deadline_exceeded", None),
+        (FinishReason.ABORT, 503, "unavailable", 1),
+        (FinishReason.ERROR, 500, "engine", None),
+    ],
+)
+def test_early_end_is_an_error(
+    reason: FinishReason, status: int, code: str, retry_after: int | None
+) -> None:
+    error = failure(finished(reason, error="secret/path: boom"))
     assert error is not None
-    assert (error.status, error.code, error.param) == (504, "deadline_exceeded", "timeout")
-    assert "after 2.5 s" in error.message
-    assert "11 tokens" in error.message
-
-
-def test_an_abort_that_the_client_did_not_ask_for_is_503() -> None:
-    error = failure(finished(FinishReason.ABORT))
-    assert error is not None
-    assert (error.status, error.retry_after) == (503, 1)
-
-
-def test_the_engines_reason_is_for_the_log_alone() -> None:
-    error = failure(finished(FinishReason.ERROR, error="secret/path: boom"))
-    assert error is not None
-    assert error.status == 500
-    assert "secret" not in json.dumps(error.body())
+    assert (error.status, error.code, error.retry_after) == (status, code, retry_after)
+    assert "secret" not in json.dumps(error.body()), "the engine's reason is for the log only"
+    if reason is FinishReason.TIMEOUT:
+        assert "after 2.5 s" in error.message
+        assert "11 tokens" in error.message
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_the_engines_reason_is_for_the_log_alone() -> None:
         (EngineStopped("m"), 503, "unavailable_error", None, "unavailable", 1),
     ],
 )  # fmt: skip
-def test_what_lower_layers_raise_has_its_status(
+def test_errors_of_lower_layers_have_a_status(
     error: InvalidRequest | QueueFull | EngineStopped, status: int, kind: str, param: str | None,
     code: str | None, retry_after: int | None,
 ) -> None:  # fmt: skip
@@ -114,12 +107,7 @@ def test_what_lower_layers_raise_has_its_status(
     assert translated.message.startswith(str(error))
 
 
-def test_a_translated_error_stays_as_it_is() -> None:
-    error = bad_request("m")
-    assert as_api_error(error) is error
-
-
-def test_a_full_queue_says_when_to_come_back() -> None:
+def test_full_queue_has_limit_and_time() -> None:
     error = as_api_error(QueueFull("5 sequences are waiting", 4, 7, Limit.SEQUENCES))
     assert error.limit is Limit.SEQUENCES
     assert error.message == ("5 sequences are waiting, the queue holds 4; try again in about 7 s")

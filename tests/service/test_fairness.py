@@ -1,4 +1,4 @@
-"""Several callers on a busy server: each gets its turn, and room to wait for it."""
+"""Fairness: each caller of a busy server gets its turn and room in the queue."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ QUEUE = 4
 
 @pytest.fixture
 def server(spelling_path: Path) -> Iterator[Serving]:
-    """One slot, a queue of four, and two callers."""
+    """A server with one slot, a queue of four, and two callers."""
     with serving(
         spelling_path, slots=1, max_queue=QUEUE, slow_reader_timeout=TEST_TIMEOUT,
         api_keys="many=many-many,few=few-few-few",
@@ -64,14 +64,14 @@ class Askers:
 
 
 def occupy(server: Serving, stack: ExitStack) -> None:
-    """Hold the slot by a generation of the one with many requests."""
+    """Hold the slot by a generation of the caller `many`."""
     raw = stack.enter_context(server.connect())
     body = {"prompt": "a", "max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True, "stream": True}
     raw.sendall(request_bytes("/generate", body, f"Authorization: {KEYS['many']}"))
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
 
 
-def test_a_full_queue_of_one_caller_has_room_for_another_and_a_turn(server: Serving) -> None:
+def test_queue_filled_by_one_caller_admits_another(server: Serving) -> None:
     askers = Askers(server)
     with ExitStack() as stack:
         occupy(server, stack)
@@ -98,7 +98,7 @@ def test_a_full_queue_of_one_caller_has_room_for_another_and_a_turn(server: Serv
     ],
 )  # fmt: skip
 def test_every_endpoint_knows_its_caller(server: Serving, path: str, fields: Any) -> None:
-    """The queue is full of another's requests, and takes those of this one."""
+    """A queue full of another caller's requests admits those of this one."""
     statuses = []
     with ExitStack() as stack:
         occupy(server, stack)
@@ -109,5 +109,7 @@ def test_every_endpoint_knows_its_caller(server: Serving, path: str, fields: Any
         for key in ("many", "few"):
             ask = {"prompt": "aa", "timeout": 0.05, **fields}
             statuses.append(server.post(path, ask, Authorization=KEYS[key]).status_code)
-    assert statuses == [429, 504], "no room for the one, room and a short timeout for the other"
+    assert statuses == [429, 504], (
+        "no room for one caller; room, but a short timeout, for the other"
+    )
     server.wait_idle()

@@ -1,4 +1,4 @@
-"""`LLM` and a server of the same checkpoint: one request, the same bits."""
+"""`LLM` and a server of the same checkpoint give the same bits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ JSON: dict[str, dict[str, Any]] = {
                      "baseline": 32},
     "sweep": {"over": ["layers", "heads"], "token_id": 97},
 }  # fmt: skip
-"""Operations that answer with a JSON object, with more fields."""
+"""More fields for operations that answer with a JSON object."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,7 @@ def llm(checkpoint_path: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("name", JSON)
 @pytest.mark.parametrize("more", [True, False])
-def test_a_reply_is_the_servers(llm: LLM, server: Serving, name: str, more: bool) -> None:
-    """By the operation's name, as an object of its reply."""
+def test_reply_equals_the_servers(llm: LLM, server: Serving, name: str, more: bool) -> None:
     body = {**SMALLEST[name], **(JSON[name] if more else {})}
     served = server.json(f"/{name}", body)
     replies = [llm.run(name, **body)]
@@ -61,7 +60,7 @@ GENERATED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_completions(llm: LLM, server: Serving, name: str) -> None:
+def test_completions_equal_the_servers(llm: LLM, server: Serving, name: str) -> None:
     prompts: list[str | list[int]] = [PROMPT, [7, 8]]
     asked: dict[str, Any] = {"max_tokens": 30, "seed": 5, "logprobs": 2, "n": 2, **GENERATED[name]}
     asked = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asked.items()}
@@ -83,7 +82,7 @@ def test_completions(llm: LLM, server: Serving, name: str) -> None:
         ]
 
 
-def test_arrays(llm: LLM, server: Serving) -> None:
+def test_arrays_equal_the_servers(llm: LLM, server: Serving) -> None:
     for name in ("logits", "hidden_states", "attention"):
         served = npy(server, f"/{name}", positions="all")
         assert np.array_equal(getattr(llm, name)(PROMPT), served)
@@ -95,7 +94,7 @@ def test_arrays(llm: LLM, server: Serving) -> None:
         assert np.array_equal(values, named[stage].numpy())
 
 
-def test_methods_give_the_numbers_of_the_replies(llm: LLM) -> None:
+def test_methods_return_the_numbers_of_replies(llm: LLM) -> None:
     (probs,) = llm.run("probs", prompt=PROMPT, token_ids=list(range(257))).prompts
     assert llm.probs(PROMPT).tolist() == [token.prob for token in probs.tokens]
     continuations: list[str | list[int]] = ["cd", [7, 8]]

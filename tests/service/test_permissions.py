@@ -1,7 +1,6 @@
-"""Who may read what is written, and what is said to those who may not.
+"""Permissions of written checkpoints, adapters, runs and exports, and errors for unreadable files.
 
-A container's user is often not the one who trained. Here: checkpoints, adapters, runs and exports,
-by their commands. Not here: what is extracted.
+The user of a container is often not the one who trained.
 """
 
 import json
@@ -22,7 +21,7 @@ from tests.model.convert.theirs import save_theirs
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without somebody's .env."""
+    """A working directory without a .env."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -36,7 +35,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def modes(folder: Path) -> dict[str, str]:
-    """Of everything below a folder and of itself, links aside."""
+    """Permissions of a folder and everything below it, without links."""
     every = [folder, *sorted(folder.rglob("*"))]
     return {str(path): oct(path.stat().st_mode & 0o777) for path in every if not path.is_symlink()}
 
@@ -45,8 +44,8 @@ def expected(folder: Path, umask: int) -> dict[str, str]:
     return {name: oct((0o777 if Path(name).is_dir() else 0o666) & ~umask) for name in modes(folder)}
 
 
-def test_what_training_writes_is_for_whom_the_umask_says(umask: int, tmp_path: Path) -> None:
-    """Checkpoints, shards, the trainer's state and the lock; adapters, and what `merge` makes."""
+def test_training_writes_files_by_the_umask(umask: int, tmp_path: Path) -> None:
+    """Checkpoints, shards, the trainer's state and lock, adapters, and merged checkpoints."""
     story_file = tmp_path / "story.txt"
     story_file.write_text(story(400), encoding="utf-8")
     base, lora = tmp_path / "run", tmp_path / "tuned"
@@ -60,7 +59,7 @@ def test_what_training_writes_is_for_whom_the_umask_says(umask: int, tmp_path: P
     assert {"state.pt", "model.safetensors", "run.lock"} <= {p.name for p in base.rglob("*")}
 
 
-def test_what_is_converted_is_for_whom_the_umask_says(umask: int, tmp_path: Path) -> None:
+def test_conversion_writes_files_by_the_umask(umask: int, tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "llama")
     (tmp_path / "out").mkdir()
     assert run(["import", "theirs", "out/ours"]) == 0
@@ -75,7 +74,7 @@ def test_what_is_converted_is_for_whom_the_umask_says(umask: int, tmp_path: Path
 WITHOUT_PRIVILEGES = """
 import ctypes, json, sys
 from logitd.service.cli.main import run
-# Root may read everything; without its capabilities it is a user like others.
+# Root may read everything, unless it drops its capabilities.
 header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(header, none) == 0
 for arguments in json.loads(sys.argv[1]):
@@ -83,8 +82,8 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_what_may_not_be_read_is_said_in_a_sentence(checkpoint_path: Path, tmp_path: Path) -> None:
-    """Which file it is, and what its owner can do."""
+def test_unreadable_file_is_reported_with_the_fix(checkpoint_path: Path, tmp_path: Path) -> None:
+    """The message names the file and the fix."""
     places = {
         "weights": ("model.safetensors", "r"),
         "config": ("config.json", "r"),
@@ -101,16 +100,16 @@ def test_what_may_not_be_read_is_said_in_a_sentence(checkpoint_path: Path, tmp_p
             f"{path / file} may not be {verb} by this user: chmod a+{wanted} {path / file}, "
             "as its owner"
         )
-        for command in (
-            ["serve", "--port", "0", "--checkpoint"],
-            ["inspect"],
-            ["generate", "a", "--checkpoint"],
-            ["eval"],
+        every = [
+            ["inspect", str(path)],
+            ["serve", "--port", "0", "--checkpoint", str(path)],
+            ["generate", "a", "--checkpoint", str(path)],
+            ["eval", str(path)],
             ["export", str(path), str(tmp_path / "exported")],
-        ):
-            given = command if command[0] == "export" else [*command, str(path)]
-            commands.append(given)
-            sentences.append(sentence)
+        ]
+        chosen = every if name == "weights" else every[:1]
+        commands += chosen
+        sentences += [sentence] * len(chosen)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_PRIVILEGES, json.dumps(commands)],
         capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""What --quantize costs: measured on the way to being served, and told alike everywhere."""
+"""The cost of --quantize: measured at the start, and reported everywhere."""
 
 import logging
 import math
@@ -68,7 +68,9 @@ def banner(server: Serving, capsys: pytest.CaptureFixture[str]) -> list[str]:
             if line.startswith("quantized")]  # fmt: skip
 
 
-def measured_loss(covered: CheckpointInfo, text: Path, kind: Quantization) -> QuantizationLoss:
+def measured_loss(
+    covered: CheckpointInfo, text: Path, kind: Quantization, **options: str
+) -> QuantizationLoss:
     gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
     windows = held_out_windows(covered, text).windows
     (batch,) = windows
@@ -78,10 +80,11 @@ def measured_loss(covered: CheckpointInfo, text: Path, kind: Quantization) -> Qu
         windows.byte_lengths,
         exact=choose_decode_path(gpt, threads=1).make_decoder,
         quantized=choose_decode_path(gpt, ComputeOptions(quantize=kind), threads=1).make_decoder,
+        **options,  # type: ignore[arg-type]
     )
 
 
-def test_info_and_the_banner_tell_what_quantizing_costs(
+def test_info_and_banner_report_the_cost(
     measured: Serving,
     covered: CheckpointInfo,
     text: Path,
@@ -108,22 +111,10 @@ def test_info_and_the_banner_tell_what_quantizing_costs(
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_what_keys_and_values_in_int8_cost(
+def test_cost_of_int8_keys_and_values_is_reported(
     covered: CheckpointInfo, text: Path, quantize: Quantization, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
-    windows = held_out_windows(covered, text).windows
-    (batch,) = windows
-    expected = quantization_loss(
-        gpt,
-        *batch,
-        windows.byte_lengths,
-        exact=choose_decode_path(gpt, threads=1).make_decoder,
-        quantized=choose_decode_path(
-            gpt, ComputeOptions(quantize=quantize), threads=1
-        ).make_decoder,
-        kept="int8",
-    )
+    expected = measured_loss(covered, text, quantize, kept="int8")
     settings = {**INT8, "quantize": quantize, "kv_cache_dtype": "int8"}
     with serving(covered.path, validation_text=text, **settings) as server:
         info = Info.model_validate(server.client.get("/info").json())
@@ -141,17 +132,17 @@ def test_what_keys_and_values_in_int8_cost(
     assert slot < 0.4 * slot_bytes(covered.config, 4)
 
 
-def test_what_is_served_is_rounded_once(
+def test_served_weights_are_rounded_once(
     measured: Serving, covered: CheckpointInfo, kind: Quantization
 ) -> None:
-    """Measuring rounds a copy: the model's own weights are rounded by the engine alone."""
+    """Measuring rounds a copy, so the engine rounds exact weights."""
     with serving(covered.path, validation_text=None, **{**INT8, "quantize": kind}) as other:
         body = {"prompt": "line 1", "seed": 1, "max_tokens": 20, "logprobs": 1}
         replies = [each.json("/generate", body) for each in (measured, other)]
     assert replies[0]["choices"] == replies[1]["choices"]
 
 
-def test_without_a_text_it_is_said_that_nothing_was_measured(
+def test_without_a_text_the_missing_measurement_is_reported(
     covered: CheckpointInfo, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO), serving(covered.path, **INT8) as server:
@@ -165,14 +156,14 @@ def test_without_a_text_it_is_said_that_nothing_was_measured(
     assert [r.levelname for r in caplog.records if sentence in r.message] == ["WARNING"]
 
 
-def test_without_quantizing_there_is_no_line(
+def test_banner_without_quantization_has_no_cost(
     server: Serving, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert banner(server, capsys) == []
 
 
 @pytest.mark.parametrize(("threshold", "level"), [(-1.0, "WARNING"), (1.0, "INFO")])
-def test_a_large_loss_is_warned_of(
+def test_large_loss_is_a_warning(
     covered: CheckpointInfo, text: Path, threshold: float, level: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -182,21 +173,21 @@ def test_a_large_loss_is_warned_of(
     assert [r.levelname for r in caplog.records if r.message.startswith("int8 costs")] == [level]
 
 
-def test_the_sentence() -> None:
-    loss = QuantizationLoss(exact=1.0695, quantized=1.0702, tokens=3072)
-    assert QuantizationCost("int8", loss, "notes.txt").sentence() == (
-        "int8 costs 0.07 % (1.0702 instead of 1.0695 bits per byte over 3,072 tokens of notes.txt)"
-    )
-
-
 def percent(loss: QuantizationLoss) -> str:
     return f"{100 * loss.relative:.2f}".replace("-0.00", "0.00")
 
 
-def test_what_gains_less_than_is_written_costs_nothing() -> None:
-    """The banner said that int8 keys and values cost -0.00 %."""
-    loss = QuantizationLoss(exact=1.06952, quantized=1.06951, tokens=3072)
-    assert QuantizationCost("int8", loss, "notes.txt").sentence().startswith("int8 costs 0.00 % (")
+@pytest.mark.parametrize(
+    ("exact", "quantized", "sentence"),
+    [
+        (1.0695, 1.0702, "int8 costs 0.07 % (1.0702 instead of 1.0695 bits per byte over 3,072"),
+        # The banner used to report a cost of -0.00 %.
+        (1.06952, 1.06951, "int8 costs 0.00 % ("),
+    ],
+)
+def test_sentence_has_the_cost(exact: float, quantized: float, sentence: str) -> None:
+    loss = QuantizationLoss(exact=exact, quantized=quantized, tokens=3072)
+    assert QuantizationCost("int8", loss, "notes.txt").sentence().startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +198,7 @@ def test_what_gains_less_than_is_written_costs_nothing() -> None:
         ("x" * 2000, {}, "quantize is none: set quantize to int8 or int4, or kv_cache_dtype to "),
     ],
 )
-def test_a_text_that_cannot_be_used_is_refused(
+def test_unusable_text_is_refused(
     covered: CheckpointInfo, tmp_path: Path, content: str | None, settings: dict[str, Any],
     message: str, logged_errors: list[str],
 ) -> None:  # fmt: skip
@@ -222,11 +213,10 @@ def test_a_text_that_cannot_be_used_is_refused(
     logged_errors.clear()
 
 
-def test_a_loss_above_the_bound_is_refused_unless_any_is_accepted(
+def test_loss_above_the_bound_is_refused(
     logged_errors: list[str],
 ) -> None:
-    """Of the bundled checkpoint: what rounding does to one that was not trained may be a gain. The
-    message has the numbers and both ways out."""
+    """Uses the bundled checkpoint, because rounding untrained weights may be a gain."""
     try:
         held_out_windows(read_checkpoint(BUNDLED))
         load_library()
@@ -252,11 +242,11 @@ def test_a_loss_above_the_bound_is_refused_unless_any_is_accepted(
     ("written", "share"),
     [("2%", 0.02), ("0.5 %", 0.005), ("3", 0.03), ("0%", 0), ("any", math.inf)],
 )
-def test_a_bound_is_read_as_people_write_it(written: str, share: float) -> None:
+def test_bound_has_several_spellings(written: str, share: float) -> None:
     assert parse_loss_limit(written) == share
 
 
 @pytest.mark.parametrize("written", ["", "%", "-1%", "2%%", "nan", "inf", "1e9", "2 %o"])
-def test_what_is_not_a_bound_is_refused(written: str) -> None:
+def test_invalid_bound_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match=r"give 2% or 0\.5%, or any for no limit"):
         parse_loss_limit(written)

@@ -1,6 +1,5 @@
-"""Drafts behind HTTP: every reply of a server that verifies them is that of one that does not, but
-for its timings. Several tokens come in one step, so stop strings, ends and counts are what could
-differ."""
+"""Speculation over HTTP: a server with drafts gives the same replies as one without. Several tokens
+come in one step, so stop strings, ends and counts could differ."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from tests.service.spelling import RING, spelled
 from tests.service.twins import check_alike, check_streams_alike
 
 KNOWN = [*RING, *RING[:1]]
-"""A prompt of the spelling checkpoint that says all that can follow."""
+"""A prompt of the spelling checkpoint from which every continuation can be drafted."""
 LETTERS = [97, 98, 99]
 
 
@@ -52,7 +51,7 @@ def tiny(checkpoint_path: Path) -> Iterator[Pair]:
 
 
 def check(pair: Pair, body: dict[str, Any], path: str = "/generate") -> Any:
-    """Both servers' reply, whole and streamed."""
+    """The reply of both servers, which must agree whole and streamed."""
     check_streams_alike(pair.drafting, pair.plain, path, body)
     return check_alike(pair.drafting, pair.plain, path, body)
 
@@ -73,7 +72,7 @@ SPELLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SPELLED)
-def test_a_text_that_repeats(spellers: Pair, name: str) -> None:
+def test_repeating_text_is_the_same(spellers: Pair, name: str) -> None:
     before = spellers.accepted
     reply = check(spellers, {"prompt": KNOWN, "seed": 3, **SPELLED[name]})
     longest = max(len(choice["token_ids"]) for choice in reply["choices"])
@@ -81,8 +80,8 @@ def test_a_text_that_repeats(spellers: Pair, name: str) -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 24))
-def test_a_stop_string_anywhere_in_a_steps_tokens(spellers: Pair, length: int) -> None:
-    """What came behind it in the same step is neither shown nor counted."""
+def test_stop_string_anywhere_in_a_step_is_the_same(spellers: Pair, length: int) -> None:
+    """Tokens after it in the same step are neither shown nor counted."""
     before = spellers.drafting.finished("stop")
     ids = spelled("a", length + 1)
     stop = bytes(ids[-2:]).decode()
@@ -98,8 +97,8 @@ def test_a_stop_string_anywhere_in_a_steps_tokens(spellers: Pair, length: int) -
 
 
 @pytest.mark.parametrize("max_tokens", range(4, 13))
-def test_a_stop_string_in_the_step_that_ends_a_text(spellers: Pair, max_tokens: int) -> None:
-    """max_tokens may be reached in the step whose tokens hold the stop string."""
+def test_stop_string_in_the_last_step_is_the_same(spellers: Pair, max_tokens: int) -> None:
+    """max_tokens may be reached in the step with the stop string."""
     body = {"prompt": KNOWN, "stop": ["fg", "e"], "max_tokens": max_tokens, "seed": 1}
     (choice,) = check(spellers, body)["choices"]
     assert (choice["text"], choice["stop_reason"]) == ("bcd", "e")
@@ -118,13 +117,13 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_text_of_few_letters(tiny: Pair, name: str) -> None:
-    """Drafts that are right in part."""
+def test_text_of_few_letters_is_the_same(tiny: Pair, name: str) -> None:
+    """Some of its drafts are right."""
     body = {"prompt": ["abcab", "cccaaaaabbb"], "allowed_token_ids": LETTERS, "max_tokens": 80}
     check(tiny, body | {"seed": 11} | SAMPLED[name])
 
 
-def test_of_these_drafts_some_were_right(tiny: Pair) -> None:
+def test_some_drafts_are_accepted(tiny: Pair) -> None:
     drafted = tiny.drafting.sample("logitd_draft_tokens_total")
     body = {"prompt": "abc", "allowed_token_ids": LETTERS, "max_tokens": 100, "seed": 1, "n": 4}
     tiny.drafting.generate(**body)
@@ -135,12 +134,11 @@ def test_of_these_drafts_some_were_right(tiny: Pair) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": "klm"}, {"logprobs": 2, "n": 2}, {"echo": True}])
-def test_openais_completions(spellers: Pair, fields: dict[str, Any]) -> None:
+def test_openai_completions_are_the_same(spellers: Pair, fields: dict[str, Any]) -> None:
     check(spellers, {"prompt": KNOWN, "max_tokens": 60, "seed": 1, **fields}, "/v1/completions")
 
 
-def test_a_constraint_is_kept_to(tiny: Pair) -> None:
-    """Without drafts."""
+def test_constraint_excludes_drafts(tiny: Pair) -> None:
     tiny.drafting.wait_idle()
     drafted = tiny.drafting.sample("logitd_draft_tokens_total")
     reply = check(tiny, {"prompt": "ababab", "regex": "(?:ab){10,20}", "seed": 2, "max_tokens": 50})

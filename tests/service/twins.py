@@ -1,4 +1,4 @@
-"""Twins: two services of one checkpoint that have to answer alike, but for what changes always."""
+"""Twins: two servers of one checkpoint that must give the same replies."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def lasting(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_together(chunks: list[Any]) -> dict[str, Any]:
-    """What a stream comes to: how its tokens were dealt out over chunks is nobody's business."""
+    """The whole of a stream, however its tokens were divided into chunks."""
     whole: dict[str, Any] = {"choices": {}}
     for chunk in chunks:
         for delta in chunk.pop("choices"):
@@ -26,7 +26,7 @@ def put_together(chunks: list[Any]) -> dict[str, Any]:
 
 
 def _add(to: dict[Any, Any], name: Any, value: Any) -> None:
-    """Texts and lists grow, lists by their names do so each, anything else is what came last."""
+    """Append texts and lists, merge objects, replace other values."""
     if isinstance(value, dict):
         if to.get(name) is None:
             to[name] = {}
@@ -39,7 +39,7 @@ def _add(to: dict[Any, Any], name: Any, value: Any) -> None:
 
 
 def check_alike(one: Serving, other: Serving, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The whole reply, which is the same of both."""
+    """The reply of both servers, which must be the same."""
     reply, expected = (lasting(server.json(path, body)) for server in (one, other))
     assert reply == expected
     return reply

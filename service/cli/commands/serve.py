@@ -91,14 +91,14 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     console.print("logitd is ready")
     for name, value in (
         *_models(models),
-        ("keys", ", ".join(first.key_names) or "none: every client is answered"),
+        ("keys", ", ".join(first.keys.names) or "none: every client is answered"),
         ("service", url),
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
         *([] if busy is None else [("load", busy)]),
     ):
         console.print(Text.assemble((f"{name:<12}", "bold"), visible(value)))
-    key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
+    key = "-H 'Authorization: Bearer KEY' " if first.keys.names else ""
     body: dict[str, Any] = {"model": first.name} if models.several else {}
     body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}
     # One write, so that no reader sees "try it" without its command.
@@ -135,7 +135,7 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         yield "decoding", _decoding(model)
         if (cost := computed.quantization) is not None:
             yield "quantized", cost.sentence()
-        yield "context", f"{model.context_length} tokens"
+        yield "context", f"{model.checkpoint.config.context_length} tokens"
         yield "slots", _slots(model)
     computed = models.served[0].computation
     turns = "; a step of each model in turn" if models.several else ""
@@ -165,6 +165,7 @@ def _decoding(served: ServedModel) -> str:
 
 def _slots(served: ServedModel) -> str:
     computed = served.computation
-    each = computed.kv_cache_bytes // served.slots
+    slots = served.engine.admission.slots
+    each = computed.kv_cache_bytes // slots
     why = "" if computed.slots_why is None else f" ({computed.slots_why})"
-    return f"{served.slots} sequences at once, {format_bytes(each)} of keys and values each{why}"
+    return f"{slots} sequences at once, {format_bytes(each)} of keys and values each{why}"

@@ -19,9 +19,9 @@ from logitd.model.operations.body import (
 )
 from logitd.model.operations.operation import checkpoint_name
 from logitd.service.access.auth import bearer_token
+from logitd.service.engine.async_engine import ReloadError
 from logitd.service.errors import ERRORS, ApiError
 from logitd.service.http.body import body_of, described_by
-from logitd.service.models.reloader import ReloadError
 from logitd.service.models.state import Ready, State
 
 router = APIRouter(tags=["operations"])
@@ -91,11 +91,11 @@ async def reload(
     models."""
     served = models.of(body.model).model
     try:
-        reloaded = await served.reloader.choose(body.checkpoint)
+        swapped = await served.reloader.choose(body.checkpoint)
     except (OSError, ReloadError) as error:
         raise ApiError(409, "conflict_error", str(error), "checkpoint", "not_reloaded") from error
     return ReloadReply(
         model=served.name,
-        checkpoint=CheckpointName(**checkpoint_name(reloaded.checkpoint)),
-        swapped=reloaded.swapped,
+        checkpoint=CheckpointName(**checkpoint_name(served.checkpoint)),
+        swapped=swapped,
     )

@@ -1,4 +1,4 @@
-"""Host: a page that points its own domain at the loopback reads and computes nothing here."""
+"""HostCheck: a page that points its own domain at the loopback cannot read or compute anything."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,14 +41,13 @@ def test_host_of_the_loopback_is_accepted(host: str, server: Serving) -> None:
     assert status(server, host) == 200
 
 
-@pytest.mark.parametrize("host", [*FOREIGN, *ADDRESSES])
-def test_foreign_host_is_refused(host: str, server: Serving) -> None:
-    assert status(server, host) == 403
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_foreign_host_reads_nothing(path: str, server: Serving) -> None:
-    assert status(server, "evil.example", path) == 403
+@pytest.mark.parametrize(
+    ("host", "path"),
+    [*((host, "/version") for host in (*FOREIGN, *ADDRESSES)),
+     *(("evil.example", path) for path in PATHS)],
+)  # fmt: skip
+def test_foreign_host_reads_nothing(host: str, path: str, server: Serving) -> None:
+    assert status(server, host, path) == 403
 
 
 def test_foreign_host_computes_nothing(server: Serving) -> None:
@@ -87,7 +86,7 @@ def test_every_host_of_a_request_is_checked(server: Serving) -> None:
         ({"allowed_hosts": "*"}, ["evil.example", "192.0.2.1"], []),
         ({"host": "localhost"}, ["localhost"], ["evil.example"]),
         ({"host": "0.0.0.0"}, ["evil.example", "192.0.2.1"], []),
-        # An address cannot be pointed elsewhere: probes and scrapers go by them.
+        # No page can redirect an address, and probes use them.
         ({"host": "0.0.0.0", "allowed_hosts": "gpt.example.org"},
          ["gpt.example.org", "localhost", *ADDRESSES], ["evil.example", "1.2.3.4.evil.example"]),
         ({"api_keys": "ann=the-key-of-ann"}, ["evil.example"], []),
@@ -119,7 +118,7 @@ def test_loopback_is_recognised(host: str, loopback: bool) -> None:
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_page_of_another_origin_cannot_post(media_type: str | None, server: Serving) -> None:
-    """Bodies that a browser sends without asking first are refused, and the question is too."""
+    """Neither bodies that a browser sends without asking first, nor its question, are accepted."""
     headers = {"Origin": "http://evil.example"}
     for path in ("/generate", "/v1/completions"):
         url, body = f"{server.url}{path}", b'{"prompt": "a"}'

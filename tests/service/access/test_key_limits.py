@@ -1,4 +1,4 @@
-"""What one API key may ask for: counted for itself, told with its own numbers, given back."""
+"""Limits of API keys: counted for each key, reported with its numbers, and released."""
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,10 +22,7 @@ ANN, BEN = "the-key-of-ann", "the-key-of-ben"
 
 
 class Clock:
-    """Moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -42,7 +39,7 @@ def rejected(limits: KeyLimits, name: str) -> ApiError:
     return caught.value
 
 
-def test_a_minutes_requests_may_come_at_once_and_come_back_evenly(clock: Clock) -> None:
+def test_requests_of_a_minute_return_evenly(clock: Clock) -> None:
     limits = KeyLimits(KeyLimit(per_minute=6), {}, clock)
     for _ in range(6):
         with limits.request("ann"):
@@ -63,7 +60,7 @@ def test_a_minutes_requests_may_come_at_once_and_come_back_evenly(clock: Clock) 
     rejected(limits, "ann")
 
 
-def test_requests_at_once_count_until_they_end_however_they_do() -> None:
+def test_concurrent_requests_count_until_they_end() -> None:
     limits = KeyLimits(KeyLimit(at_once=2), {})
     with ExitStack() as stack:
         stack.enter_context(limits.request("ann"))
@@ -73,14 +70,14 @@ def test_requests_at_once_count_until_they_end_however_they_do() -> None:
         with pytest.raises(ZeroDivisionError), limits.request("ann"):
             raise ZeroDivisionError
         assert (error.status, error.limit) == (429, Limit.KEY_AT_ONCE)
-        assert "'ann' may have 2 requests answered at once, and has 2" in error.message
+        assert "'ann' may have 2 requests answered at once and has 2" in error.message
         with limits.request("ann"):
             rejected(limits, "ann")
     with limits.request("ann"), limits.request("ann"):
         rejected(limits, "ann")
 
 
-def test_what_is_rejected_at_once_costs_nothing_of_the_minute(clock: Clock) -> None:
+def test_rejected_request_does_not_count(clock: Clock) -> None:
     limits = KeyLimits(KeyLimit(per_minute=2, at_once=1), {}, clock)
     with limits.request("ann"):
         for _ in range(5):
@@ -90,7 +87,7 @@ def test_what_is_rejected_at_once_costs_nothing_of_the_minute(clock: Clock) -> N
     assert rejected(limits, "ann").limit is Limit.KEY_PER_MINUTE
 
 
-def test_each_key_has_its_own(clock: Clock) -> None:
+def test_each_key_has_its_own_limits(clock: Clock) -> None:
     own = {"ben": KeyLimit(per_minute=2), "cat": KeyLimit(0, 0)}
     limits = KeyLimits(KeyLimit(per_minute=1, at_once=3), own, clock)
     assert [limits.of(name) for name in ("ann", "ben", "cat")] == [(1, 3), (2, 3), (0, 0)]
@@ -104,7 +101,7 @@ def test_each_key_has_its_own(clock: Clock) -> None:
             stack.enter_context(limits.request("cat"))
 
 
-def test_other_limits_take_over_and_what_is_spent_stays_spent(clock: Clock) -> None:
+def test_replaced_limits_keep_what_is_spent(clock: Clock) -> None:
     limits = KeyLimits(KeyLimit(), {"ann": KeyLimit(per_minute=10)}, clock)
     for _ in range(10):
         with limits.request("ann"):
@@ -130,8 +127,8 @@ def test_other_limits_take_over_and_what_is_spent_stays_spent(clock: Clock) -> N
     st.integers(1, 100),
     st.lists(st.floats(0, 30), max_size=80),
 )
-def test_no_minute_has_more_than_twice_its_number(per_minute: int, pauses: list[float]) -> None:
-    """A full bucket at its beginning, and what comes back until its end."""
+def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
+    """A full bucket, and what returns to it within the minute."""
     clock = Clock()
     limits = KeyLimits(KeyLimit(per_minute=per_minute), {}, clock)
     taken: list[float] = []
@@ -145,7 +142,7 @@ def test_no_minute_has_more_than_twice_its_number(per_minute: int, pauses: list[
         assert len(within) <= 2 * per_minute
 
 
-# As they are written
+# Syntax
 
 
 @pytest.mark.parametrize(
@@ -157,7 +154,7 @@ def test_no_minute_has_more_than_twice_its_number(per_minute: int, pauses: list[
         (f"ann={ANN} at-once=0", KeyLimit(None, 0)),
     ],
 )
-def test_limits_stand_behind_a_key(line: str, limit: KeyLimit | None, tmp_path: Path) -> None:
+def test_limits_follow_a_key(line: str, limit: KeyLimit | None, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{line}\nben={BEN}\n")
     expected = {} if limit is None else {"ann": limit}
@@ -172,7 +169,7 @@ def test_limits_stand_behind_a_key(line: str, limit: KeyLimit | None, tmp_path: 
     ["per-minute=", "per-minute=x", "per-minute=-1", "at-once=1.5", "at-once=2 at-once=2",
      "per-minute=1000001", "at-once=٣"],
 )  # fmt: skip
-def test_what_is_no_limit_is_refused_and_no_key_told(words: str) -> None:
+def test_invalid_limit_is_refused_without_the_key(words: str) -> None:
     with pytest.raises(ApiKeyError, match="entry 1 of the API keys has ") as caught:
         read_api_keys(SecretStr(f"ann={ANN} {words}"), None)
     assert ANN not in str(caught.value)
@@ -182,9 +179,7 @@ def test_what_is_no_limit_is_refused_and_no_key_told(words: str) -> None:
 # Over HTTP
 
 
-def test_a_key_that_asks_for_too_much_hears_its_own_numbers(
-    tmp_path: Path,
-) -> None:
+def test_key_above_its_limit_gets_429_with_its_numbers(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "speller", spelling_gpt()).path
     file = tmp_path / "keys"
     file.write_text(f"ann={ANN} per-minute=3\nben={BEN}\n")
@@ -201,9 +196,9 @@ def test_a_key_that_asks_for_too_much_hears_its_own_numbers(
         assert "'ann' may send 3 requests a minute" in error.message
         assert 1 <= int(refused.headers["retry-after"]) <= 20
         for path in ("/info", "/metrics"):
-            assert server.client.get(path, headers=ann).status_code == 200, "what is only read"
+            assert server.client.get(path, headers=ann).status_code == 200, "GET does not count"
         with server.client.stream("POST", "/generate", json=long, headers=ben) as reply:
-            lines = reply.iter_lines()  # kept: a generator that is let go closes the reply
+            lines = reply.iter_lines()  # kept: without a reference, the generator closes the reply
             next(lines)
             at_once = server.post("/generate", body, **ben)
             assert at_once.status_code == 429
@@ -215,7 +210,7 @@ def test_a_key_that_asks_for_too_much_hears_its_own_numbers(
         assert found[Limit.KEY_AT_ONCE] >= 1
 
 
-def test_a_client_that_leaves_gives_its_place_up(checkpoint_path: Path) -> None:
+def test_client_that_leaves_releases_its_place(checkpoint_path: Path) -> None:
     body = {"prompt": "a", "max_tokens": 120, "ignore_eos": True, "stream": True}
     key = {"Authorization": f"Bearer {ANN}"}
     with serving(checkpoint_path, api_keys=f"ann={ANN}", key_at_once=1) as server:

@@ -1,4 +1,4 @@
-"""The application when nobody has asked for anything yet, and when its threads are all taken."""
+"""The application before the first request, and while all its threads are busy."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ ANSWERED_BY_THE_LOOP = (
 )  # fmt: skip
 
 
-def test_no_request_waits_until_routes_are_made(
+def test_routes_are_prepared_before_the_first_request(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FastAPI makes those of an included router when a request first looks for its own, in a fifth
-    of a second in which the event loop does nothing else. So none is included."""
+    """FastAPI prepares the routes of an included router at the first request, which blocks the
+    event loop for a fifth of a second. So no router is included."""
     made: list[Any] = []
     make = fastapi.dependencies.utils.get_dependant
 
@@ -33,7 +33,7 @@ def test_no_request_waits_until_routes_are_made(
     with monkeypatch.context() as patch:
         patch.setattr(fastapi.routing, "get_dependant", noted)
         with serving(checkpoint_path) as server:
-            assert made, "routes are made by something else: the test shows nothing"
+            assert made, "the test watches the wrong function"
             made.clear()
             for path in ("/version", "/nowhere", "/v1/models"):
                 server.client.get(path)
@@ -43,7 +43,7 @@ def test_no_request_waits_until_routes_are_made(
 
 @contextmanager
 def no_free_thread(server: Serving) -> Iterator[None]:
-    """Take every thread that endpoints run in, as long as the block lasts."""
+    """Occupy every thread for endpoints during the block."""
     taken, done = asyncio.Event(), asyncio.Event()
 
     async def take() -> None:
@@ -66,14 +66,14 @@ def no_free_thread(server: Serving) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("path", ANSWERED_BY_THE_LOOP)
-def test_what_is_in_memory_is_told_without_a_thread(server: Serving, path: str) -> None:
-    """A probe must not find a server dead because its threads wait for a disk."""
+def test_endpoint_without_work_needs_no_thread(server: Serving, path: str) -> None:
+    """A probe must succeed even if all threads wait for a disk."""
     with no_free_thread(server):
         assert server.client.get(path, timeout=10).status_code in (200, 404)
 
 
-def test_the_document_does_not_hold_up_the_event_loop(server: Serving) -> None:
-    """It takes a quarter of a second to make."""
+def test_openapi_document_is_made_in_a_thread(server: Serving) -> None:
+    """Making it takes a quarter of a second."""
     made_on: list[Any] = []
     openapi = server.app.openapi
 

@@ -1,4 +1,4 @@
-"""/docs teaches: every body is described, every example is accepted, nothing comes from outside."""
+"""/docs: every body is described, every example is accepted, every file is local."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ BODIES: dict[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatRequest,
 }
 UNQUEUED = {one.path for one in OPERATIONS if one.form == "vocabulary"}
-"""Bodies that are no work of the engine."""
+"""Endpoints that do not use the engine."""
 GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
     "/tokenizer_info",
@@ -43,7 +43,7 @@ def references(value: Any) -> list[str]:
     return []
 
 
-def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any]) -> None:
+def test_every_endpoint_is_described(document: dict[str, Any]) -> None:
     assert set(document["paths"]) == {*BODIES, *GETS, "/admin/reload"}
     for path, methods in document["paths"].items():
         assert set(methods) == {"get" if path in GETS else "post"}
@@ -52,7 +52,7 @@ def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any])
             assert operation["tags"], path
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_exists(document: dict[str, Any]) -> None:
     found = set(references(document))
     assert found
     for reference in found:
@@ -62,7 +62,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str) -> None:
+def test_every_field_of_a_body_is_described(document: dict[str, Any], path: str) -> None:
     model = BODIES[path]
     body = document["paths"][path]["post"]["requestBody"]
     assert body["required"] is True
@@ -102,7 +102,7 @@ def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
             assert response["description"]
 
 
-def test_what_the_administrator_may_do_is_described(document: dict[str, Any]) -> None:
+def test_reload_is_described(document: dict[str, Any]) -> None:
     operation = document["paths"]["/admin/reload"]["post"]
     assert {"200", "400", "401", "403", "409", "413", "415", "500"} <= set(operation["responses"])
     examples = operation["requestBody"]["content"]["application/json"]["examples"]
@@ -111,14 +111,14 @@ def test_what_the_administrator_may_do_is_described(document: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("path", GETS)
-def test_errors_of_what_takes_no_body_are_documented(document: dict[str, Any], path: str) -> None:
+def test_errors_of_get_are_documented(document: dict[str, Any], path: str) -> None:
     responses = set(document["paths"][path]["get"]["responses"])
     assert {"200", "431"} <= responses
     assert ("401" in responses) != path.startswith("/health")
 
 
-def test_a_status_that_is_not_documented_fails_a_test(server: Serving) -> None:
-    """`Serving.client` looks each status up that a test provokes."""
+def test_undocumented_status_fails_a_test(server: Serving) -> None:
+    """`Serving.client` checks the status of each reply."""
     app = server.app
     described = app.openapi()
     try:
@@ -130,9 +130,10 @@ def test_a_status_that_is_not_documented_fails_a_test(server: Serving) -> None:
     assert server.post("/generate", {"prompt": ""}).status_code == 400
 
 
-def test_the_page_uses_local_files_alone(server: Serving) -> None:
+def test_page_uses_local_files_only(server: Serving) -> None:
     page = server.client.get("/docs")
     assert page.status_code == 200
+    assert server.client.get("/redoc").status_code == 404
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"(?:https?:)?//[a-z0-9]", page.text, flags=re.IGNORECASE)
     files = re.findall(r"(?:href|src)=[\"']([^\"']+)", page.text)
@@ -159,25 +160,15 @@ def test_pages_forbid_what_they_do_not_need(server: Serving, path: str, method: 
     assert headers["Referrer-Policy"] == "no-referrer"
 
 
-def test_there_is_no_second_documentation(server: Serving) -> None:
-    assert server.client.get("/redoc").status_code == 404
-
-
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-def test_a_stream_is_among_the_replies(
-    server: Serving, document: dict[str, Any], path: str
-) -> None:
-    """Under the media type that it comes with."""
+def test_stream_is_documented(server: Serving, document: dict[str, Any], path: str) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     assert content.keys() == {"application/json", "text/event-stream"}
     assert content["text/event-stream"]["schema"]["required"] == ["data"]
     body = {"prompt": "a", "max_tokens": 1, "stream": True}
-    if "chat" not in path:  # which needs a template
+    if "chat" not in path:  # needs a template
         with server.client.stream("POST", path, json=body) as reply:
             assert reply.headers["content-type"].partition(";")[0] in content
-
-
-def test_what_does_not_stream_does_not_say_so(document: dict[str, Any]) -> None:
-    for path in ("/probs", "/score", "/logits"):
-        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    for other in ("/probs", "/score", "/logits"):
+        content = document["paths"][other]["post"]["responses"]["200"]["content"]
         assert "text/event-stream" not in content

@@ -1,4 +1,4 @@
-"""The server's life: loading, signals and the drain, in real processes."""
+"""Life of the server: loading, signals and the drain, in real processes."""
 
 import shutil
 import signal
@@ -26,8 +26,8 @@ LONG = {"prompt": "a", "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def slow_path(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Half a gigabyte, which takes seconds to load: more than a process has that ends at once."""
-    path = slow_checkpoint(checkpoint_path, tmp_path_factory.mktemp("slow"), 2**27)
+    """A quarter of a gigabyte, which takes a second to load."""
+    path = slow_checkpoint(checkpoint_path, tmp_path_factory.mktemp("slow"), 2**26)
     yield path
     shutil.rmtree(path)
 
@@ -37,7 +37,7 @@ def process(checkpoint: Path, *flags: str) -> ServedProcess:
 
 
 class Stream:
-    """A streaming client that reads in a thread of its own until the end."""
+    """A streaming client that reads in a separate thread."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         self.received = b""
@@ -62,19 +62,19 @@ class Stream:
             self._error = error
 
     def events(self) -> list[Any]:
-        """All of the stream, when it has ended as a stream should."""
+        """All events, after the stream has ended properly."""
         self._thread.join(60)
         assert self._error is None
         return events(self.received)
 
     def broken_off(self) -> bool:
-        """Whether it ended as no stream should."""
+        """True if the stream was broken off."""
         self._thread.join(60)
         return self._error is not None
 
 
 def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
-    """A request in a thread of its own, and where its response will be."""
+    """A request in a separate thread, and the list that receives its response."""
     responses: list[httpx.Response] = []
 
     def post() -> None:
@@ -86,9 +86,8 @@ def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx
     return thread, responses
 
 
-def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_path: Path) -> None:
-    path = slow_checkpoint(checkpoint_path, tmp_path, 2**26)
-    with closing(process(path)) as server:
+def test_server_answers_health_while_it_loads(slow_path: Path) -> None:
+    with closing(process(slow_path)) as server:
         server.wait_for("listening on port")
         assert "logitd is ready" not in server.output
         with client(server.url) as http:
@@ -101,7 +100,7 @@ def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_pa
         assert server.exit_code() == 0
 
 
-def test_a_signal_ends_it_at_once_while_it_loads(slow_path: Path) -> None:
+def test_signal_while_loading_quits_at_once(slow_path: Path) -> None:
     with closing(process(slow_path)) as server:
         server.wait_for("listening on port")
         time.sleep(0.1)
@@ -113,22 +112,10 @@ def test_a_signal_ends_it_at_once_while_it_loads(slow_path: Path) -> None:
         assert "Traceback" not in server.output
 
 
-def test_a_second_signal_quits_even_while_it_drains(spelling_path: Path) -> None:
-    with closing(process(spelling_path, "--slots", "1", "--kernels", "torch")) as server:
-        server.wait_for("logitd is ready")
-        stream = Stream(server.url, max_tokens=600)
-        server.signal(signal.SIGTERM)
-        server.wait_for("SIGTERM: draining")
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 128 + signal.SIGTERM
-        assert "Traceback" not in server.output
-        stream.broken_off()
-
-
-def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
+def test_drain_finishes_requests_and_refuses_new_ones(
     spelling_path: Path,
 ) -> None:
-    # Plain torch: native, the stream would be over before it is seen that somebody waits.
+    # Plain torch: the native decoder would finish before the test sees the waiting request.
     with process(spelling_path, "--slots", "1", "--kernels", "torch") as server:
         stream = Stream(server.url, max_tokens=600)
         waiting, responses = posted(server.url, LONG | {"max_tokens": 5})
@@ -149,10 +136,10 @@ def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
         assert "ERROR" not in server.output
 
 
-def test_a_grace_answers_on_while_balancers_learn_that_it_leaves(spelling_path: Path) -> None:
-    with process(spelling_path, "--drain-grace", "3") as server, client(server.url) as http:
+def test_drain_grace_keeps_answering(spelling_path: Path) -> None:
+    with process(spelling_path, "--drain-grace", "1.5") as server, client(server.url) as http:
         server.signal(signal.SIGTERM)
-        server.wait_for("not ready any more, draining in 3 s")
+        server.wait_for("not ready any more, draining in 1.5 s")
         assert http.get("/health").json()["status"] == "draining"
         answered = http.post("/generate", json={"prompt": "a", "max_tokens": 3})
         assert answered.status_code == 200
@@ -186,7 +173,7 @@ def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> N
 
 
 def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
-    """It reads the keys again, even if the run has another best checkpoint by now."""
+    """Even if the run has a new best checkpoint."""
     run, keys = tmp_path / "run", tmp_path / "keys"
     for step in (1, 2):
         save_tiny_checkpoint(run / f"step-{step}", training=training_record(step=step))
@@ -207,7 +194,7 @@ def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
         server.wait_for("SIGHUP: this server has no API keys")
 
 
-def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None:
+def test_short_drain_ends_requests_with_an_error(spelling_path: Path) -> None:
     with process(
         spelling_path, "--slots", "2", "--drain-timeout", "0.1", "--kernels", "torch"
     ) as server:
@@ -218,7 +205,7 @@ def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None
         assert server.exit_code() == 0
         for stream in streams:
             *before, last = stream.events()
-            assert before, "it was running"
+            assert before
             error = ErrorReply.model_validate(last).error
             assert error.type == "unavailable_error"
             assert "shutting down" in error.message
@@ -230,42 +217,41 @@ def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None
         assert "Traceback" not in server.output
 
 
-def test_a_second_signal_quits_at_once(spelling_path: Path) -> None:
-    with process(spelling_path) as server:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_quits_at_once(spelling_path: Path, second: signal.Signals) -> None:
+    with process(spelling_path, "--kernels", "torch") as server:
         stream = Stream(server.url)
         server.signal(signal.SIGTERM)
         server.wait_for("SIGTERM: draining")
-        server.signal(signal.SIGINT)
-        assert server.exit_code() == 128 + signal.SIGINT
+        server.signal(second)
+        assert server.exit_code() == 128 + second
         assert stream.broken_off()
         assert "Traceback" not in server.output
 
 
 @pytest.mark.usefixtures("signals_as_before")
-def test_a_port_in_use_ends_it_with_a_sentence(
-    checkpoint_path: Path, logged_errors: list[str]
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "port {port} is in use: "),
+        ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine: "),
+        ("no.such.host.invalid", "--host no.such.host.invalid"),
+    ],
+)
+def test_bind_failure_is_one_line(
+    host: str, reason: str, checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = serve_settings(checkpoint_path, port=taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        settings = serve_settings(checkpoint_path, host=host, port=port)
         assert serve(settings, announce=lambda served, port: None) == 1
-    assert len(logged_errors) == 2
-    assert "address already in use" in logged_errors[0]
-    assert "--port 0 takes a free one" in logged_errors[1]
+    (line,) = logged_errors
+    assert reason.format(port=port) in line
     logged_errors.clear()
 
 
 @pytest.mark.usefixtures("signals_as_before")
-def test_a_host_of_another_machine_is_named(
-    checkpoint_path: Path, logged_errors: list[str]
-) -> None:
-    settings = serve_settings(checkpoint_path, host="192.0.2.1", port=0)
-    assert serve(settings, announce=lambda served, port: None) == 1
-    assert "--host 192.0.2.1" in logged_errors[-1]
-    logged_errors.clear()
-
-
-@pytest.mark.usefixtures("signals_as_before")
-def test_what_cannot_be_loaded_ends_it_with_a_sentence(
+def test_checkpoint_that_cannot_be_loaded_ends_the_server(
     tmp_path: Path, logged_errors: list[str]
 ) -> None:
     settings = serve_settings(tmp_path / "nowhere", port=0)
@@ -278,10 +264,10 @@ def test_what_cannot_be_loaded_ends_it_with_a_sentence(
 
 
 @pytest.mark.usefixtures("signals_as_before")
-def test_an_engine_that_fails_ends_it_with_1(
+def test_failed_engine_ends_the_server_with_1(
     checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
-    """A supervisor starts it again."""
+    """So that a supervisor can start it again."""
     requests: list[threading.Thread] = []
 
     def break_engine(models: Models, port: int) -> None:

@@ -28,7 +28,7 @@ def test_closing_a_stream_ends_the_request(watched: Serving, connect: Connect) -
     stream = connect(watched.url).stream(**LONG)
     chunks = iter(stream)
     next(chunks)
-    assert watched.served.engine.open_sequences == 1
+    assert watched.served.engine.admission.sequences == 1
     stream.close()
     watched.wait_idle()
     assert watched.finished("abort") == 1
@@ -71,7 +71,7 @@ def test_cancelling_a_task_ends_its_request(watched: Serving, streamed: bool) ->
         ):
             call = client.stream(**LONG).result() if streamed else client.generate(**LONG)
             task = asyncio.create_task(call)
-            while watched.served.engine.open_sequences == 0:
+            while watched.served.engine.admission.sequences == 0:
                 await asyncio.sleep(0.002)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Bounds on connections: what descriptors allow, who makes room, what the log says of it."""
+"""Bounds on connections: their number, evictions, and reports in the log."""
 
 import logging
 import resource
@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from logitd.service.application.server import serve
 from logitd.service.connections.limits import (
     MOST_CONNECTIONS,
     ConnectionLimitError,
-    ConnectionLimits,
-    connection_limits,
+    connection_bounds,
 )
 from logitd.service.connections.open_connections import Reports
 from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,
+    client,
     eventually,
     read_until,
     request_bytes,
@@ -35,7 +34,7 @@ GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """The limit of this process, as it was before."""
+    """Restores the limit of this process."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -45,25 +44,25 @@ def descriptors() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("soft", "expected"), [(256, 112), (1024, 688), (4096, 2992), (20_000, MOST_CONNECTIONS)]
 )
-def test_descriptors_decide_how_many_there_may_be(tmp_path: Path, soft: int, expected: int) -> None:
+def test_descriptors_bound_connections(tmp_path: Path, soft: int, expected: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    limits = connection_limits(serve_settings(tmp_path))
-    assert limits.max_connections == expected
-    assert limits.max_connections + limits.backlog < soft
-    chosen = connection_limits(serve_settings(tmp_path, max_connections=expected - 1))
-    assert chosen.max_connections == expected - 1
+    most, backlog = connection_bounds(serve_settings(tmp_path))
+    assert most == expected
+    assert most + backlog < soft
+    chosen, _ = connection_bounds(serve_settings(tmp_path, max_connections=expected - 1))
+    assert chosen == expected - 1
 
 
 @pytest.mark.usefixtures("descriptors")
-def test_more_than_descriptors_allow_is_refused_with_the_numbers(
+def test_more_connections_than_descriptors_allow_are_refused(
     checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     settings = serve_settings(checkpoint_path, max_connections=200)
     with pytest.raises(ConnectionLimitError, match=r"256 file descriptors .* 112 connections fit"):
-        connection_limits(settings)
+        connection_bounds(settings)
     assert serve(settings, announce=lambda served, port: None) == 1
     assert "200 connections do not fit" in logged_errors[0]
     logged_errors.clear()
@@ -71,7 +70,7 @@ def test_more_than_descriptors_allow_is_refused_with_the_numbers(
 
 @pytest.fixture
 def narrow(spelling_path: Path) -> Iterator[Serving]:
-    """A server for four connections, of which `server.client` may have one."""
+    """A server for four connections."""
     with serving(spelling_path, slots=8, max_connections=4) as running:
         yield running
 
@@ -80,8 +79,9 @@ def ended(server: Serving, reason: str) -> float:
     return server.sample("logitd_connections_ended_total", reason=reason)
 
 
-def test_who_waits_longest_makes_room(narrow: Serving) -> None:
-    """First those without a request, the longest first; then a body; never a reply."""
+def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
+    """First those without a request, the oldest first; then one with a body; never one with a
+    reply."""
     with ExitStack() as stack:
 
         def connect(begin: bytes) -> socket.socket:
@@ -97,11 +97,11 @@ def test_who_waits_longest_makes_room(narrow: Serving) -> None:
         silent = connect(b"")
         used = connect(GET)
         read_until(used, b'"version"')
-        first = connect(b"GET /")  # in place of `silent`, which waits for longer than `used`
+        first = connect(b"GET /")  # replaces `silent`, which has waited longer than `used`
         assert silent.recv(1) == b""
         second = connect(b"GET /")
         assert used.recv(1) == b""
-        for raw in (first, second):  # now they are at work
+        for raw in (first, second):
             raw.sendall(b"version HTTP/1.1\r\n\r\n" if raw is first else b"health HTTP/1.1\r\n\r\n")
             assert b" 200 " in read_until(raw, b"}")
         assert ended(narrow, "made_room") == 2
@@ -109,7 +109,7 @@ def test_who_waits_longest_makes_room(narrow: Serving) -> None:
             raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
         eventually(lambda: narrow.sample("logitd_kv_slots_used") == 3)
         third = connect(b"GET /")
-        assert body.recv(1) == b"", "the body made room, because the others are at work"
+        assert body.recv(1) == b"", "because the others are busy"
         third.sendall(b"version HTTP/1.1\r\n\r\n")
         assert b" 200 " in read_until(third, b'"version"')
         answered.setblocking(False)
@@ -117,14 +117,14 @@ def test_who_waits_longest_makes_room(narrow: Serving) -> None:
             answered.recv(1)
 
 
-def test_who_is_reading_a_reply_does_not_make_room(narrow: Serving) -> None:
-    """Its reply is complete, so it waits for longest; but not all has been sent."""
+def test_reader_of_a_reply_does_not_make_room(narrow: Serving) -> None:
+    """Its reply is complete, so it has waited longest, but not everything has been sent."""
     large = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
     with ExitStack() as stack:
         reading = stack.enter_context(narrow.connect(receive_buffer=4096))
         reading.sendall(request_bytes("/generate", large))
         eventually(lambda: narrow.finished("length") == 1)
-        reading.recv(1)  # it is being written
+        reading.recv(1)
         for number in range(6):
             raw = stack.enter_context(narrow.connect())
             raw.sendall(GET)
@@ -135,15 +135,15 @@ def test_who_is_reading_a_reply_does_not_make_room(narrow: Serving) -> None:
         assert b'"timings"' in read_until(reading, b'"timings"')
 
 
-def test_where_all_are_at_work_health_alone_is_answered(narrow: Serving) -> None:
+def test_full_server_answers_health_only(narrow: Serving) -> None:
     with ExitStack() as stack:
         for _ in range(4):
             raw = stack.enter_context(narrow.connect())
             raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
         eventually(lambda: narrow.sample("logitd_kv_slots_used") == 4)
-        with httpx.Client(base_url=narrow.url, trust_env=False) as client:
-            assert client.get("/health").status_code == 200
-            refused = client.get("/version")
+        with client(narrow.url) as http:
+            assert http.get("/health").status_code == 200
+            refused = http.get("/version")
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert refused.headers["connection"] == "close"
@@ -151,8 +151,8 @@ def test_where_all_are_at_work_health_alone_is_answered(narrow: Serving) -> None
         assert ended(narrow, "refused") == 1
         assert ended(narrow, "made_room") <= 1
         held = [stack.enter_context(narrow.connect()) for _ in range(100)]
-        with httpx.Client(base_url=narrow.url, trust_env=False) as client:
-            assert client.get("/health").status_code == 200
+        with client(narrow.url) as http:
+            assert http.get("/health").status_code == 200
         assert narrow.sample("logitd_connections") <= 4 + 17
         for raw in held:
             raw.close()
@@ -160,8 +160,8 @@ def test_where_all_are_at_work_health_alone_is_answered(narrow: Serving) -> None
     narrow.wait_idle()
 
 
-def test_who_was_above_the_bound_is_served_when_others_are_idle(narrow: Serving) -> None:
-    """More connections than the bound, which were at work: an idle one goes, nobody gets 503."""
+def test_connection_above_the_bound_is_served_when_others_are_idle(narrow: Serving) -> None:
+    """After busy connections above the bound, an idle one is ended and no request gets 503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]
@@ -179,8 +179,8 @@ def test_who_was_above_the_bound_is_served_when_others_are_idle(narrow: Serving)
         assert ended(narrow, "made_room") > 0
 
 
-def test_silent_connections_keep_nobody_out(checkpoint_path: Path) -> None:
-    """With 256 descriptors, and more connections than that."""
+def test_silent_connections_keep_no_client_out(checkpoint_path: Path) -> None:
+    """The process has fewer descriptors than there are connections."""
     with (
         ServedProcess(
             "--checkpoint", str(checkpoint_path), "--threads", "1", descriptors=256
@@ -193,41 +193,37 @@ def test_silent_connections_keep_nobody_out(checkpoint_path: Path) -> None:
             raw.setblocking(False)
             raw.connect_ex((host, int(port)))
         for _ in range(5):
-            with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as client:
-                assert client.get("/health").status_code == 200
-        assert "with 112 open; see --max-connections" in server.output
+            with client(server.url) as http:
+                assert http.get("/health").status_code == 200
+        assert "with 112 connections open; see --max-connections" in server.output
 
 
-def test_the_log_says_each_kind_of_ending_at_once_and_then_now_and_then(
-    caplog: pytest.LogCaptureFixture,
+def test_log_reports_ended_connections_at_once_and_then_every_ten_seconds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
     metrics = Metrics()
-    limits = ConnectionLimits(7, 7, 1, 2, 3)
-    reports = Reports(limits, metrics, clock=lambda: now)
+    settings = serve_settings(tmp_path, slow_sender_timeout=1, slow_reader_timeout=2)
+    reports = Reports(settings, 7, metrics, clock=lambda: now)
     caplog.set_level(logging.INFO, "logitd.http")
+    reports.count(ConnectionEnd.IDLE)
     for _ in range(5):
         reports.count(ConnectionEnd.SILENT)
     reports.count(ConnectionEnd.UNREAD)
-    reports.count(ConnectionEnd.IDLE)
-    assert caplog.messages == [
-        "ended a connection: nothing was sent for 1 s",
-        "ended a connection: too little of a reply was read within 2 s",
-    ]
+    assert caplog.messages == ["ended a connection: no request came within 1 s"]
     now = 9.9
     reports.flush()
-    assert len(caplog.messages) == 2
+    assert len(caplog.messages) == 1
     now = 10.0
     reports.flush()
-    assert caplog.messages[2:] == ["ended 4 connections: nothing was sent for 1 s"]
+    assert caplog.messages[1:] == [
+        "ended 4 connections: no request came within 1 s",
+        "ended a connection: too little of a reply was read within 2 s",
+    ]
     assert not reports.pending
-    for end, number in ((ConnectionEnd.SILENT, 5), (ConnectionEnd.IDLE, 1)):
+    for end in ConnectionEnd:
+        number = {ConnectionEnd.SILENT: 5, ConnectionEnd.IDLE: 1, ConnectionEnd.UNREAD: 1}.get(
+            end, 0
+        )
         name = "logitd_connections_ended_total"
         assert metrics.registry.get_sample_value(name, {"reason": end.value}) == number
-
-
-@pytest.mark.parametrize("end", ConnectionEnd)
-def test_every_ending_is_a_series_from_the_start(end: ConnectionEnd) -> None:
-    metrics = Metrics()
-    labels = {"reason": end.value}
-    assert metrics.registry.get_sample_value("logitd_connections_ended_total", labels) == 0

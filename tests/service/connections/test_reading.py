@@ -1,4 +1,4 @@
-"""Reading and ReplyProgress: the books that a connection keeps, without a connection."""
+"""Reading and ReplyProgress: bookkeeping of a connection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from logitd.service.connections.limits import (
 from logitd.service.connections.reading import Reading, ReadState, ReplyProgress
 
 
-def test_a_request_passes_through_its_states() -> None:
+def test_request_passes_through_its_states() -> None:
     reading = Reading(1.0)
     states = [(reading.state, reading.since)]
     changes: list[Callable[[], None]] = [
@@ -32,7 +32,7 @@ def test_a_request_passes_through_its_states() -> None:
     ]
 
 
-def test_framing_is_bounded_by_the_body_it_frames() -> None:
+def test_framing_is_bounded_by_its_body() -> None:
     reading = Reading(0.0)
     reading.begin_head(0.0)
     assert not reading.is_too_large(MAX_RAW_HEADER_BYTES)
@@ -44,7 +44,7 @@ def test_framing_is_bounded_by_the_body_it_frames() -> None:
     assert reading.is_too_large(1)
 
 
-def test_a_reader_without_a_count_has_to_take_something() -> None:
+def test_reader_without_acknowledgements_must_read_something() -> None:
     progress = ReplyProgress()
     assert not progress.is_too_slow(0.0, 5.0, unsent=100, acknowledged=None, complete=True)
     assert not progress.is_too_slow(4.0, 5.0, unsent=99, acknowledged=None, complete=True)
@@ -54,7 +54,7 @@ def test_a_reader_without_a_count_has_to_take_something() -> None:
     assert not progress.is_too_slow(9.1, 5.0, unsent=0, acknowledged=None, complete=True)
 
 
-def test_a_reader_with_a_count_has_to_keep_a_rate() -> None:
+def test_reader_with_acknowledgements_must_keep_a_rate() -> None:
     progress, enough = ReplyProgress(), 5 * MIN_BYTES_PER_SECOND
     assert not progress.is_too_slow(0.0, 5.0, unsent=100, acknowledged=0, complete=True)
     assert not progress.is_too_slow(5.0, 5.0, unsent=100, acknowledged=enough, complete=True)

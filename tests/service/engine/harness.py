@@ -1,4 +1,4 @@
-"""A running AsyncEngine, requests for it and what became of them. Real engines, small models."""
+"""A running AsyncEngine and requests for it. Real engines, small models."""
 
 import asyncio
 import threading
@@ -19,6 +19,7 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.engine.requests import (
     GenerationRequest,
     OutputsRequest,
+    Request,
     ScoreRequest,
 )
 from logitd.model.inference.sampling.params import SamplingParams
@@ -26,6 +27,7 @@ from logitd.model.transformer.gpt import GPT
 from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import EngineDriver, OnCompute, StepReport, WeightsLoader
+from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
 from tests.model.inference.engine.harness import check_integrity
@@ -42,33 +44,23 @@ LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64, 
 
 
 class GatedEngine(Engine):
-    """Steps when it is allowed to; so that a test knows what has happened."""
+    """Makes steps while its gate is open and, if there are `permits`, as many as permitted."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, permits: threading.Semaphore | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.gate = threading.Event()
         self.gate.set()
         self.steps = 0
+        self._permits = permits
 
     def step(self, on_compute: OnCompute | None = None) -> StepResult:
         if on_compute is not None:
             on_compute()
         assert self.gate.wait(TEST_TIMEOUT)
+        assert self._permits is None or self._permits.acquire(timeout=TEST_TIMEOUT)
         self.steps += 1
-        return super().step()
-
-
-class PermittedEngine(Engine):
-    """Steps as often as it is permitted to."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.permits = threading.Semaphore(0)
-
-    def step(self, on_compute: OnCompute | None = None) -> StepResult:
-        if on_compute is not None:
-            on_compute()
-        assert self.permits.acquire(timeout=TEST_TIMEOUT)
         return super().step()
 
 
@@ -134,7 +126,7 @@ def all_rows(name: str, length: int) -> OutputsRequest:
 
 
 def scores(name: str, *lengths: int) -> ScoreRequest:
-    """Continuations of these lengths after a prompt of ten tokens."""
+    """A request for continuations of these lengths after a prompt of ten tokens."""
     return ScoreRequest(
         request_id=name,
         token_ids=tuple(long_prompt(10)),
@@ -145,6 +137,12 @@ def scores(name: str, *lengths: int) -> ScoreRequest:
 def prompt_logprobs(name: str, length: int, n: int = 1) -> GenerationRequest:
     prompt = tuple(long_prompt(length))
     return replace(generation(name, 2, n=n), token_ids=prompt, prompt_logprobs=0)
+
+
+def reserved(owner: AsyncEngine, requests: list[Request]) -> EngineSession:
+    session = EngineSession(owner)
+    session.reserve(requests)
+    return session
 
 
 async def rest(submission: Submission) -> list[Event]:

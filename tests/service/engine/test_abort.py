@@ -1,6 +1,7 @@
-"""AsyncEngine ends requests before their time: aborts, deadlines, and readers who pause."""
+"""AsyncEngine ends requests early: aborts, deadlines, and paused readers."""
 
 import asyncio
+from dataclasses import replace
 
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.events import (
@@ -8,9 +9,6 @@ from logitd.model.inference.engine.events import (
     FinishReason,
     OutputsChunk,
     TokenEvent,
-)
-from logitd.model.inference.engine.requests import (
-    OutputsRequest,
 )
 from tests.service.engine.harness import (
     SPELLING,
@@ -23,10 +21,10 @@ from tests.service.engine.harness import (
     tiny,
     token_ids,
 )
-from tests.service.spelling import long_prompt, spelled
+from tests.service.spelling import spelled
 
 
-async def test_abort_ends_one_sequence_a_request_or_all() -> None:
+async def test_abort_ends_a_sequence_or_a_request() -> None:
     engine = tiny(slots=4)
     async with running(engine) as (owner, _):
         engine.gate.clear()
@@ -42,13 +40,13 @@ async def test_abort_ends_one_sequence_a_request_or_all() -> None:
         assert ends == {
             ("a", 0): FinishReason.LENGTH,
             ("a", 1): FinishReason.ABORT,
-            ("b", 0): FinishReason.STOP,  # its reader found in the text what ends it
+            ("b", 0): FinishReason.STOP,  # its reader has found a stop string
         }
-        submission.abort()  # they have ended: nothing happens
-        assert owner.open_sequences == 0
+        submission.abort()  # no effect: they have ended
+        assert owner.admission.sequences == 0
 
 
-async def test_an_abort_in_the_queue_is_answered_at_once() -> None:
+async def test_abort_of_a_waiting_request_ends_it_at_once() -> None:
     engine = GatedEngine(SPELLING, EngineConfig(slots=1))
     async with running(engine, drain_timeout=0) as (owner, _):
         first = owner.submit([generation("a", 8000)])
@@ -63,7 +61,7 @@ async def test_an_abort_in_the_queue_is_answered_at_once() -> None:
         await rest(first)
 
 
-async def test_a_deadline_ends_what_runs_and_what_waits() -> None:
+async def test_deadline_ends_running_and_waiting_requests() -> None:
     engine = GatedEngine(SPELLING, EngineConfig(slots=1))
     async with running(engine) as (owner, _):
         soon = owner.now() + 0.05
@@ -75,11 +73,11 @@ async def test_a_deadline_ends_what_runs_and_what_waits() -> None:
             assert end.times.finished >= soon
 
 
-async def test_rows_wait_for_their_reader_and_for_nobody_else() -> None:
+async def test_outputs_wait_for_their_reader_only() -> None:
     engine = GatedEngine(SPELLING, EngineConfig(slots=2, prefill_chunk=64))
     async with running(engine) as (owner, reports):
         rows = owner.submit([all_rows("rows", 640)])
-        # Nobody takes the rows: the engine computes what its credit allows, and stops.
+        # Nobody reads the rows: the engine computes as many as its credit allows.
         events = await rest(owner.submit([generation("a", 50)]))
         assert token_ids(events, "a") == spelled("a", 50)
         handed = [e for r in reports for e in r.events if isinstance(e, OutputsChunk)]
@@ -90,16 +88,10 @@ async def test_rows_wait_for_their_reader_and_for_nobody_else() -> None:
         assert all(piece.rows.shape == (64, 257) for piece in pieces)
 
 
-async def test_the_deadline_of_paused_rows_passes_although_nothing_steps() -> None:
+async def test_deadline_of_a_paused_request_passes_without_steps() -> None:
     engine = GatedEngine(SPELLING, EngineConfig(slots=1, prefill_chunk=64))
     async with running(engine) as (owner, reports):
-        length = 640
-        request = OutputsRequest(
-            request_id="rows",
-            token_ids=tuple(long_prompt(length)),
-            positions=tuple(range(length)),
-            deadline=owner.now() + 0.2,
-        )
+        request = replace(all_rows("rows", 640), deadline=owner.now() + 0.2)
         submission = owner.submit([request])
         while not any(isinstance(e, FinishEvent) for r in reports for e in r.events):
             await asyncio.sleep(0.001)

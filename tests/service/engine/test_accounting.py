@@ -1,4 +1,4 @@
-"""AsyncEngine counts the elements of the outputs that it owes, however a request ends."""
+"""AsyncEngine counts output elements until their request ends, in any way."""
 
 import asyncio
 from collections import Counter
@@ -15,8 +15,9 @@ from logitd.model.inference.engine.requests import (
 )
 from logitd.model.inference.errors import InvalidRequest
 from logitd.service.engine.admission import QueueFull
-from logitd.service.engine.async_engine import AsyncEngine, Reservation
+from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import StepReport
+from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
 from tests.service.engine.harness import (
     TINY,
@@ -24,6 +25,7 @@ from tests.service.engine.harness import (
     finishes,
     generation,
     prompt_logprobs,
+    reserved,
     rest,
     run,
     running,
@@ -39,21 +41,21 @@ COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "rese
 
 
 class Account:
-    """Asks an AsyncEngine, and knows what its open elements should be: those of the requests whose
-    last sequence has not been seen to end, and of those reserved."""
+    """Sends requests to an AsyncEngine and knows its open elements: those of requests whose last
+    sequence has not ended, and of reserved ones."""
 
     def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:
         self.owner, self.reports = owner, reports
         self.submissions: list[Submission] = []
         self.submitted: list[Request] = []
-        self.reservations: list[tuple[Reservation, list[Request]]] = []
+        self.reservations: list[tuple[EngineSession, list[Request]]] = []
         self.names = 0
 
     def check(self) -> None:
         ended = Counter(e.request_id for r in self.reports for e in finishes(list(r.events)))
         left = [r for r in self.submitted if ended[r.request_id] < len(sequence_lengths(r))]
         left += [request for _, waiting in self.reservations for request in waiting]
-        assert self.owner.open_elements == price(left)
+        assert self.owner.admission.elements == price(left)
 
     async def do(self, command: str, size: int) -> None:
         match command:
@@ -98,13 +100,13 @@ class Account:
 
     def reserve(self, requests: list[Request]) -> None:
         def reserve() -> None:
-            self.reservations.append((self.owner.reserve(requests), requests))
+            self.reservations.append((reserved(self.owner, requests), requests))
 
         self.fits(requests, reserve)
 
     def fits(self, requests: list[Request], ask: Callable[[], None]) -> bool:
-        """Ask; whether it was accepted, which it has to be if there is room."""
-        elements, wanted = price(requests), price(requests) + self.owner.open_elements
+        """Ask. Returns True if it was accepted, which it must be if there is room."""
+        elements, wanted = price(requests), price(requests) + self.owner.admission.elements
         try:
             ask()
         except InvalidRequest:
@@ -112,14 +114,14 @@ class Account:
         except QueueFull:
             assert elements <= ELEMENTS_LIMIT < wanted
         else:
-            assert self.owner.open_elements == wanted <= ELEMENTS_LIMIT
+            assert self.owner.admission.elements == wanted <= ELEMENTS_LIMIT
             return True
-        assert self.owner.open_elements == wanted - elements, "all or none"
+        assert self.owner.admission.elements == wanted - elements, "all or none"
         return False
 
     def release(self) -> None:
         for reservation, waiting in self.reservations:
-            reservation.release()
+            reservation.close()
             waiting.clear()
 
 
@@ -131,13 +133,13 @@ def price(requests: list[Request]) -> int:
     st.lists(st.tuples(st.sampled_from(COMMANDS), st.integers(1, 70)), max_size=20),
     st.sampled_from(["read", "abort", "stop"]),
 )
-def test_numbers_leave_the_count_once_on_every_way_to_end(
+def test_elements_are_counted_until_their_request_ends(
     commands: list[tuple[str, int]], end: str
 ) -> None:
     async def test() -> None:
         async with running(
             tiny(slots=2),
-            max_queue_tokens=10**6,  # so that elements alone are ever too many
+            max_queue_tokens=10**6,  # so that only elements can be too many
             max_queue_elements=ELEMENTS_LIMIT,
             drain_timeout=0,
         ) as (owner, reports):
@@ -154,6 +156,6 @@ def test_numbers_leave_the_count_once_on_every_way_to_end(
                     submission.abort()
                 await rest(submission)
                 account.check()
-            assert owner.open_elements == 0
+            assert owner.admission.elements == 0
 
     run(test)

@@ -1,6 +1,5 @@
-"""AdmissionController: what it counts, what it rejects, and when a rejected client may come back.
-That the elements of each request are given back once, on every way to end, is in
-test_accounting.py, with a real engine."""
+"""AdmissionController: what it counts and rejects, and when a rejected client may try again.
+test_accounting.py tests with a real engine that each request's elements are released once."""
 
 import asyncio
 from collections import Counter
@@ -29,8 +28,6 @@ ROWS_LOAD = Load(sequences=1, tokens=3, elements=2 * CONFIG.vocab_size)
 
 
 class Clock:
-    """Says what it is told."""
-
     now = 100.0
 
     def __call__(self) -> float:
@@ -56,7 +53,7 @@ def finish(prompt_tokens: int) -> FinishEvent:
 
 
 def retry_after(gaps: Sequence[float], *, sequences: int) -> int:
-    """What a full queue answers when its sequences have ended with such gaps."""
+    """`retry_after` of a full queue whose sequences have ended with these gaps."""
     clock = Clock()
     admission = controller(1, sequences - 1, clock=clock)
     for _ in range(sequences):
@@ -70,27 +67,26 @@ def retry_after(gaps: Sequence[float], *, sequences: int) -> int:
     return caught.value.retry_after
 
 
-def test_a_sequence_counts_once_a_request_n_times() -> None:
+def test_load_counts_each_sequence_of_a_request() -> None:
     admission = controller(1, 10)
     assert admission.load_of(replace(GENERATION, n=3)) == Load(sequences=3, tokens=9)
     assert admission.load_of(ROWS) == ROWS_LOAD
 
 
-def test_what_was_admitted_and_ended_leaves_nothing() -> None:
+def test_ended_requests_leave_nothing() -> None:
     admission = controller(2, 10, 100, 10**6)
     admission.reserve([ROWS, ROWS])
     assert admission.admit_reserved(ROWS) == ROWS_LOAD
     assert (admission.sequences, admission.elements) == (2, 4 * CONFIG.vocab_size)
-    admission.end_sequence(finish(3))
-    admission.end_request(ROWS_LOAD)
+    admission.end_sequence(finish(3), elements=ROWS_LOAD.elements)
     assert (admission.sequences, admission.elements) == (1, 2 * CONFIG.vocab_size)
-    assert not admission.is_empty
+    assert admission.sequences
     admission.release([ROWS])
     assert (admission.sequences, admission.elements) == (0, 0)
-    assert admission.is_empty
+    assert not admission.sequences
 
 
-def test_all_requests_are_admitted_or_none() -> None:
+def test_admit_takes_all_requests_or_none() -> None:
     admission = controller(1, 2)
     assert admission.admit([ROWS, GENERATION]) == [ROWS_LOAD, Load(sequences=1, tokens=3)]
     with pytest.raises(QueueFull, match="1 sequences are waiting, the queue holds 2"):
@@ -98,22 +94,21 @@ def test_all_requests_are_admitted_or_none() -> None:
     assert admission.sequences == 2
 
 
-def test_the_tokens_of_what_runs_do_not_wait() -> None:
+def test_tokens_of_running_requests_do_not_count() -> None:
     admission = controller(1, 10, 7)
     admission.admit([GENERATION])
     admission.admit([GENERATION])
     with pytest.raises(QueueFull, match="6 prompt tokens are waiting, the queue holds 7"):
         admission.admit([GENERATION])
-    admission.set_begun(3)
+    admission.begun_tokens = 3
     admission.admit([GENERATION])
 
 
-def test_what_is_held_counts_while_its_texts_are_encoded() -> None:
-    """The room is there when the requests are submitted right after the block, and for nobody
-    else meanwhile."""
+def test_held_sequences_count_while_texts_are_encoded() -> None:
+    """Their room is free for the requests right after the block, and for no others meanwhile."""
     admission = controller(1, 1)
     with admission.hold(2, "n"):
-        assert (admission.sequences, admission.is_empty) == (2, False)
+        assert admission.sequences == 2
         with pytest.raises(QueueFull, match="1 sequences are waiting"):
             admission.check_capacity(Load(sequences=1))
     admission.admit([replace(GENERATION, n=2)])
@@ -122,29 +117,31 @@ def test_what_is_held_counts_while_its_texts_are_encoded() -> None:
     assert admission.sequences == 2
 
 
-def test_what_is_held_is_given_back_after_an_error() -> None:
+def test_held_sequences_are_released_after_an_error() -> None:
     admission = controller(1, 1)
     with pytest.raises(ZeroDivisionError), admission.hold(2, "n"):
         raise ZeroDivisionError
-    assert admission.is_empty
+    assert not admission.sequences
 
 
 @pytest.mark.parametrize(
-    ("slots", "queue", "message"),
+    ("slots", "queue", "sequences", "message"),
     [
-        (100, 100, "the request has 9 sequences (prompts times n); 8 are allowed in one. "
-                   "Send fewer, or raise --max-sequences"),
-        (2, 3, "the request has 6 sequences (prompts times n); 2 slots and a queue of 3 never "
-               "have room for so many. Send fewer, or raise --max-queue"),
+        (100, 100, 9, r"9 .* 8 are allowed .*--max-sequences"),
+        (2, 3, 6, r"6 .* 2 .* 3 .*--max-queue"),
     ],
-)  # fmt: skip
-def test_what_never_fits_is_an_invalid_request(slots: int, queue: int, message: str) -> None:
-    """However empty the queue is: to try again would be in vain."""
+)
+def test_request_that_never_fits_is_invalid(
+    slots: int, queue: int, sequences: int, message: str
+) -> None:
+    """QueueFull would tell the client to try again."""
     admission = controller(slots, queue, per_request=8)
-    sequences = 9 if queue == 100 else 6
-    with pytest.raises(InvalidRequest) as caught, admission.hold(sequences, "n"):
+    with (
+        pytest.raises(InvalidRequest, match=message) as caught,
+        admission.hold(sequences, "n"),
+    ):
         pass
-    assert (str(caught.value), caught.value.param) == (message, "n")
+    assert caught.value.param == "n"
 
 
 @pytest.mark.parametrize(
@@ -159,18 +156,18 @@ def test_admission_refuses_what_costs_too_many_tokens(request_: GenerationReques
     admission = controller(1, 10, most_tokens=tokens - 1)
     with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1} .*--max-request-tokens"):
         admission.admit([request_])
-    assert admission.is_empty
+    assert not admission.sequences
     controller(1, 10, most_tokens=tokens).admit([request_])
 
 
-def test_more_elements_than_the_queue_ever_holds() -> None:
+def test_more_elements_than_the_queue_ever_holds_are_invalid() -> None:
     admission = controller(1, 10, elements=2 * CONFIG.vocab_size)
     admission.check_capacity(admission.load_of(ROWS))
     with pytest.raises(InvalidRequest, match=r"asks for .* output elements .* never holds more"):
         admission.admit([ROWS, ROWS])
 
 
-def test_waiting_until_it_is_empty() -> None:
+def test_wait_empty_waits_for_the_last_sequence() -> None:
     async def test() -> None:
         admission = controller(1, 10)
         await admission.wait_empty()
@@ -191,9 +188,8 @@ def test_waiting_until_it_is_empty() -> None:
     asyncio.run(test())
 
 
-def test_a_full_queue_says_when_by_the_pace_of_those_before() -> None:
-    """The nearer to what sequences take lately, the more of them have ended; never below a second,
-    never above a minute."""
+def test_retry_after_follows_the_pace() -> None:
+    """The estimate approaches the recent pace, between a second and a minute."""
     assert retry_after([], sequences=5) == 5, "a second each, before anything is known"
     slow, slower = (retry_after([3.0] * n, sequences=5) for n in (5, 100))
     assert 5 < slow < slower == 15
@@ -208,8 +204,8 @@ def sent_by(caller: str, n: int = 1) -> GenerationRequest:
     return replace(GENERATION, n=n, caller=caller)
 
 
-def test_a_full_queue_takes_a_caller_that_has_less_than_its_share() -> None:
-    """Half of 8 while two have something there, a third while three do; twice the limit in all."""
+def test_full_queue_admits_a_caller_below_its_share() -> None:
+    """The share is half of 8 for two callers, a third for three; the total at most twice 8."""
     admission = controller(2, 8)
     admission.admit([sent_by("a", 10)])
     with pytest.raises(QueueFull, match="8 sequences are waiting, the queue holds 8"):
@@ -226,7 +222,7 @@ def test_a_full_queue_takes_a_caller_that_has_less_than_its_share() -> None:
     assert admission.sequences == 2 + 2 * 8
 
 
-def test_whoever_is_alone_may_fill_the_queue_again_when_the_others_have_gone() -> None:
+def test_caller_alone_may_fill_the_queue() -> None:
     admission = controller(1, 4)
     admission.admit([sent_by("a", 5)])
     admission.admit([sent_by("b")])
@@ -239,7 +235,7 @@ def test_whoever_is_alone_may_fill_the_queue_again_when_the_others_have_gone() -
     assert admission.sequences == 5
 
 
-def test_tokens_and_elements_have_shares_too() -> None:
+def test_shares_apply_to_tokens_and_elements() -> None:
     rows = CONFIG.vocab_size * 2
     admission = controller(1, 100, tokens=12, elements=2 * rows)
     for _ in range(4):
@@ -258,7 +254,7 @@ def test_tokens_and_elements_have_shares_too() -> None:
         admission.reserve([replace(ROWS, caller="b")])
 
 
-def test_a_queue_that_holds_nothing_holds_nothing_for_anybody() -> None:
+def test_queue_of_zero_admits_no_waiting_sequence() -> None:
     admission = controller(1, 0)
     admission.admit([sent_by("a")])
     with pytest.raises(QueueFull):
@@ -272,11 +268,9 @@ def test_a_queue_that_holds_nothing_holds_nothing_for_anybody() -> None:
     ),
     st.integers(0, 12),
 )
-def test_every_caller_gets_its_share_whatever_the_others_do(
-    acts: list[tuple[str, int, bool]], limit: int
-) -> None:
-    """Nobody is rejected while there is room, nor below its share while all have less than twice
-    the limit; and what was admitted and ended leaves nothing."""
+def test_every_caller_gets_its_share(acts: list[tuple[str, int, bool]], limit: int) -> None:
+    """No caller is rejected while there is room, nor below its share while all have less than
+    twice the limit. What was admitted and ended leaves nothing."""
     slots = 2
     admission = controller(slots, limit)
     open_: Counter[str] = Counter()
@@ -301,5 +295,5 @@ def test_every_caller_gets_its_share_whatever_the_others_do(
         assert admission.sequences == open_.total() <= slots + 2 * limit
     for caller in open_.elements():
         admission.end_sequence(finish(3), caller)
-    assert admission.is_empty
+    assert not admission.sequences
     assert not admission._open.by_caller

@@ -1,4 +1,4 @@
-"""Building: whose threads compute, and how many slots there are."""
+"""Building an engine: its threads and its slots."""
 
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool of its own in the loading thread once made every prefill two and a half times as
-    long: with it there were more threads than processors, and OpenMP let all of them sleep between
-    operations."""
+    """A pool in the loading thread once made every prefill two and a half times as long: there were
+    more threads than processors, and OpenMP let all of them sleep between operations."""
     before = torch.get_num_threads()
     seen: list[int] = []
     torch.set_num_threads(2)
@@ -76,7 +75,7 @@ def test_unasked_slots_are_said_with_their_reason(
 
     free = 4 * 40 * one + 2 * one
     assert said(free) == (40, f"25% of the {format_bytes(free)} that the weights leave free")
-    assert said(400 * one) == (64, "as many as are made unasked")
+    assert said(400 * one) == (64, "the default")
 
 
 def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path) -> None:

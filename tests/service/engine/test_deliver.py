@@ -1,6 +1,7 @@
-"""AsyncEngine delivers: each request gets its own events, in one hand-over a step."""
+"""AsyncEngine delivers events: to the right mailbox, once per step."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -17,7 +18,7 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.reference import generate
 from tests.service.engine.harness import (
     TINY,
-    PermittedEngine,
+    GatedEngine,
     finishes,
     generation,
     rest,
@@ -28,13 +29,13 @@ from tests.service.engine.harness import (
 from tests.service.serving import TEST_TIMEOUT
 
 
-async def test_every_request_gets_its_own_events_and_one_end() -> None:
+async def test_submission_gets_its_events_and_one_end_per_sequence() -> None:
     async with running(tiny(slots=2)) as (owner, _):
         requests: list[Request] = [
             generation(f"request {i}", tokens=i + 1, n=1 + i % 2, seed=i) for i in range(8)
         ]
         submissions = [owner.submit([request]) for request in requests]
-        assert owner.open_sequences == 12
+        assert owner.admission.sequences == 12
         for request, submission in zip(requests, submissions, strict=True):
             assert isinstance(request, GenerationRequest)
             events = await rest(submission)
@@ -45,10 +46,10 @@ async def test_every_request_gets_its_own_events_and_one_end() -> None:
                 assert token_ids(events, request.request_id, index) == generate(
                     TINY, request.token_ids, request.params, index
                 )
-        assert owner.open_sequences == 0
+        assert owner.admission.sequences == 0
 
 
-async def test_one_submission_of_many_requests_is_one_mailbox() -> None:
+async def test_submission_of_several_requests_has_one_mailbox() -> None:
     async with running(tiny()) as (owner, _):
         submission = owner.submit([generation("one"), generation("two", n=2)])
         assert submission.request_ids == ("one", "two")
@@ -58,7 +59,7 @@ async def test_one_submission_of_many_requests_is_one_mailbox() -> None:
         assert submission.finished
 
 
-async def test_one_delivery_per_step_however_many_sequences() -> None:
+async def test_step_delivers_the_tokens_of_all_sequences_together() -> None:
     engine = tiny(slots=4)
     async with running(engine) as (owner, reports):
         engine.gate.clear()
@@ -72,10 +73,10 @@ async def test_one_delivery_per_step_however_many_sequences() -> None:
     assert engine.steps < 20
 
 
-async def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
+async def test_slow_reader_gets_everything_at_once() -> None:
     async with running(tiny()) as (owner, reports):
         submission = owner.submit([generation("a", 20)])
-        while owner.open_sequences:
+        while owner.admission.sequences:
             await asyncio.sleep(0)
         events = await submission.take()
         assert len(token_ids(events, "a")) == 20
@@ -83,51 +84,53 @@ async def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
         assert len(reports) >= 20
 
 
-async def test_tokens_wait_for_each_other_while_the_loop_pauses(
+async def test_tokens_wait_while_the_loop_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of a prompt do not, and bring along what has waited; nor does the last of all."""
+    """First tokens and the last step do not wait, and take the waiting ones along."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
-    engine = PermittedEngine(TINY, EngineConfig(slots=4))
+    permits = threading.Semaphore(0)
+    engine = GatedEngine(TINY, EngineConfig(slots=4), permits=permits)
     async with running(engine) as (owner, reports):
         first = owner.submit([generation("a", 10)])
-        engine.permits.release()
+        permits.release()
         assert len(token_ids(await first.take(), "a")) == 1
-        engine.permits.release(3)
+        permits.release(3)
         assert await first.take(timeout=0.1) == []
         second = owner.submit([generation("b", 10)])
-        engine.permits.release(2)  # one may have begun without it
+        permits.release(2)  # one may have begun without it
         assert len(token_ids(await second.take(), "b")) == 1
         before = token_ids(await first.take(), "a")
         assert len(before) >= 4
-        engine.permits.release(20)
+        permits.release(20)
         assert len(token_ids(await rest(first), "a")) == 9 - len(before)
         assert len(token_ids(await rest(second), "b")) == 9
         assert len(reports) >= 11, "each step is reported all the same"
 
 
-async def test_what_was_left_behind_comes_when_the_pause_is_over(
+async def test_waiting_tokens_come_after_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Although the thread is in a step that does not end."""
+    """Even if the thread is in a step that does not end."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
-    engine = PermittedEngine(TINY, EngineConfig(slots=4))
+    permits = threading.Semaphore(0)
+    engine = GatedEngine(TINY, EngineConfig(slots=4), permits=permits)
     async with running(engine) as (owner, _):
         submission = owner.submit([generation("a", 8)])
-        engine.permits.release()
+        permits.release()
         assert len(token_ids(await submission.take(), "a")) == 1
         for _ in range(3):
-            engine.permits.release(2)
+            permits.release(2)
             events: list[Event] = []
             while len(events) < 2:
                 events += await submission.take()
             assert len(token_ids(events, "a")) == 2
-        engine.permits.release(20)
+        permits.release(20)
         await rest(submission)
 
 
-async def test_take_gives_up_after_its_timeout_and_loses_nothing() -> None:
+async def test_take_returns_nothing_after_its_timeout() -> None:
     engine = tiny()
     async with running(engine) as (owner, _):
         engine.gate.clear()
@@ -138,9 +141,9 @@ async def test_take_gives_up_after_its_timeout_and_loses_nothing() -> None:
         assert len(token_ids(await rest(submission), "a")) == 2
 
 
-async def test_a_taker_that_is_cancelled_is_cancelled() -> None:
-    """Also when an event comes in the same moment; else a client that has left would keep its
-    request going."""
+async def test_take_can_be_cancelled() -> None:
+    """Even if an event comes at the same moment; otherwise the request of a client that has left
+    would continue."""
     engine = tiny()
     async with running(engine) as (owner, reports):
         engine.gate.clear()

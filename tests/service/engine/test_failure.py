@@ -1,4 +1,5 @@
-"""AsyncEngine fails: everybody is told, nothing computed is lost, and a hanging step is seen."""
+"""AsyncEngine fails: every client gets an error, no computed token is lost, and a hanging step is
+reported."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tests.service.engine.harness import (
     all_rows,
     generation,
     no_weights,
+    reserved,
     rest,
     run,
     running,
@@ -30,7 +32,7 @@ from tests.service.serving import TEST_TIMEOUT
 
 
 class BrokenEngine(Engine):
-    """Its scheduler has a bug that shows at the fourth step."""
+    """Fails in the fourth step."""
 
     steps = 0
 
@@ -41,7 +43,17 @@ class BrokenEngine(Engine):
         return super().step(on_compute)
 
 
-def test_a_step_that_hangs_is_seen() -> None:
+def broken() -> AsyncEngine:
+    engine = BrokenEngine(TINY, EngineConfig(slots=2))
+    return AsyncEngine(
+        EngineDriver(engine, no_weights),
+        AdmissionController(engine.model_config, 2, LIMITS),
+        stall_timeout=TEST_TIMEOUT,
+        on_step=lambda report: None,
+    )
+
+
+def test_hanging_step_is_reported_as_stalled() -> None:
     async def test() -> None:
         engine = tiny()
         async with running(engine, stall_timeout=0.05) as (owner, _):
@@ -57,23 +69,19 @@ def test_a_step_that_hangs_is_seen() -> None:
     run(test)
 
 
-def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -> None:
+def test_failed_engine_ends_every_submission(logged_errors: list[str]) -> None:
     async def test() -> None:
-        engine = BrokenEngine(TINY, EngineConfig(slots=2))
-        owner = AsyncEngine(
-            EngineDriver(engine, no_weights),
-            AdmissionController(engine.model_config, 2, LIMITS),
-            stall_timeout=TEST_TIMEOUT,
-            on_step=lambda report: None,
-        )
+        owner = broken()
         # Running, waiting for a slot, and with nothing taken yet.
         submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
         submissions.append(owner.submit([all_rows("c", 9)]))
-        reservation = owner.reserve([all_rows("rows", 9)])
+        reservation = reserved(owner, [all_rows("rows", 9)])
         told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
         assert [type(one) for one in told] == [EngineStopped] * 3
         assert owner.failure is not None
-        assert (owner.open_sequences, owner.open_elements) == (1, 9 * 257), "of the reservation"
+        assert (owner.admission.sequences, owner.admission.elements) == (1, 9 * 257), (
+            "of the reservation"
+        )
         attempts: list[Callable[[], Submission]] = [
             lambda: owner.submit([generation("late")]),
             reservation.submit_next,
@@ -81,9 +89,9 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
         for attempt in attempts:
             with pytest.raises(EngineStopped) as caught:
                 attempt()
-            assert "secret" not in str(caught.value), "why is for the log alone"
-        reservation.release()
-        assert owner.open_elements == 0
+            assert "secret" not in str(caught.value), "the reason is for the log only"
+        reservation.close()
+        assert owner.admission.elements == 0
         await owner.stop(TEST_TIMEOUT)
 
     run(test)
@@ -92,15 +100,9 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
     logged_errors.clear()
 
 
-def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]) -> None:
+def test_failed_engine_delivers_computed_tokens(logged_errors: list[str]) -> None:
     async def test() -> None:
-        engine = BrokenEngine(TINY, EngineConfig(slots=2))
-        owner = AsyncEngine(
-            EngineDriver(engine, no_weights),
-            AdmissionController(engine.model_config, 2, LIMITS),
-            stall_timeout=TEST_TIMEOUT,
-            on_step=lambda report: None,
-        )
+        owner = broken()
         submission = owner.submit([generation("a", 50)])
         while owner.failure is None:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Other weights in a running AsyncEngine: what was promised old weights gets them, or is told."""
+"""AsyncEngine replaces its weights: each request is answered by one version, or gets an error."""
 
 import asyncio
 import threading
@@ -11,11 +11,12 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.reference import generate
 from logitd.model.transformer.gpt import GPT
+from logitd.service.engine.async_engine import ReloadError
+from logitd.service.engine.driver import WeightsLoader
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
-from logitd.service.engine.versions import ReloadError
 from tests.model.factories import tiny_gpt
-from tests.service.engine.harness import GatedEngine, generation, run, running
+from tests.service.engine.harness import GatedEngine, generation, reserved, run, running
 from tests.service.serving import TEST_TIMEOUT
 
 OLD, NEW = tiny_gpt(seed=1), tiny_gpt(seed=2)
@@ -44,7 +45,7 @@ def expected(gpt: GPT, name: str, tokens: int = 5) -> list[int]:
     return generate(gpt, request.token_ids, request.params)
 
 
-def test_a_session_keeps_its_weights_until_it_says_that_nothing_follows() -> None:
+def test_session_keeps_its_weights_until_it_is_closed() -> None:
     async def test() -> None:
         async with running(engine(), load=load) as (owner, _):
             session, other = EngineSession(owner), EngineSession(owner)
@@ -65,19 +66,19 @@ def test_a_session_keeps_its_weights_until_it_says_that_nothing_follows() -> Non
     run(test)
 
 
-def test_a_session_that_outlasts_the_time_is_told_and_breaks_nothing() -> None:
+def test_session_open_after_the_timeout_is_refused() -> None:
     async def test() -> None:
         async with running(engine(), load=load) as (owner, _):
             session = EngineSession(owner)
             session.submit([generation("first")], more=True)
-            reservation = EngineSession(owner).reserve([generation("a"), generation("b")])
+            reservation = reserved(owner, [generation("a"), generation("b")])
             reservation.submit_next()
             await owner.reload(PATH, "hash", 0.05)
             with pytest.raises(EngineStopped, match=REPLACED):
                 session.submit([generation("late")], more=True)
             with pytest.raises(EngineStopped, match=REPLACED):
                 reservation.submit_next()
-            reservation.release()
+            reservation.close()
             session.close()
             new = owner.submit([generation("new")])
             assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
@@ -85,9 +86,9 @@ def test_a_session_that_outlasts_the_time_is_told_and_breaks_nothing() -> None:
     run(test)
 
 
-def test_what_still_runs_when_the_time_is_over_ends() -> None:
-    """And nothing else is submitted to weights that the engine is about to forget, which once
-    ended the engine."""
+def test_reload_timeout_ends_running_requests() -> None:
+    """No request is submitted to weights that the engine is about to forget, which once ended the
+    engine."""
 
     async def test() -> None:
         gated = engine()
@@ -99,7 +100,7 @@ def test_what_still_runs_when_the_time_is_over_ends() -> None:
             while not owner.version:
                 await asyncio.sleep(0)
             gated.gate.clear()
-            await asyncio.sleep(0.05)  # it is over, and the engine does not know yet
+            await asyncio.sleep(0.05)  # after the timeout; the engine does not know yet
             with pytest.raises(EngineStopped, match=REPLACED):
                 session.submit([generation("late")], more=True)
             gated.gate.set()
@@ -112,8 +113,7 @@ def test_what_still_runs_when_the_time_is_over_ends() -> None:
     run(test)
 
 
-def test_a_reload_without_a_caller_goes_on_and_keeps_others_out() -> None:
-    """Two reloads at once would ask the engine for a version that it does not have."""
+def test_cancelled_reload_continues_and_excludes_others() -> None:
     go = threading.Event()
 
     def wait_and_load(path: Path, weights_sha256: str) -> GPT:
@@ -125,16 +125,16 @@ def test_a_reload_without_a_caller_goes_on_and_keeps_others_out() -> None:
             reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
             await asyncio.sleep(0)
             reloading.cancel()
-            lease = owner.lease()
+            session = EngineSession(owner)
+            await finished(session.submit([generation("first")], more=True))
             with pytest.raises(ReloadError, match="another checkpoint is being loaded"):
                 await owner.reload(PATH, "hash", TEST_TIMEOUT)
             go.set()
             while not owner.version:
                 await asyncio.sleep(0.001)
-            old, new = owner.submit([generation("old")], lease), owner.submit([generation("new")])
+            old, new = session.submit([generation("old")]), owner.submit([generation("new")])
             with pytest.raises(ReloadError, match="another checkpoint is being loaded"):
                 await owner.reload(PATH, "hash", TEST_TIMEOUT)
-            owner.end_lease(lease)
             assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
             assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
             await owner.reload(PATH, "hash", TEST_TIMEOUT)
@@ -143,40 +143,36 @@ def test_a_reload_without_a_caller_goes_on_and_keeps_others_out() -> None:
     run(test)
 
 
-def test_weights_that_cannot_be_had_change_nothing() -> None:
-    def fail(path: Path, weights_sha256: str) -> GPT:
-        raise OSError("the disk is gone")
-
-    async def test() -> None:
-        async with running(engine(), load=fail) as (owner, _):
-            with pytest.raises(ReloadError, match="the disk is gone"):
-                await owner.reload(PATH, "hash", TEST_TIMEOUT)
-            assert owner.version == 0
-            old = owner.submit([generation("old")])
-            assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
-
-    run(test)
+class Full(Engine):
+    def prepare_weights(self, gpt: GPT) -> None:  # type: ignore[override]
+        raise MemoryError("of the device")
 
 
-def test_what_computes_with_new_weights_may_fail_to_be_made() -> None:
-    class Full(Engine):
-        def prepare_weights(self, gpt: GPT) -> None:  # type: ignore[override]
-            raise MemoryError("of the device")
-
-    async def test() -> None:
-        async with running(Full(OLD, EngineConfig(slots=2)), load=load) as (owner, _):
-            with pytest.raises(ReloadError, match="of the device"):
-                await owner.reload(PATH, "hash", TEST_TIMEOUT)
-            old = owner.submit([generation("old")])
-            assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
-
-    run(test)
+def fail(path: Path, weights_sha256: str) -> GPT:
+    raise OSError("the disk is gone")
 
 
-def test_a_server_that_leaves_reloads_nothing_and_leaves_nobody_waiting() -> None:
+@pytest.mark.parametrize(
+    ("kind", "loader", "reason"),
+    [(Engine, fail, "the disk is gone"), (Full, load, "of the device")],
+    ids=["not loaded", "do not fit"],
+)
+async def test_weights_that_cannot_take_over_change_nothing(
+    kind: type[Engine], loader: WeightsLoader, reason: str
+) -> None:
+    async with running(kind(OLD, EngineConfig(slots=2)), load=loader) as (owner, _):
+        with pytest.raises(ReloadError, match=reason):
+            await owner.reload(PATH, "hash", TEST_TIMEOUT)
+        assert owner.version == 0
+        old = owner.submit([generation("old")])
+        assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
+
+
+def test_stopping_engine_ends_a_reload_and_refuses_others() -> None:
     async def test() -> None:
         async with running(engine(), load=load) as (owner, _):
-            lease = owner.lease()
+            session = EngineSession(owner)
+            session.submit([generation("old", 1)], more=True)
             reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
             while not owner.version:
                 await asyncio.sleep(0.001)
@@ -187,6 +183,6 @@ def test_a_server_that_leaves_reloads_nothing_and_leaves_nobody_waiting() -> Non
             assert (await finished(held))[1] is FinishReason.ABORT
             with pytest.raises(ReloadError, match="shutting down"):
                 await owner.reload(PATH, "hash", TEST_TIMEOUT)
-            owner.end_lease(lease)
+            session.close()
 
     run(test)

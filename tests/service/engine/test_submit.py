@@ -1,4 +1,4 @@
-"""AsyncEngine takes requests or rejects them: queues, reservations, what cannot be computed."""
+"""AsyncEngine accepts or rejects requests: queue limits, reservations, impossible requests."""
 
 import asyncio
 
@@ -19,6 +19,7 @@ from tests.service.engine.harness import (
     finishes,
     generation,
     prompt_logprobs,
+    reserved,
     rest,
     running,
     scores,
@@ -27,17 +28,17 @@ from tests.service.engine.harness import (
 from tests.service.serving import TEST_TIMEOUT
 
 
-async def test_what_the_model_cannot_compute_is_refused_before_it_is_queued() -> None:
+async def test_impossible_request_is_refused_with_all_others() -> None:
     async with running(tiny()) as (owner, _):
         for request in (generation("x" * 100, 29), generation(""), all_rows("a", 129)):
             with pytest.raises(InvalidRequest):
                 owner.submit([generation("good"), request])
             with pytest.raises(InvalidRequest):
-                owner.reserve([request])
-        assert owner.open_sequences == 0, "all or none"
+                reserved(owner, [request])
+        assert owner.admission.sequences == 0, "all or none"
 
 
-async def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
+async def test_full_queue_rejects_all_or_nothing() -> None:
     engine = tiny(slots=2)
     async with running(engine, max_queue=3) as (owner, _):
         engine.gate.clear()
@@ -46,7 +47,7 @@ async def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
             with pytest.raises(QueueFull, match=r"^2 sequences .* queue holds 3$") as caught:
                 owner.submit(refused)
             assert 1 <= caught.value.retry_after <= 60
-        assert owner.open_sequences == 4
+        assert owner.admission.sequences == 4
         accepted.append(owner.submit([generation("e")]))
         engine.gate.set()
         for submission in accepted:
@@ -55,9 +56,8 @@ async def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
         await rest(owner.submit([generation("c", n=2)]))
 
 
-async def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
-    """Few long prompts fill it as many short ones do; but an empty queue takes any prompt that
-    fits the model, or it would never be computed."""
+async def test_queue_is_bounded_by_prompt_tokens() -> None:
+    """An empty queue admits any prompt that fits the model, or it would never be computed."""
     engine = tiny(slots=1)
     async with running(engine, max_queue=50, max_queue_tokens=60) as (owner, _):
         engine.gate.clear()
@@ -71,14 +71,14 @@ async def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
         await rest(owner.submit([generation("one more")]))
 
 
-async def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
-    """Of those that run as well: they may all be still to come. What asks for none is not refused
-    for the sake of others' rows."""
+async def test_queue_is_bounded_by_output_elements() -> None:
+    """Running requests count, because their rows may still come. Requests without outputs are not
+    affected."""
     engine = tiny(slots=4)
     async with running(engine, max_queue_elements=20 * 257) as (owner, _):
         engine.gate.clear()
         accepted = [owner.submit([all_rows("a", 9)]), owner.submit([scores("b", 4, 5)])]
-        assert owner.open_elements == 18 * 257
+        assert owner.admission.elements == 18 * 257
         refusals: list[tuple[int, list[Request]]] = [
             (3, [all_rows("c", 3)]),
             (3, [scores("c", 1, 2)]),
@@ -95,15 +95,15 @@ async def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
             )
             assert 1 <= caught.value.retry_after <= 60
             with pytest.raises(QueueFull):
-                owner.reserve(refused)
+                reserved(owner, refused)
         accepted.append(owner.submit([generation("e", n=3)]))
         accepted.append(owner.submit([all_rows("f", 2)]))
-        assert owner.open_elements == 20 * 257, "just full"
+        assert owner.admission.elements == 20 * 257, "just full"
         accepted.append(owner.submit([generation("g")]))
         engine.gate.set()
         for submission in accepted:
             await rest(submission)
-        assert owner.open_elements == 0
+        assert owner.admission.elements == 0
         await rest(owner.submit([all_rows("h", 20)]))
 
 
@@ -113,19 +113,19 @@ async def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
      [prompt_logprobs("a", 22)]],
     ids=["rows", "rows of two prompts", "scores", "logprobs of a prompt"],
 )  # fmt: skip
-async def test_more_numbers_than_the_queue_ever_holds_are_refused_for_good(
+async def test_more_elements_than_the_queue_ever_holds_are_invalid(
     requests: list[Request],
 ) -> None:
     async with running(tiny(), max_queue_elements=20 * 257) as (owner, _):
-        for ask in (owner.submit, owner.reserve):
+        for ask in (owner.submit, lambda requests: reserved(owner, requests)):
             with pytest.raises(InvalidRequest) as caught:
                 ask(requests)
             assert f"asks for {21 * 257} output elements" in str(caught.value)
             assert f"never holds more than {20 * 257}. Ask for fewer" in str(caught.value)
-        assert (owner.open_elements, owner.open_sequences) == (0, 0)
+        assert (owner.admission.elements, owner.admission.sequences) == (0, 0)
 
 
-async def test_without_a_queue_what_has_a_slot_is_accepted() -> None:
+async def test_empty_queue_limit_admits_what_has_a_slot() -> None:
     async with running(tiny(slots=2), max_queue=0) as (owner, _):
         submission = owner.submit([generation("a", n=2)])
         with pytest.raises(QueueFull):
@@ -133,10 +133,10 @@ async def test_without_a_queue_what_has_a_slot_is_accepted() -> None:
         await rest(submission)
 
 
-async def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
+async def test_reservation_takes_the_room_of_all_its_requests() -> None:
     async with running(tiny(slots=2), max_queue=1) as (owner, _):
-        reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
-        assert (owner.open_sequences, owner.open_elements) == (3, 3 * 9 * 257)
+        reservation = reserved(owner, [all_rows(name, 9) for name in "abc"])
+        assert (owner.admission.sequences, owner.admission.elements) == (3, 3 * 9 * 257)
         with pytest.raises(QueueFull):
             owner.submit([generation("late")])
         for name in "abc":
@@ -144,25 +144,25 @@ async def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> N
             assert submission.request_ids == (name,)
             rows = [e for e in await rest(submission) if isinstance(e, OutputsChunk)]
             assert len(rows) == 1
-        assert owner.open_elements == 0
-        reservation.release()
-        assert owner.open_sequences == 0
+        assert owner.admission.elements == 0
+        reservation.close()
+        assert owner.admission.sequences == 0
 
 
-async def test_what_is_released_is_free() -> None:
+async def test_closed_reservation_gives_its_room_back() -> None:
     async with running(tiny(slots=1), max_queue=2) as (owner, _):
-        reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
+        reservation = reserved(owner, [all_rows(name, 9) for name in "abc"])
         await rest(reservation.submit_next())
-        assert owner.open_elements == 2 * 9 * 257
-        reservation.release()
-        reservation.release()
-        assert (owner.open_sequences, owner.open_elements) == (0, 0)
+        assert owner.admission.elements == 2 * 9 * 257
+        reservation.close()
+        reservation.close()
+        assert (owner.admission.sequences, owner.admission.elements) == (0, 0)
         await rest(owner.submit([generation("a", n=3)]))
 
 
-async def test_a_drain_waits_for_a_reservation() -> None:
+async def test_drain_waits_for_a_reservation() -> None:
     async with running(tiny()) as (owner, _):
-        reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
+        reservation = reserved(owner, [all_rows("a", 9), all_rows("b", 9)])
         await rest(reservation.submit_next())
         stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
         await asyncio.sleep(0)
@@ -170,14 +170,14 @@ async def test_a_drain_waits_for_a_reservation() -> None:
             owner.submit([generation("late")])
         assert len(await rest(reservation.submit_next())) == 2
         assert not stopping.done()
-        reservation.release()
+        reservation.close()
         await stopping
 
 
-async def test_a_drain_that_is_over_does_not() -> None:
+async def test_stopped_engine_refuses_reserved_requests() -> None:
     async with running(tiny()) as (owner, _):
-        reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
+        reservation = reserved(owner, [all_rows("a", 9), all_rows("b", 9)])
         await owner.stop(0)
         with pytest.raises(EngineStopped, match="shutting down"):
             reservation.submit_next()
-        reservation.release()
+        reservation.close()

@@ -1,4 +1,4 @@
-"""Usage: what is told of a request's sequences, and when the last of them has been told."""
+"""Usage: sums and finish reasons of a request's sequences, and the moment when all have ended."""
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.inference.engine.requests import GenerationRequest, OutputsRequest
@@ -16,7 +16,7 @@ def finish(name: str, index: int, reason: FinishReason) -> FinishEvent:
     return FinishEvent(name, index, reason, times, 2, 0, 4)
 
 
-def test_reasons_are_in_the_order_of_the_reply_whoever_ends_first() -> None:
+def test_reasons_are_in_the_order_of_the_reply() -> None:
     usage = Usage()
     usage.begin([generation("a", 2), generation("b")], 3)
     usage.end(finish("b", 0, FinishReason.LENGTH))
@@ -29,7 +29,7 @@ def test_reasons_are_in_the_order_of_the_reply_whoever_ends_first() -> None:
     assert usage.failed is None
 
 
-def test_it_is_settled_when_the_last_sequence_has_ended() -> None:
+def test_usage_is_settled_after_the_last_sequence() -> None:
     usage, told = Usage(), list[str]()
     usage.begin([generation("a", 2)], 2)
     usage.when_settled(lambda: told.append("settled"))
@@ -39,15 +39,11 @@ def test_it_is_settled_when_the_last_sequence_has_ended() -> None:
     assert told == ["settled"]
     assert usage.failed is not None
     assert usage.failed.reason is FinishReason.TIMEOUT
+    usage.when_settled(lambda: told.append("at once"))
+    assert told == ["settled", "at once"]
 
 
-def test_it_is_settled_at_once_where_nothing_is_open() -> None:
-    usage, told = Usage(), list[str]()
-    usage.when_settled(lambda: told.append("settled"))
-    assert told == ["settled"]
-
-
-def test_an_engine_that_failed_leaves_nothing_open() -> None:
+def test_failed_engine_leaves_nothing_open() -> None:
     usage, told = Usage(), list[str]()
     usage.begin([OutputsRequest(request_id="a", token_ids=(1,), positions=(0,))], 1)
     usage.when_settled(lambda: told.append("settled"))
@@ -55,11 +51,8 @@ def test_an_engine_that_failed_leaves_nothing_open() -> None:
     assert told == ["settled"]
     assert usage.lost
     assert usage.reasons == {}, "rows are not generated"
-
-
-def test_a_submission_that_had_ended_is_not_lost() -> None:
-    usage = Usage()
-    usage.begin([generation("a")], 1)
-    usage.end(finish("a", 0, FinishReason.STOP))
-    usage.lose(0)
-    assert not usage.lost
+    ended = Usage()
+    ended.begin([generation("a")], 1)
+    ended.end(finish("a", 0, FinishReason.STOP))
+    ended.lose(0)
+    assert not ended.lost

@@ -1,5 +1,5 @@
-"""WakeupThrottle: when it wakes the event loop, with a loop and clocks that the test moves by hand;
-and that no item is lost between two real threads."""
+"""WakeupThrottle: its wake-ups, on a loop and clocks that the test moves by hand, and no lost item
+between two real threads."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ class Timer:
 
 
 class Loop:
-    """An event loop of which the test decides what runs, and its clocks."""
+    """An event loop and clocks that the test controls."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -42,7 +42,7 @@ class Loop:
         return timer
 
     def run(self) -> None:
-        """Everything that is due."""
+        """Run everything that is due."""
         while self.woken or self.soon or any(t.due <= self.now for t in self.timers):
             ready = self.woken or self.soon
             if ready:
@@ -70,7 +70,7 @@ class Bench:
         self.loop.now += self.cost
 
     def put(self, item: int, *, urgent: bool = False) -> bool:
-        """Put an item, and let the loop be woken. Whether it was."""
+        """Put an item and call `wake`. Returns True if the loop was woken."""
         self.throttle.put(item, urgent=urgent)
         self.throttle.wake()
         return bool(self.loop.woken)
@@ -81,46 +81,22 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-def test_the_first_item_wakes_the_loop(bench: Bench) -> None:
-    assert bench.put(1)
-    bench.loop.run()
-    assert bench.delivered == [1]
-
-
-def test_an_item_waits_until_the_loop_may_be_woken(bench: Bench) -> None:
-    """The thread that puts it has still to prepare its next step, and would wait for the
-    interpreter."""
+def test_wake_delivers_items_of_the_thread(bench: Bench) -> None:
+    """`put` alone does not wake the loop: the thread still has to prepare its next step, and would
+    wait for the interpreter."""
     bench.throttle.put(1, urgent=True)
     assert not bench.loop.woken
     bench.throttle.wake()
-    bench.loop.run()
-    assert bench.delivered == [1]
-    bench.throttle.wake()
-    assert not bench.loop.woken, "there is nothing to wake it for"
-
-
-def test_an_item_that_may_wait_does_not_make_others_wait(bench: Bench) -> None:
-    bench.put(1)
-    bench.loop.run()
-    bench.throttle.put(2, urgent=True)
-    bench.throttle.put(3, urgent=False)
-    bench.throttle.wake()
-    bench.loop.run()
-    assert bench.delivered == [1, 2, 3]
-    assert not bench.put(4), "what was urgent has come"
-
-
-def test_items_put_while_it_is_awake_come_with_the_first(bench: Bench) -> None:
-    bench.put(1)
     bench.put(2)
     assert len(bench.loop.woken) == 1, "one wake-up for both"
     bench.loop.run()
     assert bench.delivered == [1, 2]
+    bench.throttle.wake()
+    assert not bench.loop.woken, "there is nothing to deliver"
 
 
-def test_a_pause_follows_that_is_a_multiple_of_the_delivery(bench: Bench) -> None:
-    """What is put in the pause is delivered together at its end, though the thread puts nothing
-    more."""
+def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
+    """Items of the pause are delivered at its end, even if the thread puts nothing more."""
     bench.put(1)
     bench.loop.run()
     end = bench.loop.now + PAUSE_FACTOR * bench.cost
@@ -132,29 +108,26 @@ def test_a_pause_follows_that_is_a_multiple_of_the_delivery(bench: Bench) -> Non
     bench.loop.now = end + 1e-6
     bench.loop.run()
     assert bench.delivered == [1, 2, 3]
+    bench.loop.now += 2 * PAUSE_FACTOR * bench.cost + 1e-6
+    assert bench.put(4), "the pause is over"
 
 
-def test_after_the_pause_an_item_wakes_the_loop_again(bench: Bench) -> None:
-    bench.put(1)
-    bench.loop.run()
-    bench.loop.now += PAUSE_FACTOR * bench.cost + 1e-6
-    assert bench.put(2)
-
-
-def test_what_is_urgent_does_not_wait_and_brings_the_others_along(bench: Bench) -> None:
+def test_urgent_item_does_not_wait_and_takes_others_along(bench: Bench) -> None:
     bench.put(1)
     bench.loop.run()
     assert not bench.put(2)
-    assert bench.put(3, urgent=True)
-    bench.loop.run()
-    assert bench.delivered == [1, 2, 3]
-    assert not bench.put(4), "another pause has begun"
-    bench.loop.now += MAX_PAUSE
+    bench.throttle.put(3, urgent=True)
+    bench.throttle.put(4, urgent=False)
+    bench.throttle.wake()
     bench.loop.run()
     assert bench.delivered == [1, 2, 3, 4]
+    assert not bench.put(5), "another pause has begun"
+    bench.loop.now += MAX_PAUSE
+    bench.loop.run()
+    assert bench.delivered == [1, 2, 3, 4, 5]
 
 
-def test_a_pause_has_an_upper_bound(bench: Bench) -> None:
+def test_pause_has_an_upper_bound(bench: Bench) -> None:
     bench.cost = 10.0
     bench.put(1)
     bench.loop.run()
@@ -164,8 +137,8 @@ def test_a_pause_has_an_upper_bound(bench: Bench) -> None:
     assert bench.delivered == [1, 2]
 
 
-def test_a_wait_for_the_interpreter_is_no_reason_to_pause(bench: Bench) -> None:
-    """The delivery took long by the clock, and hardly anything of the processor."""
+def test_pause_ignores_waiting_for_the_interpreter(bench: Bench) -> None:
+    """The delivery took long by the clock, but no processor time."""
     bench.cost = 0.0
     bench.put(1)
     bench.loop.now += 5
@@ -173,8 +146,8 @@ def test_a_wait_for_the_interpreter_is_no_reason_to_pause(bench: Bench) -> None:
     assert bench.put(2)
 
 
-def test_those_who_are_woken_by_a_delivery_count_to_it(bench: Bench) -> None:
-    """They run between the delivery and the beginning of the pause."""
+def test_pause_counts_the_tasks_that_a_delivery_wakes(bench: Bench) -> None:
+    """They run after the delivery and before the pause."""
     bench.cost = 0.0
     bench.put(1)
     bench.loop.woken.pop()()
@@ -196,7 +169,7 @@ def test_one_timer_serves_many_pauses(bench: Bench) -> None:
     assert bench.delivered == list(range(20))
 
 
-def test_an_error_of_a_delivery_does_not_stop_the_next(bench: Bench) -> None:
+def test_failed_delivery_does_not_stop_the_next(bench: Bench) -> None:
     def fail(item: int) -> None:
         if item == 1:
             raise ZeroDivisionError
@@ -214,8 +187,8 @@ def test_an_error_of_a_delivery_does_not_stop_the_next(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_between_two_threads_every_item_comes_once_and_in_order(seed: int) -> None:
-    """Whenever they are put; the last ones too, after which nothing is put any more."""
+def test_items_of_a_thread_come_once_and_in_order(seed: int) -> None:
+    """Including the last items, which no other item follows."""
     count = 2000
 
     async def test() -> None:

@@ -222,4 +222,4 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
         response = small.post("/logits", {**body, "interventions": [patch] * 3})
         assert response.status_code == 400, response.text
         assert "60000" in response.text
-        assert small.served.engine.open_elements == 0
+        assert small.served.engine.admission.elements == 0

@@ -182,4 +182,6 @@ def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> N
                 assert "prompt tokens are waiting" in refused.json()["error"]["message"]
                 assert server.post("/attributions", {"prompt": "c" * 300}).status_code == 200
         server.wait_idle()
-        assert server.served.admission._open.total == Load(), "what was counted is given back"
+        assert server.served.engine.admission._open.total == Load(), (
+            "what was counted is given back"
+        )

@@ -412,5 +412,5 @@ def test_tokens_come_one_by_one_not_all_at_the_end(speller: Serving) -> None:
             received += data
             if received.count(b"data: ") >= 3:
                 break
-        assert speller.served.engine.open_sequences == 1, "it is still running"
+        assert speller.served.engine.admission.sequences == 1, "it is still running"
     speller.wait_idle()

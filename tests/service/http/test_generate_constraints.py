@@ -213,7 +213,7 @@ def test_a_client_that_leaves_during_compilation(checkpoint_path: Path, streamed
         raw.close()
         gone = {"endpoint": "/generate", "status": "499"}
         eventually(lambda: server.sample("logitd_http_requests_total", **gone) == 1)
-        assert server.served.engine.open_sequences == 0
+        assert server.served.engine.admission.sequences == 0
         assert server.generate("x", max_tokens=2)["choices"]
         eventually(lambda: not server.served.constraints._compiling)
         server.wait_idle()

@@ -156,7 +156,7 @@ def test_a_client_that_leaves_gives_up_the_prompts_that_have_not_begun(speller: 
     with speller.connect() as raw:
         raw.sendall(request_bytes("/logits", body))
         read_until(raw, b"\r\n\r\n")
-        assert speller.served.engine.open_sequences == 3
+        assert speller.served.engine.admission.sequences == 3
     speller.wait_idle()
 
 
@@ -167,7 +167,7 @@ def test_a_client_that_leaves_gives_everything_back(speller: Serving, path: str)
         body = {"prompt": [letter] * 8000, "positions": {"from": 7900}}
         with speller.connect() as raw:
             raw.sendall(request_bytes(path, body))
-            eventually(lambda: speller.served.engine.open_sequences == 1)
+            eventually(lambda: speller.served.engine.admission.sequences == 1)
     speller.wait_idle()
 
 

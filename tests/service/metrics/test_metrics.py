@@ -1,4 +1,4 @@
-"""Metrics: the sums of known events, names that Prometheus likes, and no label without an end."""
+"""Metrics: sums of known events, names by Prometheus' conventions, and closed sets of labels."""
 
 import platform
 import re
@@ -22,13 +22,17 @@ from logitd.model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
+from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.version import VERSION
-from logitd.service.engine.admission import Limit
+from logitd.service.engine.admission import AdmissionController, Limit, QueueLimits
 from logitd.service.engine.driver import StepReport
 from logitd.service.metrics.metrics import ENDPOINTS, Metrics, endpoint_label
 from logitd.service.metrics.model_metrics import ModelMetrics, StepKind
+from tests.model.factories import tiny_config
 
 STATS = EngineStats(waiting=0, running=2, paused=1, begun_tokens=9, slots=4, slots_used=2)
+LIMITS = QueueLimits(256, tokens=100, elements=100, per_request=9, most_tokens=9)
+ADMISSION = AdmissionController(tiny_config(), 4, LIMITS)
 
 
 @pytest.fixture
@@ -38,17 +42,17 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def tiny(metrics: Metrics) -> ModelMetrics:
-    """The series of the one model that these tests have."""
+    """The series of one model."""
     return metrics.of("tiny")
 
 
 def families(metrics: Metrics) -> list[Metric]:
-    """The text format, read as Prometheus reads it."""
+    """The text format, parsed as Prometheus does."""
     return list(text_string_to_metric_families(metrics.render().decode()))
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    """Of a series; of those of a model, where that is not among the labels, of `tiny`."""
+    """The value of a series; the model is `tiny` if no label names it."""
     found = metrics.registry.get_sample_value(name, labels)
     if found is None:
         found = metrics.registry.get_sample_value(name, {"model": "tiny", **labels})
@@ -91,7 +95,7 @@ def finish(
 # What is counted
 
 
-def test_a_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) -> None:
+def test_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) -> None:
     tiny.observe_step(report(prefilled=5, waiting=3, ended=11.0))
     tiny.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
     tiny.observe_step(report([TokenEvent("gen-1", 0, 8)], decoded=2, ended=12.5))
@@ -102,8 +106,9 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) ->
     assert value(metrics, "logitd_prefill_tokens_total") == 5
     assert value(metrics, "logitd_prompt_tokens_total") == 5
     assert value(metrics, "logitd_prompt_tokens_cached_total") == 2
-    assert value(metrics, "logitd_sequences_finished_total", reason="length") == 1
-    assert value(metrics, "logitd_sequences_finished_total", reason="abort") == 0
+    for reason in FinishReason:
+        count = value(metrics, "logitd_sequences_finished_total", reason=reason.value)
+        assert count == (reason is FinishReason.LENGTH)
     for name, seconds in {
         "logitd_sequence_queue_seconds": 0.5,
         "logitd_sequence_prefill_seconds": 1.5,
@@ -128,36 +133,33 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) ->
     assert value(metrics, "logitd_kv_slots_used") == 2
 
 
-def test_drafts_are_counted_and_those_that_were_of_use(
-    metrics: Metrics, tiny: ModelMetrics
-) -> None:
+def test_drafted_and_accepted_tokens_are_counted(metrics: Metrics, tiny: ModelMetrics) -> None:
     for result in (StepResult((), 0, 2, 7, 3), StepResult((), 0, 2), StepResult((), 0, 1, 1, 0)):
         tiny.observe_step(StepReport((), result, STATS, 0.25, ended=1.0, has_work=False))
     assert value(metrics, "logitd_draft_tokens_total") == 8
     assert value(metrics, "logitd_draft_tokens_accepted_total") == 3
 
 
-def test_a_sequence_that_never_started_has_no_times_but_its_whole(
-    metrics: Metrics, tiny: ModelMetrics
+@pytest.mark.parametrize(
+    ("times", "phases"),
+    [
+        (SequenceTimes(10.0, None, None, 13.0), []),
+        (SequenceTimes(10.0, 10.0, 13.0, 13.0), ["queue", "prefill", "decode"]),
+    ],
+    ids=["never started", "outputs"],
+)
+def test_sequence_without_tokens_has_no_first_token(
+    metrics: Metrics, tiny: ModelMetrics, times: SequenceTimes, phases: list[str]
 ) -> None:
-    tiny.observe_step(
-        report([finish(FinishReason.TIMEOUT, SequenceTimes(10.0, None, None, 13.0))], ended=13.0)
-    )
+    tiny.observe_step(report([finish(FinishReason.TIMEOUT, times)], ended=13.0))
     assert value(metrics, "logitd_sequence_seconds_sum") == 3.0
     for name in ("queue", "prefill", "decode"):
-        assert value(metrics, f"logitd_sequence_{name}_seconds_count") == 0
+        count = value(metrics, f"logitd_sequence_{name}_seconds_count")
+        assert count == (name in phases)
     assert value(metrics, "logitd_time_to_first_token_seconds_count") == 0
 
 
-def test_rows_of_logits_are_no_first_token(metrics: Metrics, tiny: ModelMetrics) -> None:
-    tiny.observe_step(
-        report([finish(FinishReason.STOP, SequenceTimes(1.0, 1.0, 2.0, 2.0))], ended=2.0)
-    )
-    assert value(metrics, "logitd_sequence_prefill_seconds_count") == 1
-    assert value(metrics, "logitd_time_to_first_token_seconds_count") == 0
-
-
-def test_sequences_of_one_request_are_told_apart(metrics: Metrics, tiny: ModelMetrics) -> None:
+def test_sequences_of_one_request_are_distinguished(metrics: Metrics, tiny: ModelMetrics) -> None:
     tokens = [TokenEvent("gen-1", 0, 1), TokenEvent("gen-1", 1, 1)]
     tiny.observe_step(report(tokens, ended=1.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_count") == 0
@@ -165,9 +167,7 @@ def test_sequences_of_one_request_are_told_apart(metrics: Metrics, tiny: ModelMe
     assert value(metrics, "logitd_inter_token_latency_seconds_sum") == 4.0
 
 
-def test_nothing_is_remembered_of_a_sequence_that_has_ended(
-    metrics: Metrics, tiny: ModelMetrics
-) -> None:
+def test_ended_sequence_is_forgotten(metrics: Metrics, tiny: ModelMetrics) -> None:
     times = SequenceTimes(0.0, 0.0, 1.0, 1.0)
     tiny.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=1.0))
     tiny.observe_step(report([finish(FinishReason.ABORT, times, completion_tokens=1)], ended=1.0))
@@ -178,10 +178,11 @@ def test_nothing_is_remembered_of_a_sequence_that_has_ended(
 # Names and labels
 
 
-def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
+def test_text_is_the_classic_format(checkpoint_path: Path) -> None:
     metrics = Metrics(callers=["alice", "none"])
-    tiny = metrics.of("tiny")
-    tiny.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77)
+    admission = AdmissionController(tiny_config(vocab_size=7), 4, LIMITS)
+    admission.admit([OutputsRequest(request_id="a", token_ids=(1, 2), positions=(0, 1))])
+    metrics.of("tiny").serving(read_checkpoint(checkpoint_path), admission)
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
         assert re.fullmatch(r"(logitd|process)_[a-z][a-z0-9_]*", name), "prefix, and no colon"
@@ -199,15 +200,10 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     assert value(metrics, "logitd_model_ready") == 1
     assert value(metrics, "logitd_kv_slots") == 4
     assert value(metrics, "logitd_queue_limit_sequences") == 256
-    assert value(metrics, "logitd_queue_elements") == 77
+    assert value(metrics, "logitd_queue_elements") == 2 * 7
 
 
-def test_every_way_to_end_is_there_from_the_start(metrics: Metrics, tiny: ModelMetrics) -> None:
-    for reason in FinishReason:
-        assert value(metrics, "logitd_sequences_finished_total", reason=reason.value) == 0
-
-
-def test_every_caller_is_there_from_the_start_and_counted_alone() -> None:
+def test_callers_are_counted_separately() -> None:
     metrics = Metrics(callers=["alice", "ci"])
     metrics.observe_request("/generate", 200, 0.5, "alice")
     metrics.observe_request("/generate", 429, 0.25, "alice", Limit.TOKENS)
@@ -234,7 +230,7 @@ def test_every_caller_is_there_from_the_start_and_counted_alone() -> None:
         (StepResult((), 0, 0), None),
     ],
 )
-def test_a_step_is_of_one_kind(
+def test_step_is_of_one_kind(
     metrics: Metrics, tiny: ModelMetrics, result: StepResult, kind: str | None
 ) -> None:
     tiny.observe_step(replace(report(ended=1.0), result=result))
@@ -243,17 +239,15 @@ def test_a_step_is_of_one_kind(
         assert counted == (other.value == kind)
 
 
-def test_the_share_of_the_cache_that_is_used(
-    metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path
-) -> None:
+def test_cache_use_is_a_ratio(metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path) -> None:
     tiny.observe_step(report(ended=1.0))
-    assert value(metrics, "logitd_kv_cache_use_ratio") == 0, "nothing is served yet"
-    tiny.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 0)
+    assert value(metrics, "logitd_kv_cache_use_ratio") == 0, "before loading"
+    tiny.serving(read_checkpoint(checkpoint_path), ADMISSION)
     tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0.5
 
 
-def test_what_runs_and_its_process_are_told(metrics: Metrics) -> None:
+def test_build_and_process_are_reported(metrics: Metrics) -> None:
     python = platform.python_version()
     assert value(metrics, "logitd_build_info", version=VERSION, python=python) == 1
     assert value(metrics, "process_resident_memory_bytes") > 2**20
@@ -276,7 +270,7 @@ def test_any_path_has_one_of_the_labels(path: str) -> None:
     assert endpoint_label(path) in ENDPOINTS
 
 
-def test_endpoints_have_labels_of_their_own() -> None:
+def test_endpoints_have_their_own_labels() -> None:
     assert {endpoint_label(path) for path in ENDPOINTS} == set(ENDPOINTS)
     assert endpoint_label("/health/live") == endpoint_label("/health/ready") == "/health"
     assert endpoint_label("/v1/models/any/name") == endpoint_label("/v1/models/") == "/v1/models"
@@ -284,12 +278,12 @@ def test_endpoints_have_labels_of_their_own() -> None:
     assert endpoint_label("/docs") == endpoint_label("/nothing") == "other"
 
 
-def test_models_are_counted_each_under_its_name(metrics: Metrics, checkpoint_path: Path) -> None:
+def test_models_are_counted_separately(metrics: Metrics, checkpoint_path: Path) -> None:
     one, other = metrics.of("tiny"), metrics.of("other")
     assert metrics.of("tiny") is one
     for model in (one, other):
         model.served(read_checkpoint(checkpoint_path))
-    one.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=9, open_elements=lambda: 1)
+    one.serving(read_checkpoint(checkpoint_path), ADMISSION)
     one.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
     for name, counted in (("tiny", 1), ("other", 0)):
         assert value(metrics, "logitd_generation_tokens_total", model=name) == counted
@@ -297,22 +291,15 @@ def test_models_are_counted_each_under_its_name(metrics: Metrics, checkpoint_pat
         assert value(metrics, "logitd_step_seconds_count", model=name, kind="decode") == counted
     info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
     assert {sample.labels["model"] for sample in info[0].samples} == {"tiny", "other"}
+    other_application = Metrics()
+    other_application.of("tiny")
+    assert value(other_application, "logitd_generation_tokens_total") == 0
 
 
-def test_two_applications_share_nothing() -> None:
-    one, other = Metrics(), Metrics()
-    for metrics in (one, other):
-        metrics.of("tiny")
-    one.of("tiny").generated.inc()
-    assert value(other, "logitd_generation_tokens_total") == 0
-
-
-def test_a_checkpoint_replaces_the_one_before(
+def test_checkpoint_replaces_the_previous_one(
     metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path
 ) -> None:
     for _ in range(2):
-        tiny.serving(
-            read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77
-        )
+        tiny.serving(read_checkpoint(checkpoint_path), ADMISSION)
     info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
     assert len(info[0].samples) == 1

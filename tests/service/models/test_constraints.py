@@ -1,19 +1,23 @@
-"""Constraints are compiled once, within a time, and kept within bounds; whoever waits or leaves."""
+"""Constraints are compiled once, within a time limit, and cached, even if clients leave."""
 
 import asyncio
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from logitd.model.inference.constraints import compiler as compiler_module
-from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
+from logitd.model.inference.constraints.compiler import (
+    Compiler,
+    Constraint,
+    ConstraintsUnavailable,
+    Source,
+)
 from logitd.model.inference.constraints.sandbox import Sandbox
-from logitd.service.engine.build import Unavailable
 from logitd.service.errors import ApiError
 from logitd.service.metrics.metrics import Metrics
 from logitd.service.models import constraints as module
@@ -28,7 +32,7 @@ GOOD = Source("regex", "[a-z]+")
 
 
 class WatchedConstraints(Constraints):
-    """Constraints that record which sources were tried, in order, and hold trials at a gate."""
+    """Constraints that record the tried sources and hold trials at a gate."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -43,7 +47,7 @@ class WatchedConstraints(Constraints):
 
 
 class WatchedCompiler(Compiler):
-    """Knows in which threads it was used."""
+    """Records the threads that use it."""
 
     def __init__(self) -> None:
         super().__init__(TOKENIZER)
@@ -55,10 +59,10 @@ class WatchedCompiler(Compiler):
 
 
 class Bench:
-    """Constraints, and what they did."""
+    """Constraints with their sandbox and metrics."""
 
     def __init__(
-        self, compiler: Compiler | Unavailable = COMPILER, timeout: float = TEST_TIMEOUT
+        self, compiler: Compiler | ConstraintsUnavailable = COMPILER, timeout: float = TEST_TIMEOUT
     ) -> None:
         self.sandbox = Sandbox(TOKENIZER, memory=ROOM)
         self.metrics = Metrics()
@@ -80,7 +84,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    compiler: Compiler | Unavailable = COMPILER, timeout: float = TEST_TIMEOUT
+    compiler: Compiler | ConstraintsUnavailable = COMPILER, timeout: float = TEST_TIMEOUT
 ) -> AsyncIterator[Bench]:
     made = Bench(compiler, timeout)
     try:
@@ -93,13 +97,13 @@ def literal(i: int) -> Source:
     return Source("regex", f"text {i}")
 
 
-async def error_of(work: Coroutine[Any, Any, Constraint]) -> ApiError:
+async def error_of(work: Awaitable[Constraint]) -> ApiError:
     with pytest.raises(ApiError) as info:
         await work
     return info.value
 
 
-async def test_the_same_is_compiled_once_however_many_ask() -> None:
+async def test_equal_sources_are_compiled_once() -> None:
     async with bench() as b:
         found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
         assert all(one is found[0] for one in found)
@@ -122,7 +126,7 @@ async def test_kinds_with_the_same_text_are_different() -> None:
         assert as_choice.allowed.nonzero()[0].tolist() == [ord("a")]
 
 
-async def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_least_recently_used_constraint_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CACHED", 3)
     async with bench() as b:
         for i in range(3):
@@ -133,10 +137,10 @@ async def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatc
         assert [bool(b.constraints.cached(literal(i))) for i in range(4)] == [1, 0, 1, 1]
 
 
-async def test_constraint_that_is_slow_is_compiled_ahead_for_each_sequence(
+async def test_slow_constraint_is_prepared_for_each_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And in no thread that generates."""
+    """So that no generating thread compiles it."""
     monkeypatch.setattr(compiler_module, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(module, "MAX_PREPARED", 5)
     async with bench() as b:
@@ -153,8 +157,8 @@ async def test_constraint_that_is_slow_is_compiled_ahead_for_each_sequence(
 
 
 async def test_busy_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is of a trial's own processor time. Without any for long, the client is told to try
-    again."""
+    """The limit applies to a trial's own processor time. If it gets none for long, the client gets
+    429."""
     async with bench(timeout=0.2) as b:
         await b.constraints.compiled(literal(0))
         assert b.sandbox._process is not None
@@ -169,7 +173,7 @@ async def test_busy_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             b.constraints._cache.clear()
 
 
-async def test_a_refusal_has_the_compilers_words_and_is_not_kept() -> None:
+async def test_refusal_has_the_compilers_message_and_is_not_cached() -> None:
     async with bench() as b:
         wrong = Source("regex", "(")
         for _ in range(2):
@@ -180,13 +184,13 @@ async def test_a_refusal_has_the_compilers_words_and_is_not_kept() -> None:
         assert (b.count("refused"), b.kept) == (2, 0)
 
 
-async def test_what_takes_too_long_is_refused_and_others_are_not() -> None:
+async def test_slow_constraint_is_refused_and_others_are_not() -> None:
     async with bench(timeout=0.5) as b:
         await asyncio.to_thread(b.sandbox.start)
         slow = asyncio.create_task(b.constraints.compiled(SLOW))
         await asyncio.sleep(0.1)
         good = asyncio.create_task(b.constraints.compiled(GOOD))
-        error = await error_of_task(slow)
+        error = await error_of(slow)
         assert (error.status, error.param) == (400, "json_schema")
         assert re.search(r"0\.5 s.*--constraint-timeout", error.message)
         assert b.count("timed_out") == 1
@@ -194,20 +198,14 @@ async def test_what_takes_too_long_is_refused_and_others_are_not() -> None:
         assert await good
 
 
-async def error_or_constraint(work: Coroutine[Any, Any, Constraint]) -> Constraint | ApiError:
+async def error_or_constraint(work: Awaitable[Constraint]) -> Constraint | ApiError:
     try:
         return await work
     except ApiError as error:
         return error
 
 
-async def error_of_task(task: "asyncio.Task[Constraint]") -> ApiError:
-    with pytest.raises(ApiError) as info:
-        await task
-    return info.value
-
-
-async def test_no_more_than_so_many_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compilations_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILING", 3)
     async with bench() as b:
         b.constraints.gate.clear()
@@ -224,7 +222,7 @@ async def test_no_more_than_so_many_are_compiled_at_once(monkeypatch: pytest.Mon
         assert await b.constraints.compiled(literal(3))
 
 
-async def test_a_client_that_leaves_during_the_check_leaves_it_to_the_others() -> None:
+async def test_client_that_leaves_does_not_end_the_trial_of_others() -> None:
     async with bench() as b:
         b.constraints.gate.clear()
         leaves, stays = (asyncio.create_task(b.constraints.compiled(GOOD)) for _ in range(2))
@@ -238,12 +236,11 @@ async def test_a_client_that_leaves_during_the_check_leaves_it_to_the_others() -
 
 
 def slow(i: int) -> Source:
-    """Takes seconds to compile."""
+    """A source that takes seconds to compile."""
     return Source(SLOW.kind, SLOW.text + " " * i)
 
 
-async def test_what_nobody_waits_for_any_more_ends() -> None:
-    """As soon as the last client has left."""
+async def test_trial_ends_with_its_last_client() -> None:
     async with bench() as b:
         clients = [
             asyncio.create_task(b.constraints.compiled(slow(i % 3), 1, f"client {i}"))
@@ -254,7 +251,7 @@ async def test_what_nobody_waits_for_any_more_ends() -> None:
         for client in clients[:3]:
             client.cancel()
         await asyncio.wait(clients[:3])
-        assert len(b.constraints._compiling) == 3, "somebody still waits for each"
+        assert len(b.constraints._compiling) == 3, "each has a waiting client"
         for client in clients[3:]:
             client.cancel()
         await asyncio.wait(clients)
@@ -263,7 +260,7 @@ async def test_what_nobody_waits_for_any_more_ends() -> None:
         assert await b.constraints.compiled(GOOD)
 
 
-async def test_a_client_that_comes_while_a_compilation_is_given_up_begins_another() -> None:
+async def test_new_client_restarts_a_cancelled_compilation() -> None:
     async with bench() as b:
         b.constraints.gate.clear()
         leaves = asyncio.create_task(b.constraints.compiled(GOOD))
@@ -279,9 +276,9 @@ async def test_a_client_that_comes_while_a_compilation_is_given_up_begins_anothe
 
 
 @pytest.mark.slow
-async def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
-    """Of the same caller and of another: three clients have one slow constraint after another."""
-    async with bench(timeout=2) as b:
+async def test_slow_constraints_delay_others_only_briefly() -> None:
+    """Three clients send one slow constraint after another."""
+    async with bench(timeout=0.5) as b:
         stop = False
 
         async def attack(first: int) -> None:
@@ -291,7 +288,7 @@ async def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
                 await error_or_constraint(b.constraints.compiled(slow(i), 1, "attacker"))
 
         attackers = [asyncio.create_task(attack(i)) for i in range(3)]
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         for i in range(8):
             assert await b.constraints.compiled(literal(i), 1, ("attacker", "other")[i % 2])
         stop = True
@@ -299,7 +296,7 @@ async def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
         assert b.count("timed_out") > 0
 
 
-async def test_the_places_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callers_share_the_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILING", 4)
     async with bench() as b:
         b.constraints.gate.clear()
@@ -323,14 +320,14 @@ async def test_nothing_is_compiled_on_the_event_loop() -> None:
         assert threading.current_thread() not in compiler.threads
 
 
-async def test_without_a_compiler_it_is_said_why() -> None:
-    async with bench(Unavailable("constraints need llguidance")) as b:
+async def test_without_a_compiler_the_reason_is_given() -> None:
+    async with bench(ConstraintsUnavailable("constraints need llguidance")) as b:
         error = await error_of(b.constraints.compiled(GOOD))
         assert (error.status, error.message) == (400, "regex: constraints need llguidance")
         assert b.constraints.tried == []
 
 
-async def test_closing_in_the_middle_of_a_trial_leaves_nothing_behind() -> None:
+async def test_closing_during_a_trial_leaves_nothing() -> None:
     async with bench() as b:
         slow = asyncio.create_task(b.constraints.compiled(SLOW))
         while not b.constraints._trials:
@@ -338,6 +335,6 @@ async def test_closing_in_the_middle_of_a_trial_leaves_nothing_behind() -> None:
         running, process = trials(b.sandbox), b.sandbox._process
         assert process is not None
         b.constraints.close()
-        assert (await error_of_task(slow)).status == 400
+        assert (await error_of(slow)).status == 400
         assert process.poll() is not None
         eventually(lambda: not any(trial.exists() for trial in running))

@@ -1,5 +1,4 @@
-"""Another checkpoint in place of the one that is served: every reply is of one of them, says of
-which, and nobody notices but by that."""
+"""Reloads: every reply is computed by one checkpoint, which it names, and no request fails."""
 
 import gc
 import json
@@ -21,7 +20,7 @@ from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
-from tests.service.serving import Serving, eventually, serving
+from tests.service.serving import Serving, at_work, eventually, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
 
 ADMIN = "the-key-of-the-admin"
@@ -38,7 +37,7 @@ def save_steps(folder: Path, *steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with three checkpoints, of which the first is the best, and with damaged neighbours."""
+    """A run with three checkpoints, the first of which is the best, and with damaged ones."""
     folder = tmp_path_factory.mktemp("reloaded") / "run"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
@@ -62,7 +61,7 @@ def started(run: Path) -> Iterator[Serving]:
 
 @pytest.fixture
 def server(started: Serving, run: Path) -> Serving:
-    """It serves the best, which is the first, and holds nothing of another test."""
+    """A server of the best checkpoint, the first."""
     point(run, "best", 1)
     for name in ("step-2", "step-1"):
         assert reload(started, name).status_code == 200
@@ -71,7 +70,7 @@ def server(started: Serving, run: Path) -> Serving:
 
 @pytest.fixture
 def before(server: Serving) -> dict[str, float]:
-    """The reloads of the tests before."""
+    """Counts before the test."""
     return reloads(server, {})
 
 
@@ -81,7 +80,7 @@ def reload(server: Serving, *name: str, key: str = ADMIN) -> httpx.Response:
 
 
 def reloads(server: Serving, before: dict[str, float]) -> dict[str, float]:
-    """How many more there are than before, by result."""
+    """Reloads since `before`, by result."""
     now = {
         result: server.sample("logitd_reloads_total", result=result)
         for result in ("swapped", "unchanged", "refused")
@@ -91,13 +90,13 @@ def reloads(server: Serving, before: dict[str, float]) -> dict[str, float]:
 
 
 def expected(step: int, prompt: str = PROMPT, tokens: int = TOKENS) -> list[int]:
-    """What the weights of a step generate, by the reference."""
+    """Tokens that the weights of a step generate, by the reference."""
     params = SamplingParams(max_tokens=tokens, temperature=0, seed=0)
     return generate(tiny_gpt(seed=step), tuple(prompt.encode()), params)
 
 
 def check_reply(reply: dict[str, Any]) -> int:
-    """The step that a reply names, once it is what the weights of that step give."""
+    """The step that a reply names; its tokens must be those of that step."""
     step: int = reply["checkpoint"]["step"]
     assert reply["choices"][0]["token_ids"] == expected(step)
     return step
@@ -109,11 +108,11 @@ def ask(server: Serving, **fields: Any) -> dict[str, Any]:
     return reply
 
 
-def test_a_checkpoint_takes_the_place_of_another(
+def test_reload_replaces_the_checkpoint(
     server: Serving, run: Path, before: dict[str, float]
 ) -> None:
     assert check_reply(ask(server)) == 1
-    assert ask(server)["usage"]["cached_tokens"] == 0, "shorter than a block"
+    assert ask(server)["usage"]["cached_tokens"] == 0
     reply = reload(server, "step-2").json()
     assert (reply["model"], reply["checkpoint"]["step"], reply["swapped"]) == ("run", 2, True)
     assert reply["checkpoint"]["weights_sha256"] == read_checkpoint(run / "step-2").weights_sha256
@@ -134,7 +133,7 @@ def logits_as_npy(server: Serving) -> httpx.Response:
     return server.post("/logits", {"prompt": PROMPT}, Accept="application/x-npy")
 
 
-def test_what_a_slot_holds_is_not_shared_with_other_weights(server: Serving) -> None:
+def test_prefixes_are_not_shared_with_other_weights(server: Serving) -> None:
     long = PROMPT * 5
     for cached in (0, 32 * (len(long) // 32)):
         reply = server.generate(long, max_tokens=1, temperature=0)
@@ -145,7 +144,7 @@ def test_what_a_slot_holds_is_not_shared_with_other_weights(server: Serving) -> 
     assert reply["choices"][0]["token_ids"] == expected(2, long, 4)
 
 
-def test_without_a_name_it_is_what_the_run_has_as_its_best(
+def test_reload_without_a_name_serves_the_best(
     server: Serving, run: Path, before: dict[str, float]
 ) -> None:
     reply = reload(server).json()
@@ -158,7 +157,7 @@ def test_without_a_name_it_is_what_the_run_has_as_its_best(
 
 
 def test_reload_keeps_the_served_name(tmp_path: Path) -> None:
-    """Clients that send `model` are answered; the checkpoint of a reply says which weights."""
+    """Only `checkpoint` of a reply changes, so clients that send `model` are answered."""
     for step, name in enumerate(("first", "second"), start=1):
         save_tiny_checkpoint(tmp_path / name, tiny_gpt(seed=step))
     with serving(tmp_path / "first", admin_key=ADMIN) as server:
@@ -186,16 +185,16 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("step-9", "'step-9' is not a checkpoint beside the one that is served; there are "),
-        ("../run/step-2", "is not a checkpoint beside"),
-        ("best/../step-2", "is not a checkpoint beside"),
-        ("", "is not a checkpoint beside"),
+        ("step-9", "'step-9' is not a checkpoint next to the served one; there are best, "),
+        ("../run/step-2", "is not a checkpoint next to"),
+        ("best/../step-2", "is not a checkpoint next to"),
+        ("", "is not a checkpoint next to"),
         ("damaged", "model.safetensors"),
         ("wider", "has another shape than"),
         ("words", "has another vocabulary than"),
     ],
 )
-def test_what_cannot_take_the_place_leaves_everything_as_it_is(
+def test_refused_checkpoint_changes_nothing(
     name: str,
     why: str,
     server: Serving,
@@ -211,13 +210,15 @@ def test_what_cannot_take_the_place_leaves_everything_as_it_is(
     assert check_reply(ask(server)) == 1
     known = (run / name / "config.json").exists() and "/" not in name and name
     assert reloads(server, before) == ({"refused": 1} if known else {})
-    assert [name in line and "answers on" in line for line in logged_errors] == [True] * bool(known)
+    assert [name in line and "step-1 stays" in line for line in logged_errors] == [True] * bool(
+        known
+    )
     logged_errors.clear()
-    assert reload(server, "step-2").json()["swapped"], "and the next one can"
+    assert reload(server, "step-2").json()["swapped"], "the next reload succeeds"
 
 
 def damage(run: Path) -> None:
-    """Neighbours that no server of this run can serve."""
+    """Add checkpoints that no server of this run can serve."""
     shutil.copytree(run / "step-2", run / "damaged")
     with (run / "damaged" / "model.safetensors").open("r+b") as file:
         file.seek(-3, 2)
@@ -229,7 +230,7 @@ def damage(run: Path) -> None:
     (run / "words" / "config.json").write_text(json.dumps(config))
 
 
-def test_an_administrator_has_a_key_of_their_own(run: Path, tmp_path: Path) -> None:
+def test_administrator_has_a_separate_key(run: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann=the-key-of-ann-1\n")
     with serving(run, admin_key=ADMIN, api_key_file=keys) as server:
@@ -245,32 +246,14 @@ def test_an_administrator_has_a_key_of_their_own(run: Path, tmp_path: Path) -> N
         assert "start it with --admin-key" in response.json()["error"]["message"]
 
 
-def test_under_load_every_reply_is_of_one_checkpoint(server: Serving) -> None:
-    """Eight clients and six swaps. What a reply names is what answered it, token for token."""
-    stop = threading.Event()
+def test_reply_under_load_is_of_one_checkpoint(server: Serving) -> None:
+    """Eight clients and six reloads: each reply has the tokens of the checkpoint that it names."""
     replies: list[dict[str, Any]] = []
-    failures: list[BaseException] = []
-
-    def client() -> None:
-        try:
-            while not stop.is_set():
-                replies.append(ask(server))
-        except BaseException as error:
-            failures.append(error)
-
-    clients = [threading.Thread(target=client) for _ in range(8)]
-    for thread in clients:
-        thread.start()
-    try:
+    with at_work(lambda _: replies.append(ask(server)), 8):
         for step in (2, 3, 1, 2, 3, 1):
             count = len(replies)
             assert reload(server, f"step-{step}").json()["checkpoint"]["step"] == step
             eventually(lambda count=count: len(replies) > count + 10)  # type: ignore[misc]
-    finally:
-        stop.set()
-        for thread in clients:
-            thread.join()
-    assert failures == []
     known = {step: expected(step) for step in (1, 2, 3)}
     named = [reply["checkpoint"]["step"] for reply in replies]
     assert set(named) == {1, 2, 3}
@@ -279,7 +262,7 @@ def test_under_load_every_reply_is_of_one_checkpoint(server: Serving) -> None:
     server.wait_idle()
 
 
-def test_a_stream_that_has_begun_ends_on_its_weights_and_the_next_waits(
+def test_stream_ends_on_its_weights_and_the_next_request_waits(
     server: Serving,
 ) -> None:
     body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -305,8 +288,8 @@ def test_a_stream_that_has_begun_ends_on_its_weights_and_the_next_waits(
     assert {reply["checkpoint"]["step"] for reply in after} == {2}
 
 
-def test_a_sweep_and_its_cells_are_of_one_checkpoint(run: Path) -> None:
-    """Its prompts are submitted one after the other, and the swap comes between them."""
+def test_sweep_is_of_one_checkpoint(run: Path) -> None:
+    """The reload comes between its prompts."""
     with serving(run, admin_key=ADMIN, slots=2) as server:
         change = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "elsewhere"}}
         body = {"prompt": "once more", "vary": change, "over": ["layers", "positions"],
@@ -326,24 +309,18 @@ def test_a_sweep_and_its_cells_are_of_one_checkpoint(run: Path) -> None:
         assert server.json("/sweep", body)["cells"] != before["cells"]
 
 
-def test_who_does_not_end_in_time_is_told(tmp_path: Path, logged_errors: list[str]) -> None:
-    """New requests wait for the last of the old ones, so that one may not take for ever."""
+def test_request_after_the_reload_timeout_gets_an_error(
+    tmp_path: Path, logged_errors: list[str]
+) -> None:
+    """New requests wait for old ones, which therefore have a time limit."""
     for step, name in enumerate(("first", "second")):
         gpt = spelling_gpt()
-        gpt.token_embedding.weight.data *= 1 + step / 1000  # others, of the same opinion
+        gpt.token_embedding.weight.data *= 1 + step / 1000  # other weights with the same argmax
         save_tiny_checkpoint(tmp_path / name, gpt)
+    long = {"prompt": "a", "max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True, "stream": True}
     with (
         serving(tmp_path / "first", admin_key=ADMIN, slots=2, reload_timeout=0.3) as server,
-        server.client.stream(
-            "POST",
-            "/generate",
-            json={
-                "prompt": "a",
-                "max_tokens": CONTEXT_LENGTH - 1,
-                "ignore_eos": True,
-                "stream": True,
-            },
-        ) as stream,
+        server.client.stream("POST", "/generate", json=long) as stream,
     ):
         lines = stream.iter_lines()
         next(lines)
@@ -354,8 +331,8 @@ def test_who_does_not_end_in_time_is_told(tmp_path: Path, logged_errors: list[st
     logged_errors.clear()
 
 
-def test_the_weights_before_are_given_back(run: Path) -> None:
-    """However often the checkpoint changes, there are two models in memory at most."""
+def test_old_weights_are_freed(run: Path) -> None:
+    """At most two models are in memory at once."""
 
     def models() -> int:
         gc.collect()

@@ -335,7 +335,7 @@ def test_a_field_that_cannot_be_honoured(
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_max_tokens_beyond_the_context_ends_with_it(server: Serving, streamed: bool) -> None:
-    context = server.served.context_length
+    context = server.served.checkpoint.config.context_length
     fields: dict[str, Any] = {"max_tokens": 10 * context, "ignore_eos": True, "seed": 1}
     if streamed:
         fields["stream_options"] = {"include_usage": True}

@@ -1,5 +1,5 @@
-"""A collector: a real HTTP server that takes OTLP, decodes it with OpenTelemetry's own protobuf
-classes, and keeps the spans."""
+"""A collector: an HTTP server that receives OTLP and decodes it with OpenTelemetry's protobuf
+classes."""
 
 import gzip
 import threading
@@ -19,7 +19,7 @@ from tests.service.serving import eventually
 SERVER, INTERNAL = 2, 1
 """Kinds of spans."""
 ERROR = 2
-"""Of a status; 0 is unset."""
+"""Status of a span with an error; 0 is unset."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ReceivedSpan:
 
 @dataclass
 class Collector:
-    """What was received."""
+    """Received spans, bodies and headers."""
 
     url: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Collector:
     headers: list[dict[str, str]] = field(default_factory=list)
 
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
-        """The spans of a trace once its outermost one is here, that one first."""
+        """Wait for the root span of a trace. Returns its spans, the root first."""
 
         def found() -> list[ReceivedSpan]:
             return [span for span in list(self.spans) if span.trace_id == trace_id]
@@ -57,7 +57,6 @@ class Collector:
         return sorted(found(), key=lambda span: (span.kind != SERVER, span.start, span.end))
 
     def take(self, headers: dict[str, str], body: bytes) -> None:
-        """Decode a request."""
         self.headers.append(headers)
         if headers.get("content-encoding") == "gzip":
             body = gzip.decompress(body)
@@ -111,7 +110,7 @@ def collecting() -> Iterator[Collector]:
             self.wfile.write(answer)
 
         def log_message(self, *arguments: Any) -> None:
-            """Nothing: the test looks at the spans."""
+            return
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         collector.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,8 +1,7 @@
-"""Traces of a real server in a real collector: who is whose parent, what a span says and what it
-must not, what counts as an error, and what a collector that is away may cost."""
+"""Traces of a real server in a real collector: the tree of spans, their attributes, errors, and an
+absent collector."""
 
 import ast
-import json
 import logging
 import secrets
 import signal
@@ -15,24 +14,22 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import StreamingResponse
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
 from logitd.model.version import VERSION
-from logitd.service.application.app import create_app
 from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing import otlp
 from logitd.service.tracing.traces import TracesError, traces_of
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,
+    app_with_bugs,
     events,
     eventually,
     read_all,
     read_until,
     request_bytes,
-    serve_settings,
     serving,
     serving_app,
 )
@@ -47,7 +44,7 @@ from tests.service.tracing.collector import (
 
 ROOT = Path(__file__).parents[3]
 SLOWLY = ("--threads", "1", "--kernels", "torch")
-"""So that a generation takes long enough to be met."""
+"""Flags that make a generation slow."""
 LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
@@ -59,21 +56,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(checkpoint_path: Path, collector: Collector) -> Iterator[Serving]:
-    """The tiny checkpoint, served with traces and with two endpoints that have a bug."""
-    app = create_app(serve_settings(checkpoint_path, otlp_endpoint=collector.url, slots=4))
-
-    @app.get("/bug", include_in_schema=False)
-    def bug() -> None:
-        raise ZeroDivisionError
-
-    @app.get("/late-bug", include_in_schema=False)
-    def late_bug() -> StreamingResponse:
-        def body() -> Iterator[bytes]:
-            yield b"one"
-            raise ZeroDivisionError
-
-        return StreamingResponse(body())
-
+    """The tiny checkpoint, served with traces and two endpoints that have a bug."""
+    app = app_with_bugs(checkpoint_path, otlp_endpoint=collector.url, slots=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(otlp, "SEND_SECONDS", 0.05)
         with serving_app(app) as running:
@@ -82,7 +66,7 @@ def traced(checkpoint_path: Path, collector: Collector) -> Iterator[Serving]:
 
 
 def parent(flags: str = "01") -> tuple[str, str, dict[str, str]]:
-    """A client's trace and span, and the headers that tell of them."""
+    """Ids of a client's trace and span, and their headers."""
     trace, span = secrets.token_hex(16), secrets.token_hex(8)
     return trace, span, {"traceparent": f"00-{trace}-{span}-{flags}"}
 
@@ -90,9 +74,7 @@ def parent(flags: str = "01") -> tuple[str, str, dict[str, str]]:
 # The tree
 
 
-def test_a_request_is_a_span_below_its_clients_with_a_span_for_each_phase(
-    traced: Serving, collector: Collector
-) -> None:
+def test_span_of_a_request_has_a_span_for_each_phase(traced: Serving, collector: Collector) -> None:
     trace, span, headers = parent()
     before = time.time_ns()
     body = {"prompt": "abc", "max_tokens": 5, "seed": 7, "temperature": 0.5, "top_p": 0.9}
@@ -140,7 +122,7 @@ def test_a_request_is_a_span_below_its_clients_with_a_span_for_each_phase(
     assert request.resource["service.version"] == VERSION
 
 
-def test_a_stream_is_a_span_until_its_end(traced: Serving, collector: Collector) -> None:
+def test_span_of_a_stream_lasts_until_its_end(traced: Serving, collector: Collector) -> None:
     trace, span, headers = parent()
     body = {"prompt": ["ab", "c"], "max_tokens": 20, "n": 2, "stream": True, "ignore_eos": True}
     reply = traced.post("/generate", body, **headers)
@@ -157,27 +139,26 @@ def test_a_stream_is_a_span_until_its_end(traced: Serving, collector: Collector)
 
 
 @pytest.mark.parametrize("header", [{}, {"traceparent": "00-nonsense-01"}])
-def test_without_a_parent_a_trace_begins_here(
+def test_request_without_a_parent_begins_a_trace(
     traced: Serving, collector: Collector, header: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="logitd.http"):
         traced.post("/probs", {"prompt": "abc"}, **header)
         eventually(lambda: any("POST /probs" in message for message in caplog.messages))
-    (line,) = [message for message in caplog.messages if "POST /probs" in message]
-    trace_id = line.partition("trace_id=")[2].split()[0]
+    (record,) = [record for record in caplog.records if "POST /probs" in record.getMessage()]
+    trace_id = record.fields["trace_id"]  # type: ignore[attr-defined]
+    assert f" trace_id={trace_id}" in record.getMessage()
     request, *phases = collector.trace(trace_id)
     assert request.parent_id == ""
     assert [phase.name for phase in phases] == ["queue", "prefill", "decode"]
     assert request.attributes["gen_ai.usage.input_tokens"] == 3
-    assert "gen_ai.operation.name" not in request.attributes, "the conventions have none for it"
+    assert "gen_ai.operation.name" not in request.attributes
 
 
-# What a span says, and what not
+# Attributes
 
 
-def test_no_text_of_the_request_or_of_the_answer_is_sent(
-    traced: Serving, collector: Collector
-) -> None:
+def test_no_text_is_sent(traced: Serving, collector: Collector) -> None:
     trace, _, headers = parent()
     body = {"prompt": "xyzzy-plugh", "stop": ["frotz-ozmoo"], "user": "somebody", "max_tokens": 8}
     reply = traced.post("/v1/completions", body, **headers)
@@ -197,7 +178,7 @@ def test_no_text_of_the_request_or_of_the_answer_is_sent(
         ({"prompt": ["a", "b"], "seed": 7}, 7),
     ],
 )
-def test_a_seed_is_named_if_it_is_one_that_the_protocol_can_carry(
+def test_common_seed_is_an_attribute(
     traced: Serving, collector: Collector, fields: dict[str, Any], seed: int | None
 ) -> None:
     trace, _, headers = parent()
@@ -207,7 +188,7 @@ def test_a_seed_is_named_if_it_is_one_that_the_protocol_can_carry(
     assert request.attributes["gen_ai.request.max_tokens"] == 1
 
 
-def test_a_cached_prefix_and_a_stop_are_said(traced: Serving, collector: Collector) -> None:
+def test_cached_prefix_and_stop_are_attributes(traced: Serving, collector: Collector) -> None:
     prompt = "q" * 70
     traced.generate(prompt, max_tokens=1)
     trace, _, headers = parent()
@@ -219,7 +200,7 @@ def test_a_cached_prefix_and_a_stop_are_said(traced: Serving, collector: Collect
     assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
 
 
-def test_what_is_polled_has_no_trace(traced: Serving, collector: Collector) -> None:
+def test_polled_endpoints_have_no_trace(traced: Serving, collector: Collector) -> None:
     ids = []
     for path in ("/health", "/metrics", "/health/live", "/version"):
         trace, _, headers = parent()
@@ -229,7 +210,7 @@ def test_what_is_polled_has_no_trace(traced: Serving, collector: Collector) -> N
     assert not [span for span in collector.spans if span.trace_id in ids[:-1]]
 
 
-def test_an_unknown_path_makes_no_name_of_its_own(traced: Serving, collector: Collector) -> None:
+def test_unknown_path_is_not_a_name(traced: Serving, collector: Collector) -> None:
     trace, _, headers = parent()
     path = "/" + "x" * 500
     assert traced.client.get(path, headers=headers).status_code == 404
@@ -240,7 +221,7 @@ def test_an_unknown_path_makes_no_name_of_its_own(traced: Serving, collector: Co
 
 
 def test_headers_that_are_not_text_are_answered(traced: Serving, collector: Collector) -> None:
-    """Instrumentation that decodes them answers 500."""
+    """OpenTelemetry's instrumentation answers them with 500."""
     trace, _, headers = parent()
     with traced.connect() as raw:
         raw.sendall(
@@ -256,7 +237,7 @@ def test_headers_that_are_not_text_are_answered(traced: Serving, collector: Coll
 
 
 def failed(collector: Collector, trace: str) -> tuple[int, Any, Any]:
-    """The status of a request's span, what it says of the reply's status, and of the error."""
+    """Status of a request's span, status of its reply, and type of the error."""
     said = collector.trace(trace)[0]
     return (
         said.status,
@@ -265,28 +246,34 @@ def failed(collector: Collector, trace: str) -> tuple[int, Any, Any]:
     )
 
 
-def test_a_clients_mistake_is_no_error_of_the_server(traced: Serving, collector: Collector) -> None:
-    trace, _, headers = parent()
-    assert traced.post("/generate", {"prompt": "a", "n": 0}, **headers).status_code == 400
-    assert failed(collector, trace) == (0, 400, None)
-    assert len(collector.trace(trace)) == 1
+TIMED_OUT = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "timeout": 0.01}
 
 
-def test_a_passed_timeout_is_an_error_in_a_reply_and_in_a_stream(
-    traced: Serving, collector: Collector
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [
+        ({"prompt": "a", "n": 0}, 400, (0, 400, None)),
+        (TIMED_OUT, 504, (ERROR, 504, "504")),
+        ({**TIMED_OUT, "stream": True}, 200, (ERROR, 200, "timeout")),
+    ],
+    ids=["mistake of the client", "timeout", "timeout in a stream"],
+)
+def test_span_has_errors_of_the_server_only(
+    traced: Serving,
+    collector: Collector,
+    body: dict[str, Any],
+    status: int,
+    expected: tuple[int, int, str | None],
 ) -> None:
     trace, _, headers = parent()
-    body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "timeout": 0.01}
-    assert traced.post("/generate", body, **headers).status_code == 504
-    assert failed(collector, trace) == (ERROR, 504, "504")
-    trace, _, headers = parent()
-    reply = traced.post("/generate", {**body, "stream": True}, **headers)
-    assert "error" in events(reply.content)[-1]
-    assert failed(collector, trace) == (ERROR, 200, "timeout")
-    assert collector.trace(trace)[0].attributes["gen_ai.response.finish_reasons"] == ["timeout"]
+    assert traced.post("/generate", body, **headers).status_code == status
+    assert failed(collector, trace) == expected
+    if "stream" in body:
+        reasons = collector.trace(trace)[0].attributes["gen_ai.response.finish_reasons"]
+        assert reasons == ["timeout"]
 
 
-def test_a_bug_is_an_error(traced: Serving, collector: Collector, logged_errors: list[str]) -> None:
+def test_bug_is_an_error(traced: Serving, collector: Collector, logged_errors: list[str]) -> None:
     trace, _, headers = parent()
     assert traced.client.get("/bug", headers=headers).status_code == 500
     assert failed(collector, trace) == (ERROR, 500, "500")
@@ -297,10 +284,8 @@ def test_a_bug_is_an_error(traced: Serving, collector: Collector, logged_errors:
     logged_errors.clear()
 
 
-def test_a_client_that_goes_leaves_what_was_computed_for_it(
-    traced: Serving, collector: Collector
-) -> None:
-    """Its sequence ends a step after its reply."""
+def test_client_that_leaves_has_an_aborted_span(traced: Serving, collector: Collector) -> None:
+    """Its sequence ends one step after its reply."""
     trace, span, headers = parent()
     with traced.connect() as raw:
         raw.sendall(request_bytes("/generate", LONG, f"traceparent: {headers['traceparent']}"))
@@ -313,8 +298,8 @@ def test_a_client_that_goes_leaves_what_was_computed_for_it(
     assert [phase.name for phase in phases] == ["queue", "prefill", "decode"]
 
 
-def test_what_shutdown_ends_is_an_error(checkpoint_path: Path, collector: Collector) -> None:
-    """The client is told in the stream, and the collector before the process has ended."""
+def test_request_ended_by_shutdown_is_an_error(checkpoint_path: Path, collector: Collector) -> None:
+    """The client gets an error in the stream, and the collector the span before the exit."""
     trace, _, headers = parent()
     flags = ("--otlp-endpoint", collector.url, "--drain-timeout", "0", *SLOWLY)
     with ServedProcess(str(checkpoint_path), *flags) as process:
@@ -327,10 +312,10 @@ def test_what_shutdown_ends_is_an_error(checkpoint_path: Path, collector: Collec
     assert failed(collector, trace) == (ERROR, 200, "abort")
 
 
-# Which requests
+# Sampling
 
 
-def test_a_client_decides_and_else_the_ratio(
+def test_client_decides_or_else_the_ratio(
     checkpoint_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp, "SEND_SECONDS", 0.05)
@@ -346,7 +331,7 @@ def test_a_client_decides_and_else_the_ratio(
     assert not [span for span in collector.spans if span.trace_id == unsampled]
 
 
-def test_the_standard_variables_name_the_service_and_carry_keys(
+def test_standard_variables_are_read(
     checkpoint_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-gpt")
@@ -361,16 +346,16 @@ def test_the_standard_variables_name_the_service_and_carry_keys(
     assert collector.headers[-1]["x-key"] == "secret"
 
 
-# A collector that is away
+# An absent collector
 
 
 @pytest.mark.slow
-def test_without_a_collector_requests_are_answered_and_the_log_says_it_once(
+def test_absent_collector_is_logged_once(
     checkpoint_path: Path,
 ) -> None:
-    """Four spans each, so that more are made than wait."""
+    """Each request has four spans, so the queue overflows."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # held, and not listened at
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with ServedProcess(str(checkpoint_path), "--otlp-endpoint", url) as process:
             with httpx.Client(base_url=process.url, trust_env=False) as http:
@@ -384,38 +369,42 @@ def test_without_a_collector_requests_are_answered_and_the_log_says_it_once(
             assert time.monotonic() - before < otlp.FLUSH_SECONDS + 2
             lines = [line for line in process.output.splitlines() if "logitd.traces" in line]
             assert f"traces do not reach {url}/v1/traces: " in lines[0]
-            assert len(lines) <= 2, "one now and then, and one at the end"
+            assert len(lines) <= 2
             assert "opentelemetry" not in process.output
 
 
-def test_a_collector_that_never_answers_does_not_hold_the_shutdown(checkpoint_path: Path) -> None:
+def test_silent_collector_does_not_delay_the_shutdown(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(otlp, "FLUSH_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with ServedProcess(str(checkpoint_path), "--otlp-endpoint", url) as process:
-            assert httpx.get(f"{process.url}/version").status_code == 200
+        with serving(checkpoint_path, otlp_endpoint=url) as server:
+            assert server.client.get("/version").status_code == 200
             before = time.monotonic()
-            process.signal(signal.SIGTERM)
-            assert process.exit_code() == 0
-            assert time.monotonic() - before < otlp.FLUSH_SECONDS + 2
-            assert f"the last traces did not reach {url}/v1/traces in 3 s" in process.output
+        assert time.monotonic() - before < otlp.FLUSH_SECONDS + 2
+    assert f"the last traces did not reach {url}/v1/traces in 0.3 s" in caplog.text
 
 
-# Whether there are any
+# Settings
 
 
-def test_without_an_endpoint_nothing_is_imported() -> None:
-    """No module that is loaded anyway imports the packages while it is loaded."""
+def test_packages_are_imported_on_demand() -> None:
+    """No other module imports the packages at import time."""
     for package in ("model", "service"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path == Path(otlp.__file__).resolve():
                 continue
-            for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            text = path.read_text(encoding="utf-8")
+            if "opentelemetry" not in text and "otlp" not in text:
+                continue
+            for statement in ast.parse(text).body:
                 if isinstance(statement, ast.Import | ast.ImportFrom):
                     assert "opentelemetry" not in ast.unparse(statement), path
                     assert "logitd.service.tracing.otlp" not in ast.unparse(statement), path
 
 
-def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "logitd.service.tracing.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     settings = ServeSettings(_env_file=None, otlp_endpoint="http://127.0.0.1:4318")
@@ -433,17 +422,6 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.Mo
         ({"otlp_endpoint": "http://host", "trace_ratio": 1.5}, "less than or equal to 1"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ServeSettings(_env_file=None, **settings)
-
-
-def test_every_line_of_json_carries_the_trace(
-    traced: Serving, caplog: pytest.LogCaptureFixture
-) -> None:
-    trace, _, headers = parent()
-    with caplog.at_level(logging.INFO, logger="logitd.http"):
-        traced.client.get("/version", headers=headers)
-        eventually(lambda: bool(caplog.records))
-    (record,) = caplog.records
-    assert json.loads(json.dumps(record.fields))["trace_id"] == trace  # type: ignore[attr-defined]

@@ -212,7 +212,7 @@ def test_used_ports_exit_1(checkpoint_path: Path) -> None:
         done = completed(["serve", str(checkpoint_path), "--threads", "1", "--port", str(port)])
     assert done.returncode == 1
     assert f"port {port} is in use: " in done.stderr
-    assert "--port 0 takes a free one" in done.stderr
+    assert "--port 0 picks a free one" in done.stderr
 
 
 # The program's name

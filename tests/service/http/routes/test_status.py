@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -162,9 +161,9 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
             )
             engine = AsyncEngine(
                 driver,
-                AdmissionController(driver.model_config, driver.slots, limits),
+                AdmissionController(broken.model_config, broken.slots, limits),
                 stall_timeout=TEST_TIMEOUT,
-                on_step=partial(state.on_step, state.metrics.of("tiny")),
+                on_step=state.metrics.of("tiny").observe_step,
             )
             state.models = Models([replace(server.served, engine=engine)])
 
