@@ -81,7 +81,7 @@ INTERVENTIONS: list[Row] = [
     ({**SET, "operation": "add", "values": [1e300] * 32}, "interventions", "within float32"),
     ({**SET, "values": "a"}, "interventions", ".values must be a list of"),
     ({**ZERO, "positions": "x"}, "interventions", ".positions must be 'all'"),
-    ({**ZERO, "heads": [0]}, "interventions", "none"),
+    ({**ZERO, "heads": [0]}, "interventions", "no heads"),
     ({"stage": "blocks.0.attention.v", "operation": "zero", "heads": [4]}, "interventions",
      "blocks.0.attention.v has 4 heads"),
     ({**ZERO, "positions": [59]}, "interventions", "59 tokens"),
@@ -206,7 +206,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"stages": ["blocks.0.attention.queries"]}, "stages", "blocks.N.attention.q"),
         ({"stages": ["blocks.3.output"]}, "stages", "from 0 to 2"),
         ({"stages": []}, "stages", "at least 1"),
-        ({"heads": [0]}, "heads", "none"),
+        ({"heads": [0]}, "heads", "no heads"),
         ({"stages": ["blocks.*.attention.q"], "heads": [4]}, "heads", "has 4 heads"),
     ],
     "sweep": [

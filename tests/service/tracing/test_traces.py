@@ -418,7 +418,7 @@ def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.Monk
         ({"otlp_endpoint": "127.0.0.1:4318"}, "a collector is http://host:port"),
         ({"otlp_endpoint": "http://me:secret@host:4318"}, "OTEL_EXPORTER_OTLP_HEADERS"),
         ({"otlp_endpoint": "http://host:4318/?key=1"}, "a collector is"),
-        ({"trace_ratio": 0.5}, "need otlp-endpoint"),
+        ({"trace_ratio": 0.5}, "--otlp-endpoint"),
         ({"otlp_endpoint": "http://host", "trace_ratio": 1.5}, "less than or equal to 1"),
     ],
 )
