@@ -23,7 +23,7 @@ from logitd.model.operations.body import (
 )
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
-from logitd.model.operations.prompts import encode_all, resolve_in_prompt
+from logitd.model.operations.prompts import encode_all, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
             request_id=new_id("attribution"),
             token_ids=prompt,
             task=AttributionTask(
-                position=_position(body.position, len(prompt)),
+                position=next(iter(resolve_position(body.position, len(prompt))), 0),
                 token_id=token,
                 minus_id=minus,
                 methods=tuple(body.methods),
@@ -175,11 +175,6 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         return {"prompts": prompts}
 
     return Record(requests, reply)
-
-
-def _position(position: int, length: int) -> int:
-    """The position from the start; any for an empty prompt, which validation rejects."""
-    return resolve_in_prompt("position", [position], length)[0] if length else 0
 
 
 def _attribution_json(

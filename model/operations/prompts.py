@@ -90,6 +90,11 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
             return resolve_in_prompt("positions", positions, length)
 
 
+def resolve_position(position: int, length: int) -> TokenIds:
+    """One position from the start; none of an empty prompt, which validation rejects."""
+    return resolve_in_prompt("position", [position], length) if length else ()
+
+
 def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tuple[int, ...]:
     """Positions from the start of a prompt of `length` tokens; negative ones count from its end."""
     return resolve_indices(param, positions, length, f"the prompt has {count_tokens(length)}")

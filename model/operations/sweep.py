@@ -41,7 +41,7 @@ from logitd.model.operations.operation import (
     Subject,
     new_id,
 )
-from logitd.model.operations.prompts import encode_all, resolve_positions
+from logitd.model.operations.prompts import encode_all, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 
 
@@ -131,7 +131,7 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
     row = OutputsRequest(
         request_id=new_id("outputs"),
         token_ids=prompt,
-        positions=resolve_positions([body.position], len(prompt)),
+        positions=resolve_position(body.position, len(prompt)),
         output=Logits(),
         interventions=constant,
     )

@@ -43,9 +43,9 @@ class Request:
 
     def to_model(self, model: str | None) -> "Request":
         """The same request to a model of the server, unless its fields name one."""
-        if self.fields is None or model is None:
+        if self.fields is None or model is None or self.fields.get("model") is not None:
             return self
-        return replace(self, fields={"model": model, **self.fields})
+        return replace(self, fields={**self.fields, "model": model})
 
     @property
     def target(self) -> str:

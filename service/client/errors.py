@@ -28,6 +28,19 @@ class LogitdError(Exception):
         named = "" if self.request_id is None else f" (request {self.request_id})"
         return self.message + named
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(
+    kind: type[LogitdError], args: tuple[Any, ...], state: Mapping[str, Any]
+) -> LogitdError:
+    """An error as pickled; the arguments of subclasses differ from `args`."""
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(state)
+    return error
+
 
 class APIStatusError(LogitdError):
     """The server answered with an error.

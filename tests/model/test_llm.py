@@ -187,6 +187,16 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
     assert llm._mailboxes == {}
 
 
+def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
+    """Native code once got a null pointer."""
+    with LLM(checkpoint_path, device="cpu", threads=1) as closed:
+        stream = closed.stream(PROMPT, max_tokens=5)
+        next(stream)
+    for compute in (lambda: next(stream), lambda: closed.logits(PROMPT)):
+        with pytest.raises(RuntimeError, match="closed"):
+            compute()
+
+
 # Numbers
 
 

@@ -52,6 +52,7 @@ from logitd.model.inference.sampling.results import (
     SampleResult,
     ScoredToken,
 )
+from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.model.transformer.gpt import GPT
 
 
@@ -88,6 +89,7 @@ class Engine:
         self.weights = 0
         """Version of the weights: the number of swaps."""
         self._next: ForwardModel | None = None  # with the weights of the next version
+        self._closed = False
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -187,6 +189,8 @@ class Engine:
         """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
         called when the step is planned: the rest is mostly native code, during which other threads
         can use the interpreter."""
+        if self._closed:
+            raise RuntimeError("the engine is closed and computes no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.
         events = self._expire()
         # 2) Choose the work.
@@ -233,7 +237,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the threads that compute. The engine must not be used afterwards."""
+        """End the threads that compute. A later step raises RuntimeError."""
+        self._closed = True
         if self._next is not None:
             self._next.close()
         self._runner.close()
@@ -271,9 +276,12 @@ class Engine:
         for chunk in plan.prefill:
             sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
-            if sequence in output.scores:
-                events += self._score_events(chunk, output.scores[sequence])
-            outputs = output.outputs.get(sequence)
+            scores, outputs = output.scores.get(sequence), output.outputs.get(sequence)
+            if scores is not None and not scores.is_finite:
+                events.append(self._not_finite(sequence, NOT_FINITE.message))
+                continue
+            if scores is not None:
+                events += self._score_events(chunk, scores)
             if outputs is not None and outputs.error is not None:
                 events.append(self._not_finite(sequence, outputs.error))
                 continue

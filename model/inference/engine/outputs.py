@@ -6,6 +6,7 @@ knows tensors. Tapped sequences are computed apart from the others (`TappedPasse
 Shapes: P chosen positions, T positions of a chunk, V = vocab_size.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ from logitd.model.transformer.config import BLOCK, GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import match_stages
 
-NOT_FINITE = "a layer's logits are not finite"
+NOT_FINITE = "the logits, or those of a layer, are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class OutputsComputer:
         hidden, values = compute_pass(chunk, output, offsets)
         if isinstance(output, Logits):
             values = self._logits(chunk.sequence, output, positions, hidden)
+            # Processing drops ids by -inf; a maximum is NaN if any element is.
+            error = NOT_FINITE if values.numel() and not values.amax() < math.inf else None
         elif isinstance(output, HiddenStates):
             values = values.transpose(0, 1)  # (P, layers, d_model)
         elif isinstance(output, Lens):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,12 @@ class Scores:
     start: int
     tokens: list[ScoredToken]
     rows: list[ScoredRows]
+
+    @property
+    def is_finite(self) -> bool:
+        """False if the model computed NaN. Processing makes logprobs of -inf."""
+        logprobs = [token.chosen.logprob for token in self.tokens if token.chosen is not None]
+        return not any(np.isnan(row).any() for row in (logprobs, *(r.logprobs for r in self.rows)))
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ def test_errors_can_be_pickled_and_copied(error: LogitdError) -> None:
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
         assert vars(other) == vars(error)
-        assert str(other) == str(error)
+        assert (str(other), other.args) == (str(error), error.args)
 
 
 def test_all_errors_are_logitd_errors() -> None:

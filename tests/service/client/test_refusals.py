@@ -69,6 +69,8 @@ def test_wrong_keys_are_authentication_errors(checkpoint_path: Path, connect: Co
 def test_other_models_and_paths_are_not_found(server: Serving, connect: Connect) -> None:
     error = refused(NotFoundError, lambda: connect(server.url).generate("x", model="gpt-9"))
     assert (error.status, error.code) == (404, "model_not_found")
+    gone = connect(server.url, model="gpt-9")
+    refused(NotFoundError, lambda: gone.generate("x", model=None))  # None is no choice
     error = refused(NotFoundError, lambda: connect(f"{server.url}/elsewhere/").info())
     assert "/elsewhere/info" in error.message
 

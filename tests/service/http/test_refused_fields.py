@@ -219,7 +219,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"token": "ab"}, "token", "'ab' is 2 tokens"),
         ({"token_id": 300}, "token_id", "300"),
         ({"token_id": 1, "minus_id": 1}, "minus", "is 0"),
-        ({"position": 59}, "positions", "59 tokens"),
+        ({"position": 59}, "position", "59 tokens"),
         ({"vary": PATCH, "prompt": "ab"}, "vary", "values for 59 positions"),
         ({"vary": {**ABLATE, "operation": "set", "values": [1.0]}}, "vary",
          "vary: values have the shape [1, 1]"),
@@ -400,11 +400,11 @@ def test_an_intervention_is_named_by_its_place(server: Serving) -> None:
         assert "interventions[1]" in error.message
 
 
-@pytest.mark.parametrize("name", ["generate", "lens"])
+@pytest.mark.parametrize("name", ["generate", "lens", "logits", "probs", "score", "sweep"])
 def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """It was once a 500."""
+    """It was a 500; later /probs and /score answered with false ranks."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")
