@@ -94,10 +94,3 @@ def test_a_prompt_and_its_continuation_may_fill_the_context(server: Serving) -> 
     (prompt,) = score(server, "x" * 100, continuations=["y" * 28]).prompts
     assert prompt.continuations is not None
     assert prompt.continuations[0].scored_tokens == 28
-
-
-def test_score_of_logits_that_are_not_finite_is_null(server: Serving) -> None:
-    blown = {"stage": "blocks.*.output", "operation": "scale", "factor": 1e30}
-    (prompt,) = server.json("/score", {"prompt": PROMPT, "interventions": [blown]})["prompts"]
-    assert prompt["score"]["logprob"] is None
-    assert not prompt["score"]["is_greedy"]
