@@ -74,7 +74,9 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if count == 0:
-            raise DeviceError(f"device is {name!r}, but torch finds no CUDA device here")
+            raise DeviceError(
+                f"device is {name!r}, but torch finds no CUDA device here; leave it out, or use cpu"
+            )
         if (device.index or 0) >= count:
             raise DeviceError(f"device is {name!r}, but this machine has {count} CUDA devices")
     return device

@@ -106,8 +106,8 @@ def read_text(path: Path, most: int = TEXT_BYTES) -> str:
 
 
 def folder_aside(path: Path) -> Path:
-    """Create a folder next to `path`, which is renamed to it when it is complete. Unlike folders of
-    `tempfile` it has the permissions of the umask."""
+    """Create a temporary folder next to `path`, to be renamed to it when complete. Unlike
+    folders of `tempfile` it has the permissions of the umask."""
     while True:
         aside = _name_aside(path)
         try:

@@ -41,8 +41,8 @@ class Attributes:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """Take the attributes as pickle stores them: a dictionary, or also one of slots. Other
-        states (NumPy's tuples) have no names and are left out."""
+        """Take the attributes as pickle stores them: a dictionary, optionally with one for slots.
+        Other states (NumPy's tuples) have no names and are left out."""
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 vars(self).update(part)

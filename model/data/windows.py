@@ -76,7 +76,9 @@ def rolling_windows(
     per window. Each is predicted from at least window - stride tokens, or all tokens before it. The
     last window ends with the text."""
     if shard.count < 2:
-        raise ValueError(f"{shard.count} tokens predict none: at least 2 are needed")
+        raise ValueError(
+            f"the text has {shard.count} tokens, too few to predict any: at least 2 are needed"
+        )
     if not 1 <= stride <= window:
         raise ValueError(f"stride is {stride}; it must be from 1 to the window's {window}")
     last = shard.count - 1  # the last token that is predicted

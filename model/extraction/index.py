@@ -33,7 +33,7 @@ _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A written shard of `rows` tokens. Its last token is before (document, position)."""
+    """A written shard of `rows` tokens. (document, position) is just past its last token."""
 
     file: str
     rows: int

@@ -61,7 +61,11 @@ def resolve_target(pattern: str, heads: Sequence[int] | None, config: GPTConfig)
         raise InvalidRequest(str(error), PARAM) from error
     for stage in stages:
         if not stage.kind.changes:
-            instead = "logit_bias" if stage.name == "logits" else "attention.heads"
+            instead = (
+                "logit_bias (of /probs and /logits: in processing)"
+                if stage.name == "logits"
+                else "attention.heads"
+            )
             raise InvalidRequest(f"{stage.name} cannot be changed; use {instead}", PARAM)
     return Target(stages, None if heads is None else resolve_heads(heads, stages, config))
 

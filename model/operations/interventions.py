@@ -350,5 +350,5 @@ def _given_values(values: object, axes: int) -> Values:
     except ValueError as error:
         raise InvalidRequest("values are lists of different lengths") from error
     if not np.isfinite(array).all():
-        raise InvalidRequest("values must be within float32, up to 3.4e38")
+        raise InvalidRequest("values hold a number that float32 cannot: its limit is 3.4e38")
     return array[None] if array.ndim <= axes else array

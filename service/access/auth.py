@@ -39,7 +39,7 @@ SAFE_KEY_LENGTH = 16
 KEY_FILE_BYTES = 2**20
 """Largest file of keys: ten thousand keys. It may be read while requests are answered."""
 MAX_LIMIT = 1_000_000
-_ENTRY = re.compile(r"(.*?)((?:\s+(?:per-minute|at-once)=\S*)*)", re.DOTALL)
+_ENTRY = re.compile(r"(.*?)((?:\s+[\w-]+=\S*)*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[!-~]+")  # characters that a header can hold without quotes or encodings
 
@@ -190,6 +190,10 @@ def _limit(place: str, words: str) -> KeyLimit:
     given: dict[str, int] = {}
     for word in words.split():
         name, _, number = word.partition("=")
+        if name not in ("per-minute", "at-once"):  # not repeated: it may be a part of a key
+            raise ApiKeyError(
+                f"{place} has an unknown limit; the limits are per-minute=N and at-once=N"
+            )
         if name in given or not (number.isascii() and number.isdigit()) or int(number) > MAX_LIMIT:
             raise ApiKeyError(
                 f"{place} has {word!r}; write per-minute=N and at-once=N once each, with N from 0 "

@@ -75,7 +75,9 @@ class TensorFile:
             ):
                 numbers = np.frombuffer(self._data[start:end], dtype=dtype)
                 return np.require(numbers, requirements=["ALIGNED"])
-        raise WrongShape(f"{name} has a place that does not fit its shape or the reply")
+        raise WrongShape(
+            f"{name} has offsets that do not match its shape, or lie outside the reply"
+        )
 
     @property
     def stage(self) -> str:

@@ -95,7 +95,7 @@ class Message(RequestBody):
                 f"messages hold tool_calls of the role {self.role!r}; only assistants make calls"
             )
         if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("messages hold a tool_call_id whose role is not 'tool'")
+            raise ValueError("a message has tool_call_id, but its role is not 'tool'")
         if self.content is None and not self.tool_calls:
             raise ValueError("messages hold a message without content")
         return self
@@ -271,8 +271,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         if names and choice in (None, "auto"):
             raise ValueError(
                 "tool_choice is 'auto', the default with tools, but the model was not trained to "
-                "choose. Set it to 'required' or to a function, which make the answer a call, or "
-                "to 'none'"
+                "choose. Set it to 'required' or to a function, to force a call, or to 'none'"
             )
         return choice
 

@@ -415,7 +415,7 @@ def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
 
 
 def call(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
-    """The first tensor as wide as the vocabulary in what the model returns for ids. Raises
+    """The first tensor of the model's output whose last axis is the vocabulary. Raises
     Problem."""
     try:
         try:

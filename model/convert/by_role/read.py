@@ -101,7 +101,7 @@ def draft_of(destination: Path) -> Path:
 def recognise_file(
     file: StateFile, options: RoleOptions, context_length: int | None = None
 ) -> Recognised:
-    """The roles of a file's tensors. `context_length` is used if the file does not say it. Raises
+    """The roles of a file's tensors. `context_length` is used if the file does not state it. Raises
     ConvertError."""
     code = None if options.code is None else parse_owner_code(options.code)
     mapped = _tensor_map(file, options.map_file)

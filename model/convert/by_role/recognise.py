@@ -256,7 +256,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
 
 
 def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
-    """The order of their numbers in a Sequential, else of both names, else of the file."""
+    """Order the two matrices of an MLP: by their numbers in a Sequential, else by their names, else
+    by their order in the file."""
     first, second = matrices
     if first.last.isdigit() and second.last.isdigit():
         return sorted(matrices, key=lambda module: int(module.last))

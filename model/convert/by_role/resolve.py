@@ -120,8 +120,8 @@ def resolve(
     if ambiguous := [name for name in FIELDS if findings[name].ambiguous]:
         lines = "\n".join(f"  {question(name, findings[name])}" for name in ambiguous)
         raise OpenQuestions(
-            f"{tensors.where}: names and shapes do not say all that this model computes. Open "
-            f"{'is' if len(ambiguous) == 1 else 'are'}:\n{lines}\n"
+            f"{tensors.where}: names and shapes do not determine everything that this model "
+            f"computes. Still unknown:\n{lines}\n"
             "Answer with these flags, or let --check TEXT (a text like those it was trained on) or "
             "--code FILE.py:NAME (the owner's own class) find the answers",
             ambiguous,

@@ -167,7 +167,7 @@ def test_limits_follow_a_key(line: str, limit: KeyLimit | None, tmp_path: Path) 
 @pytest.mark.parametrize(
     "words",
     ["per-minute=", "per-minute=x", "per-minute=-1", "at-once=1.5", "at-once=2 at-once=2",
-     "per-minute=1000001", "at-once=٣"],
+     "per-minute=1000001", "at-once=٣", "per-minut=3"],
 )  # fmt: skip
 def test_invalid_limit_is_refused_without_the_key(words: str) -> None:
     with pytest.raises(ApiKeyError, match="entry 1 of the API keys has ") as caught:

@@ -78,7 +78,7 @@ INTERVENTIONS: list[Row] = [
     ({"stage": "embedding", "operation": "add"}, "interventions", "needs values or from"),
     ({**SET, "values": [1.0, 2.0]}, "interventions", "shape [1, 2]; embedding takes [32]"),
     ({**SET, "values": [[1.0], [1.0, 2.0]]}, "interventions", "lists of different lengths"),
-    ({**SET, "operation": "add", "values": [1e300] * 32}, "interventions", "within float32"),
+    ({**SET, "operation": "add", "values": [1e300] * 32}, "interventions", "3.4e38"),
     ({**SET, "values": "a"}, "interventions", ".values must be a list of"),
     ({**ZERO, "positions": "x"}, "interventions", ".positions must be 'all'"),
     ({**ZERO, "heads": [0]}, "interventions", "no heads"),

@@ -114,7 +114,7 @@ def test_field_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ({"role": "user", "content": [{"type": "text"}]}, "other than type and text"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "other than type and text"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "other than type"),
-        ({"role": "user", "content": "a", "tool_call_id": "x"}, "whose role is not 'tool'"),
+        ({"role": "user", "content": "a", "tool_call_id": "x"}, "role is not 'tool'"),
         ({"role": "user", "content": "a", "tool_calls": [
             {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "only assistants"),
         ({"role": "function", "content": "a", "name": "f"}, "role"),
