@@ -242,13 +242,15 @@ class Connection(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _without_upgrade(self) -> bytes:
-        """The head of a request to upgrade as that of an ordinary one. The parser stops after such
-        a head, and would take the body for another protocol."""
+        """The head of a request to upgrade as that of an ordinary one, for a new parser. The old
+        one would take the body for another protocol, and ignores everything after `close`."""
         if not self._asks_upgrade():
             return b""
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return b"".join(lines) + b"\r\n"
 
     # Deadlines

@@ -325,12 +325,14 @@ def test_trailers_are_not_headers(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c", "h2c, websocket", "TLS/1.0"])
+@pytest.mark.parametrize("also", ["HTTP2-Settings", "close"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_request_to_upgrade_is_answered_as_ordinary_http(
-    server: Serving, protocol: str, method: str, caplog: pytest.LogCaptureFixture
+    server: Serving, protocol: str, also: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """With `close`, a parser that is kept would ignore the request."""
     headers = {
-        "Connection": "Upgrade, HTTP2-Settings",
+        "Connection": f"Upgrade, {also}",
         "Upgrade": protocol,
         "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
         "Sec-WebSocket-Version": "13",
