@@ -3,7 +3,7 @@
 A path may name a pipe without a writer, an endless device, a folder, a link to itself, or a file
 larger than memory. Every function here checks first, so that no such path makes a program wait or
 grow. `FileError` names the path and the reason; a missing file is the system's own error. Written
-files get the permissions of the umask, whatever a library would choose.
+files get the permissions of the umask, not those that a library would choose.
 """
 
 import json

@@ -211,7 +211,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and verify everything but the weights. A run stands for its best checkpoint
+    """Read and verify everything but the weights. For a run, read its best checkpoint
     (`checkpoint_of`). Raises CheckpointError."""
     run, path = path, checkpoint_of(path)
     if is_run(run) and not path.exists():

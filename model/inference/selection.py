@@ -1,6 +1,6 @@
 """Selection: the positions, layers, heads and stages that a request's indices and patterns choose.
 
-Negative indices count from the end, `*` stands for all layers. An `InvalidRequest` says what there
+Negative indices count from the end, `*` means all layers. An `InvalidRequest` says what there
 is instead of the missing thing. Not here: whether the model can compute the choice
 (`model/inference/engine/validation.py`).
 """

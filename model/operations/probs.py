@@ -76,7 +76,7 @@ class PromptProbs(PromptReply):
     mass: float = Field(description="Probability of the listed tokens together.")
     entropy: float = Field(description="Of the whole distribution, in nats.")
     perplexity: float | None = Field(
-        None, description="Of the prompt, except its first token; null for a single token."
+        None, description="Perplexity of the prompt after its first token; null for a single token."
     )
 
 

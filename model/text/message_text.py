@@ -2,7 +2,7 @@
 
 Every character of a special token is hidden in a message: a lone surrogate, which no input text can
 contain, replaces it until the special tokens of the whole prompt are found. So a special token
-consists of characters that the template wrote, whatever the template does with messages: it may
+consists of characters that the template wrote, however the template changes messages: it may
 cut, join, reverse and repeat them, change their case, and write parts of special tokens next to
 them.
 

@@ -122,7 +122,7 @@ class PromptProbs(PromptResult):
     tokens: tuple[TokenProb, ...]
     mass: float  # Probability of the listed tokens together.
     entropy: float  # Of the whole distribution, in nats.
-    # Of the prompt, except its first token; null for a single token.
+    # Perplexity of the prompt after its first token; null for a single token.
     perplexity: float | None = None
 
 

@@ -1,6 +1,6 @@
 """Translation of OpenAI's bodies to native ones, which are handled as /generate does.
 
-Fields of the same name have the same meaning and are copied, except null, which stands for the
+Fields of the same name have the same meaning and are copied, except null, which means the
 native default. All other fields are translated here.
 """
 

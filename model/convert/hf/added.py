@@ -122,7 +122,7 @@ def read_added(
             continue
         entry = entries.get(text, {**members, "id": vocabulary.get(text)})
         entries[text] = {**entry, "special": True}
-    for text in entries.keys() & merged_texts(document):  # met in texts, whatever their role
+    for text in entries.keys() & merged_texts(document):  # matched in texts in any role
         if vocabulary.get(text) == entries[text]["id"]:
             entries[text] = {**entries[text], "special": False}
     owners: dict[int, str] = {}

@@ -71,7 +71,7 @@ def test_first_complete_stop_string_ends_the_text(text: str, stops: list[str]) -
         assert (stopped_by, "".join(shown)) == (None, text)
         return
     complete = text[: min(ends)]
-    # Of the stop strings that are complete at this character the longest begins first.
+    # The longest stop string that is complete at this character begins first.
     candidates = [stop for stop in stops if complete.endswith(stop)]
     longest = max(candidates, key=len)
     assert stopped_by == longest
