@@ -39,7 +39,7 @@ SAFE_KEY_LENGTH = 16
 KEY_FILE_BYTES = 2**20
 """Largest file of keys: ten thousand keys. It may be read while requests are answered."""
 MAX_LIMIT = 1_000_000
-_ENTRY = re.compile(r"(.*?)((?:\s+[\w-]+=\S*)*)", re.DOTALL)
+_ENTRY = re.compile(r"(.*?=.*?|[^=]*)((?:\s+[\w-]+=\S*)*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[!-~]+")  # characters that a header can hold without quotes or encodings
 

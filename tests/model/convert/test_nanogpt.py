@@ -160,7 +160,7 @@ def test_an_object_among_the_settings_is_read_as_its_attributes(
 def test_nanogpt_names_without_settings_ask_questions(arguments: object, tmp_path: Path) -> None:
     """minGPT has the same names and another activation: names alone are not nanoGPT."""
     save(tmp_path / "ckpt.pt", small(len(STOI)), model_args=arguments, stoi=STOI)
-    with pytest.raises(ConvertError, match=r"(?s)Open are:.*--n-head.*--activation"):
+    with pytest.raises(ConvertError, match=r"(?s)Still unknown:.*--n-head.*--activation"):
         import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
 
 
