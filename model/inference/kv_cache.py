@@ -76,10 +76,6 @@ class Cells:
         for cells in self._kept():
             cells[to] = cells[source]
 
-    def clear(self, index: Index) -> None:
-        for cells in self._kept():
-            cells[index] = 0
-
     def _kept(self) -> tuple[Tensor, ...]:
         return (self.numbers,) if self.scales is None else (self.numbers, self.scales)
 
@@ -113,9 +109,6 @@ class KVCache:
         self.keys, self.values = self._keys.numbers, self._values.numbers  # (n_layer, S, K, L, D)
         self.key_scales, self.value_scales = self._keys.scales, self._values.scales
         self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
-        self._written = [
-            0
-        ] * slots  # of each slot, the position from which nothing was ever written
 
     @property
     def slots(self) -> int:
@@ -165,8 +158,6 @@ class KVCache:
         count = len(slots)
         slot_index = torch.tensor(slots, device=self.keys.device)
         position_index = torch.tensor(positions, device=self.keys.device)
-        for slot, position in zip(slots, positions, strict=True):
-            self.wrote(slot, position + 1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (B, H, 1, D); k, v (B, K, 1, D)
@@ -192,24 +183,6 @@ class KVCache:
             every, here = slice(None), slice(0, length)
             for cells in (self._keys, self._values):
                 cells.copy((every, target, every, here), (every, source, every, here))
-            self.wrote(target, length)
-
-    def wrote(self, slot: int, length: int) -> None:
-        """Note that positions up to `length` of a slot may be written."""
-        self._written[slot] = max(self._written[slot], length)
-
-    def clear_behind(self, slot: int, length: int) -> None:
-        """Zero a slot from position `length` on: leftovers of an earlier sequence, of the padding
-        of a prefill, or of a wrong draft. Costs nothing if there are none.
-
-        For attention that masks positions instead of leaving them out: a weight of 0 times a
-        number that is not finite is not 0.
-        """
-        written = self._written[slot]
-        if written > length:
-            for cells in (self._keys, self._values):
-                cells.clear((slice(None), slot, slice(None), slice(length, written)))
-            self._written[slot] = length
 
     def _extend(
         self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
@@ -219,7 +192,6 @@ class KVCache:
         index = (layer, slot, slice(None), slice(start, end))
         self._keys.write(index, keys)
         self._values.write(index, values)
-        self.wrote(slot, end)
         return self.read(layer, slot, end)
 
 

@@ -1,58 +1,85 @@
-"""GraphDecoder: decode steps and sampling on a GPU with two launches per step instead of hundreds.
+"""GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch per step.
 
 A step is recorded once for a number of rows and a length of keys, both from a few sizes (buckets).
 It is replayed on tensors at fixed addresses, which one copy from pinned memory fills. Padding rows
-repeat the first row and write the same values. Keys after a sequence's position are masked, and
-`KVCache.clear_behind` keeps them zero. The forward is `GPT.transform`; the host waits only for the
-tokens of a step.
+repeat the first row and write the same values. `forward.py` computes a step; here are its sizes,
+recordings and copies. The host waits only for the tokens of a step.
 
 The next step can be launched before the host reads the tokens: it takes them from the device. The
 host knows everything else, because a random number is a function of its position.
 
-With batch invariance every step has the largest sizes, and prefill computes one block at a time:
-then no kernel and no division of work depends on the number of sequences or their lengths. The
-self-check on the device (`check.py`) verifies that a kernel treats its rows alike.
+Positions of prompts are rows of steps too. With batch invariance, every row's sums have the same
+order for any number of rows, so prompts, decoded tokens and drafts have the same bits in any batch.
+The self-check on the device (`check.py`) verifies it.
 
-Shapes: B rows of a step, H = n_head, K = n_kv_head, G = H / K, D = head_dim, V = vocab_size,
-N = keys that are read.
+Shapes: R rows of a step, C = d_model, V = vocab_size.
 """
 
 import bisect
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from logitd.model.inference.kernels.base import Collect, Launcher, Prefilled, PrefillInput
-from logitd.model.inference.kernels.cuda.sample import (
-    FIELDS,
-    NO_TOKEN,
-    SamplingKind,
-    kind_of,
-    pack,
-    sample_rows,
+from logitd.model.inference.kernels.cuda.sample import FIELDS, NO_TOKEN, has_filters, pack
+from logitd.model.inference.kernels.cuda.stream import (
+    CudaStream,
+    DirectStream,
+    Integers,
+    Stream,
+    padded,
 )
-from logitd.model.inference.kernels.cuda.stream import CudaStream, DirectStream, Stream, padded
-from logitd.model.inference.kernels.eager.decoder import block_logits
 from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import DRAFTED_ROWS
 from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
-SHORTEST = 128
-"""The smallest bucket of keys. Chosen, not measured."""
-READS_OF_A_COPY = 3
-"""Slots that attention can read in the time of copying one slot and reading the copy."""
+SHORTEST = 256
+"""The smallest bucket of keys."""
+PROMPT_ROWS = 256
+"""Most positions of prompts in a recorded step."""
+FEWEST_PROMPT_ROWS = 32
+LONGEST_PROMPT = 1024
+"""Positions up to which prompts are recorded steps: attention reads all keys for each position. On
+an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms; 256 take 0.9 and 5.1 ms."""
 
-Key = tuple[int, ...]
-"""Key of a recording: (rows, keys, in place) for a forward, (rows, kind) for sampling, (rows,) for
-`_take_sampled`."""
-_TOKEN, _SLOT, _POSITION, _SAMPLED_IN = range(4)  # columns of an uploaded row
+Key = tuple[int | str, ...]
+"""Key of a recording: (kind, rows, keys, several rows in a slot, sampling)."""
+NO_ROW = -1
+"""Row of a token that the host knows."""
+FORWARD, GREEDY, FILTERED = range(3)
+"""Sampling in a recording: none, temperature only, with filters."""
+
+
+class Forward(Protocol):
+    """The computations of a step, on tensors of the device. `given` (R, 4 + FIELDS) are uploaded
+    rows; they may refer to `sampled` tokens. Rows of one slot and position are equal."""
+
+    def logits(
+        self, given: Tensor, sampled: Tensor, logits: Tensor, *, keys: int, several: bool
+    ) -> None:
+        """Compute `logits` (R, V), float32, with up to `keys` keys for each row. `several`: a slot
+        may have rows of several positions, in order."""
+
+    def hidden(self, given: Tensor, sampled: Tensor, hidden: Tensor, *, keys: int) -> None:
+        """Compute final hidden states (R, C) of positions of prompts."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V), float32, of final hidden states (R, C)."""
+
+    def sample(self, logits: Tensor, computed: Tensor, packed: Tensor, *, filtered: bool) -> Tensor:
+        """A token of each row of `logits` (R, V), float32: int64 (R,). It is NO_TOKEN if the row of
+        `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed` (R, FIELDS) is the result
+        of `pack` on the device. `filtered`: apply the rows' top_k, top_p and min_p, which sorts
+        every row."""
 
 
 class GraphDecoder:
@@ -60,7 +87,6 @@ class GraphDecoder:
 
     has_threads = False
     mixed_pass = None
-    prefill_matches_decode = False
 
     def __init__(
         self,
@@ -70,38 +96,51 @@ class GraphDecoder:
         batch_invariant: bool = False,
         overlap: bool = True,
         stream: Stream | None = None,
+        forward_of: Callable[[int], Forward] | None = None,
     ) -> None:
-        """`overlap`: allow launching a step before the tokens of the last one are read."""
-        device = gpt.token_embedding.weight.device
-        self.batch_invariant = batch_invariant
+        """`overlap`: allow launching a step before the tokens of the last one are read.
+        `forward_of`: the computation of a number of rows."""
+        device, config = gpt.token_embedding.weight.device, gpt.config
+        on_gpu = device.type == "cuda"
+        self.batch_invariant = self.prefill_matches_decode = batch_invariant
+        self.launcher: Launcher | None = self if overlap else None
         self._prefill = TorchPrefill(
             gpt, cache, blockwise=batch_invariant, at_once=not batch_invariant
         )
-        self._gpt = gpt
-        self._cache = cache
-        on_gpu = device.type == "cuda"
-        self._stream = stream or (CudaStream(device) if on_gpu else DirectStream())
         self._rows = max(cache.slots, DRAFTED_ROWS)
         self._row_buckets = buckets(1, self._rows)
+        self._prompt_buckets = buckets(FEWEST_PROMPT_ROWS, PROMPT_ROWS)
         self._key_buckets = buckets(SHORTEST, cache.slot_length)
-        if batch_invariant:
-            self._row_buckets, self._key_buckets = (self._rows,), (cache.slot_length,)
-        self.launcher: Launcher | None = self if overlap else None
-        self._where = torch.zeros(self._rows, 4, dtype=torch.int64, device=device)
-        self._how = torch.zeros(self._rows, FIELDS, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(self._rows, gpt.config.vocab_size, device=device)
+        most = max(self._rows, PROMPT_ROWS)
+        self._given = torch.zeros(most * (4 + FIELDS), dtype=torch.int64, device=device)
+        direct = DirectStream()
+        self._stream = stream or (CudaStream(device, len(self._given)) if on_gpu else direct)
+        self._logits = torch.zeros(self._rows, config.vocab_size, device=device)
+        self._hidden = torch.zeros(
+            PROMPT_ROWS, config.d_model, dtype=gpt.token_embedding.weight.dtype, device=device
+        )
         self._tokens = torch.zeros(self._rows, dtype=torch.int64, device=device)
         self._recorded: dict[Key, Callable[[], None]] = {}
+        self._forward_of = forward_of or self._compiled(gpt, cache)
 
+    @torch.inference_mode()
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        return self._prefill(pieces)
+        """Positions of prompts are rows of steps. Torch computes more outputs and, unless bits must
+        not depend on the batch, long prompts."""
+        plain = all(piece.plain for piece in pieces)
+        ends = [piece.start + len(piece.token_ids) for piece in pieces]
+        if plain and (self.batch_invariant or max(ends) <= LONGEST_PROMPT):
+            return self._prefill_steps(pieces)
+        if not self.batch_invariant or plain:
+            return self._prefill(pieces)
+        return [self._prefill_apart(piece) for piece in pieces]
 
     @torch.inference_mode()
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         """Logits (B, V) in float32. The next call overwrites them."""
-        self._begin_decode(slots, positions, token_ids=token_ids)
+        self._step(token_ids, slots, positions, [NO_ROW] * len(slots), None)
         return self._logits[: len(token_ids)]
 
     @torch.inference_mode()
@@ -112,8 +151,8 @@ class GraphDecoder:
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        self._begin_decode(slots, positions, token_ids=token_ids)
-        return self._begin_sample(sampling)
+        self._step(token_ids, slots, positions, [NO_ROW] * len(slots), sampling)
+        return self._collect(len(slots))
 
     @torch.inference_mode()
     def launch_next(
@@ -123,22 +162,19 @@ class GraphDecoder:
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        self._begin_decode(slots, positions, sampled_in=rows)
-        return self._begin_sample(sampling)
+        self._step([0] * len(slots), slots, positions, rows, sampling)
+        return self._collect(len(slots))
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        if self.batch_invariant:
-            return block_logits(self._gpt, hidden)
-        return self._gpt.logits(hidden)
+        return self._forward_of(len(hidden)).head(hidden)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token of each row, as `sample_tokens` chooses it up to the rounding of sums. Replays a
-        recording if the rows are the ones that `decode` has just returned."""
-        if self._is_own(logits) and self._is_own(computed):
-            return self._begin_sample(sampling)()
-        return _usable(self._sample_unrecorded(logits, computed, sampling))
+        """A token of each row, as `sample_tokens` chooses it up to the rounding of sums."""
+        packed = torch.from_numpy(pack(sampling)).to(logits.device)
+        sample = self._forward_of(len(packed)).sample
+        return _usable(sample(logits, computed, packed, filtered=has_filters(sampling)).tolist())
 
     def restore_weights(self) -> None:
         """Do nothing: all weights stay in memory."""
@@ -149,139 +185,131 @@ class GraphDecoder:
             self._stream.download(self._tokens[:1])()
         self._recorded.clear()
 
-    def _begin_decode(
+    def _step(
         self,
+        token_ids: Sequence[int],
         slots: Sequence[int],
         positions: Sequence[int],
-        *,
-        token_ids: Sequence[int] | None = None,
-        sampled_in: Sequence[int] | None = None,
+        sampled_in: Sequence[int],
+        sampling: SamplingRows | None,
     ) -> None:
-        """Start a forward on known tokens, or on the tokens sampled last in these rows."""
-        for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
-            self._cache.clear_behind(slot, position + 1)
-            self._cache.wrote(slot, position + 1)
+        """Start a forward and, with `sampling`, the choice of tokens. Tokens are known, or the
+        last step samples them in the rows `sampled_in`."""
         rows = bucket(self._row_buckets, len(slots))
         keys = bucket(self._key_buckets, max(positions) + 1)
-        in_place = self._reads_in_place(slots)
-        unknown = [0] * len(slots)
-        where = (token_ids or unknown, slots, positions, sampled_in or unknown)
-        self._stream.upload(padded(np.array(where).T, rows), self._where[:rows])
-        if sampled_in is not None:
-            self._run((rows,), lambda: self._take_sampled(rows))
-        self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
+        several, kind = len(set(slots)) < len(slots), FORWARD
+        given = np.zeros((len(slots), 4 + FIELDS), dtype=np.int64)
+        given[:, :4] = np.array((token_ids, slots, positions, sampled_in)).T
+        if sampling is not None:
+            given[:, 4:] = pack(sampling)
+            kind = FILTERED if has_filters(sampling) else GREEDY
+        self._upload(given, rows)
+        self._run(
+            ("step", rows, keys, several, kind),
+            lambda: self._compute_step(rows, keys, several, kind),
+        )
 
-    def _begin_sample(self, sampling: SamplingRows) -> Collect:
-        """Start sampling the logits of the last forward. The result waits for the tokens."""
-        kind, rows = self._kind(sampling), bucket(self._row_buckets, len(sampling))
-        self._stream.upload(padded(pack(sampling), rows), self._how[:rows])
-        self._run((rows, kind), lambda: self._sample_recorded(rows, kind))
-        download = self._stream.download(self._tokens[: len(sampling)])
+    def _collect(self, count: int) -> Collect:
+        download = self._stream.download(self._tokens[:count])
         return lambda: _usable(download())
 
-    def _kind(self, sampling: SamplingRows) -> SamplingKind:
-        return SamplingKind.FILTERED if self.batch_invariant else kind_of(sampling)
+    def _prefill_steps(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
+        rows = [
+            (token_id, piece.slot, piece.start + offset, NO_ROW)
+            for piece in pieces
+            for offset, token_id in enumerate(piece.token_ids)
+        ]
+        hidden = [
+            self._prefill_rows(rows[start : start + PROMPT_ROWS])
+            for start in range(0, len(rows), PROMPT_ROWS)
+        ]
+        parts = torch.cat(hidden).split([len(piece.token_ids) for piece in pieces])
+        return [Prefilled(part) for part in parts]
+
+    def _prefill_apart(self, piece: PrefillInput) -> Prefilled:
+        """More outputs of a piece. A step writes each block's keys and values again after torch, so
+        that the cache has the bits of steps."""
+        outputs = list[Prefilled]()
+        for offset in range(0, len(piece.token_ids), BLOCK):
+            ids = piece.token_ids[offset : offset + BLOCK]
+            block = replace(piece, token_ids=ids, start=piece.start + offset)
+            outputs += self._prefill([block])
+            self._prefill_steps([replace(block, states=False, weights=None)])
+        return joined(outputs)
+
+    def _prefill_rows(self, given: Sequence[tuple[int, ...]]) -> Tensor:
+        """Final hidden states (T, C) of positions of prompts (token, slot, position, NO_ROW)."""
+        rows = bucket(self._prompt_buckets, len(given))
+        keys = bucket(self._key_buckets, max(position for _, _, position, _ in given) + 1)
+        fields = np.zeros((len(given), 4 + FIELDS), dtype=np.int64)
+        fields[:, :4] = given
+        self._upload(fields, rows)
+        self._run(("prompts", rows, keys), lambda: self._compute_prompts(rows, keys))
+        return self._hidden[: len(given)].clone()
+
+    def _upload(self, given: Integers, rows: int) -> None:
+        """Upload rows (R, 4 + FIELDS), padded."""
+        self._stream.upload(padded(given, rows), self._given[: rows * (4 + FIELDS)])
+
+    def _uploaded(self, rows: int) -> Tensor:
+        """The uploaded rows (R, 4 + FIELDS)."""
+        return self._given[: rows * (4 + FIELDS)].view(rows, 4 + FIELDS)
 
     def _run(self, key: Key, compute: Callable[[], None]) -> None:
         """Replay the recording of a key; make it first if it is missing."""
-        if key not in self._recorded:
-            self._recorded[key] = self._stream.record(compute)
-        self._recorded[key]()
+        replay = self._recorded.get(key)
+        if replay is None:
+            tokens = self._tokens.clone()  # a recording runs a step several times
 
-    def _reads_in_place(self, slots: Sequence[int]) -> bool:
-        """True if attention reads all slots in place: if enough of them decode one row each, and
-        invariance is off."""
-        several = len(set(slots)) < len(slots)
-        few = READS_OF_A_COPY * len(slots) < self._cache.slots
-        return not (self.batch_invariant or several or few)
+            def undo() -> None:
+                self._tokens.copy_(tokens)
 
-    def _forward(self, rows: int, keys: int, in_place: bool) -> None:
-        """The recorded part of `decode`, from `_where` into `_logits`."""
-        where = self._where[:rows, :_SAMPLED_IN]
-        token_ids, slots, positions = where.T.contiguous()  # (B,) each
-        attend = SlotsAttend(self._cache, slots, positions, keys, in_place=in_place)
-        hidden = self._gpt.transform(token_ids[:, None], positions[:, None], attend)
-        self._logits[:rows] = self._gpt.logits(hidden[:, 0])
+            replay = self._recorded[key] = self._stream.record(compute, undo)
+        replay()
 
-    def _sample_recorded(self, rows: int, kind: SamplingKind) -> None:
-        """The recorded part of `sample`, from `_logits` and `_how` into `_tokens`."""
-        logits = self._logits[:rows]
-        self._tokens[:rows] = sample_rows(logits, logits, self._how[:rows], kind)
+    def _compute_step(self, rows: int, keys: int, several: bool, kind: int) -> None:
+        """The recorded part of a step, from uploaded rows into `_logits` and `_tokens`."""
+        given, forward, logits = self._uploaded(rows), self._forward_of(rows), self._logits[:rows]
+        forward.logits(given, self._tokens, logits, keys=keys, several=several)
+        if kind != FORWARD:
+            how = given[:, 4:]
+            self._tokens[:rows] = forward.sample(logits, logits, how, filtered=kind == FILTERED)
 
-    def _take_sampled(self, rows: int) -> None:
-        """The recorded part of `launch_next`, from `_tokens` into `_where`. A row without a token
-        continues with token 0: its sequence has ended, and its results are discarded."""
-        where = self._where[:rows]
-        # From one column into another, so that doing it twice changes nothing.
-        where[:, _TOKEN] = self._tokens[where[:, _SAMPLED_IN]].clamp(min=0)
+    def _compute_prompts(self, rows: int, keys: int) -> None:
+        """The recorded part of a prefill, from uploaded rows into `_hidden`."""
+        given, hidden = self._uploaded(rows), self._hidden[:rows]
+        self._forward_of(rows).hidden(given, self._tokens, hidden, keys=keys)
 
-    def _sample_unrecorded(
-        self, logits: Tensor, computed: Tensor, sampling: SamplingRows
-    ) -> list[int]:
-        """Sample rows that no recording covers: rows after prompts, or processed logits. With batch
-        invariance, in products of the recordings' number of rows."""
-        token_ids: list[int] = []
-        for start in range(0, len(sampling), self._rows):
-            part = slice(start, start + self._rows)
-            packed = pack(sampling[part])
-            missing = self._rows - len(packed) if self.batch_invariant else 0
-            sampled = sample_rows(
-                F.pad(logits[part], (0, 0, 0, missing)),
-                F.pad(computed[part], (0, 0, 0, missing)),
-                torch.from_numpy(padded(packed, len(packed) + missing)).to(logits.device),
-                self._kind(sampling),
-            )
-            token_ids += sampled[: len(packed)].tolist()
-        return token_ids
+    @torch.inference_mode()
+    def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
+        """The Triton kernels, compiled for all sizes, so that no request waits for it."""
+        from logitd.model.inference.kernels.cuda.forward import forwards  # Triton
 
-    def _is_own(self, logits: Tensor) -> bool:
-        """True if these are the rows that `decode` returned."""
-        own = self._logits
-        return logits.data_ptr() == own.data_ptr() and logits.stride() == own.stride()
+        make = partial(forwards, gpt, batch_invariant=self.batch_invariant)
+        keys, dtype = self._key_buckets[0], gpt.token_embedding.weight.dtype
+        # Into keys and values of its own: requests may be decoding in the cache.
+        self._forward_of = make(KVCache(gpt.config, 1, device=self._logits.device, dtype=dtype))
+        if self._logits.is_cuda:
+            for rows in self._row_buckets:
+                for several in (False, True):
+                    self._compute_step(rows, keys, several, GREEDY)
+            for rows in self._prompt_buckets:
+                self._compute_prompts(rows, keys)
+        return make(cache)
 
 
-class SlotsAttend:
-    """Attention of new positions over the first `keys` positions of their slots. Slots and
-    positions (B,) are on the device, and keys after a position are masked.
+def joined(parts: Sequence[Prefilled]) -> Prefilled:
+    """The outputs of successive pieces as those of one."""
 
-    `in_place`: queries move to the indices of their slots and attend over all S slots; only copies
-    of one row may share a slot, and results of slots without a row are dropped. Otherwise the keys
-    and values of each row are gathered first.
-    """
+    def cat(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present, dim) if present else None
 
-    def __init__(
-        self, cache: KVCache, slots: Tensor, positions: Tensor, keys: int, *, in_place: bool = False
-    ) -> None:
-        self._cache = cache
-        self._slots, self._positions, self._keys = slots, positions, keys
-        self._in_place = in_place
-        seen = self._placed(positions) if in_place else positions  # (S,) or (B,)
-        hidden = torch.arange(keys, device=slots.device) > seen[:, None]  # (S or B, N)
-        mask = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=slots.device)
-        self._mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]  # (S or B, 1, 1, N)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # q (B, H, 1, D); k, v (B, K, 1, D)
-        cells = self._cache.keys[layer], self._cache.values[layer]  # (S, K, L, D) each
-        for cell, new in zip(cells, (k, v), strict=True):
-            cell[self._slots, :, self._positions] = new[:, :, 0]
-        keys, values = (cell[:, :, : self._keys] for cell in cells)  # (S, K, N, D), no copies
-        # Queries that share a key head are adjacent: (B, K, G, D).
-        queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-        if self._in_place:
-            queries = self._placed(queries)  # (S, K, G, D)
-        else:
-            keys, values = (cells.index_select(0, self._slots) for cells in (keys, values))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask)
-        if self._in_place:
-            out = out.index_select(0, self._slots)  # (B, K, G, D)
-        return out.reshape(q.shape)
-
-    def _placed(self, rows: Tensor) -> Tensor:
-        """Scatter rows (B, ...) to the indices of their slots: (S, ...), zeros elsewhere."""
-        placed = rows.new_zeros(self._cache.slots, *rows.shape[1:])
-        placed[self._slots] = rows
-        return placed
+    return Prefilled(
+        hidden=torch.cat([part.hidden for part in parts]),
+        states=cat([part.states for part in parts], 1),
+        weights=cat([part.weights for part in parts], 0),
+    )
 
 
 def buckets(first: int, last: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
 through pinned memory. `DirectStream` computes at once on any device, for tests without a GPU.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,6 +16,9 @@ from torch import Tensor
 WARM_UP = 2
 """Runs before a recording: libraries choose kernels and allocate their workspace."""
 
+IN_FLIGHT = 4
+"""Copies in each direction that may be queued; the next one waits for the first."""
+
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
 Download = Callable[[], list[int]]
@@ -24,27 +28,28 @@ Download = Callable[[], list[int]]
 class Stream(Protocol):
     """A queue of work in order."""
 
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         """Return a function that queues the work of `compute`, which uses tensors at fixed
-        addresses and reads no number from the device. `compute` may run before this returns, so
-        running it twice must have the effect of running it once."""
+        addresses and reads no number from the device. `compute` may run before this returns, and
+        `undo` after each run, so that running both has no effect on the next run."""
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        """Queue the copy of `values` into a tensor of the device. The caller may change them
+        """Queue the copy of integers into a flat tensor of the device. The caller may change them
         afterwards."""
 
     def download(self, source: Tensor) -> Download:
-        """Queue the copy of integers of the device, (R,)."""
+        """Queue the copy of integers of the device, (R,). The result is read before the
+        IN_FLIGHT-th download after it, or never."""
 
 
 class DirectStream:
     """A stream that computes in every call."""
 
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         return compute
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        target.copy_(torch.from_numpy(values))
+        target.copy_(torch.from_numpy(values.ravel()))
 
     def download(self, source: Tensor) -> Download:
         values: list[int] = source.tolist()  # now: the next step overwrites them
@@ -54,24 +59,29 @@ class DirectStream:
 class CudaStream:
     """CUDA graphs in one memory pool: a graph may overwrite the intermediate results of another, so
     all of them together take little more memory than the largest. Lasting results go into tensors
-    allocated outside. Torch reuses pinned memory when the copies from and to it are done.
+    allocated outside. Copies go through pinned memory that is used in turns.
 
     Source: PyTorch's notes on CUDA graphs (warm-up on a side stream, a shared pool).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int) -> None:
+        """`most`: largest number of integers of a copy."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all recordings: libraries keep a workspace for every stream they see.
         self._side = torch.cuda.Stream(device)
+        self._up, self._down = (
+            itertools.cycle([_Pinned(most) for _ in range(IN_FLIGHT)]) for _ in range(2)
+        )
 
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         with torch.cuda.device(self._device):
             main, side = torch.cuda.current_stream(), self._side
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP):
                     compute()
+                    undo()
             main.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Thread-local: other threads may use the device during the capture.
@@ -82,21 +92,35 @@ class CudaStream:
         return graph.replay
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        target.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+        pinned = next(self._up)
+        pinned.copied.synchronize()  # the last copy out of this memory
+        pinned.numbers[: values.size] = values.ravel()
+        target.copy_(pinned.memory[: values.size], non_blocking=True)
+        pinned.copied.record()
 
     def download(self, source: Tensor) -> Download:
-        memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        memory.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self._device))
+        pinned, count = next(self._down), len(source)
+        pinned.memory[:count].copy_(source, non_blocking=True)
+        pinned.copied.record()
 
         def integers() -> list[int]:
-            copied.synchronize()
-            return list(memory.tolist())
+            pinned.copied.synchronize()
+            return pinned.numbers[:count].tolist()
 
         return integers
 
 
+class _Pinned:
+    """Pinned memory for integers, and an event after the last copy from or to it."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        self.numbers: Integers = self.memory.numpy()
+        self.copied = torch.cuda.Event()
+
+
 def padded(rows: Integers, count: int) -> Integers:
     """Rows (R, ...) and copies of the first one, `count` in all, in contiguous memory."""
+    if len(rows) == count:
+        return np.ascontiguousarray(rows)
     return np.ascontiguousarray(np.concatenate((rows, rows[:1].repeat(count - len(rows), axis=0))))

@@ -22,7 +22,6 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.transformer.gpt import GPT
 from tests.model.covering import values
@@ -40,6 +39,7 @@ from tests.model.inference.engine.harness import (
     score_request,
     small_gpt,
 )
+from tests.model.inference.kernels.graphs import graph_decoder
 
 
 def logits_of(gpt: GPT, tokens: list[int]) -> Tensor:
@@ -143,7 +143,7 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
         return gpt, PlainDecoder
     invariant = name == "graph, batch-invariant"
     model = copy.deepcopy(gpt).to(GRAPH_DEVICE)
-    return model, partial(GraphDecoder, batch_invariant=invariant)
+    return model, partial(graph_decoder, batch_invariant=invariant)
 
 
 DECODERS = ("torch", "native", "graph", "graph, batch-invariant")

@@ -32,7 +32,6 @@ from logitd.model.inference.engine.scheduler import STEP_ELEMENTS
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.eager import decoder as plain
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.eager.row_groups import RowGroups
@@ -53,6 +52,7 @@ from tests.model.inference.engine.harness import (
     skip_unless_rows_depend_on_their_number,
 )
 from tests.model.inference.engine.test_against_reference import GRAPH_DEVICE
+from tests.model.inference.kernels.graphs import graph_decoder
 from tests.profiles import examples
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -206,7 +206,7 @@ def test_batch_changes_no_bit_of_native_code(
 @pytest.mark.parametrize("name", ["modern", "scaled"])
 def test_batch_changes_no_bit_of_batch_invariant_graphs(name: str) -> None:
     gpt = shape(name).to(GRAPH_DEVICE)
-    graphs = partial(GraphDecoder, batch_invariant=True)
+    graphs = partial(graph_decoder, batch_invariant=True)
     assert differences(gpt, seed=name, pool_size=POOL, mixes=MIXES, make_decoder=graphs) == 0
 
 

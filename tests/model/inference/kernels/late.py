@@ -14,6 +14,7 @@ from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.cuda.stream import Compute, Download, Integers
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.transformer.gpt import GPT
+from tests.model.inference.kernels.graphs import TorchForward
 
 
 class LateDevice:
@@ -40,11 +41,11 @@ class LateDevice:
     def finish(self) -> None:
         self.wait(self.given)
 
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         return lambda: self._queue.append(compute)
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        self._queue.append(partial(_copy, target, torch.from_numpy(values.copy())))
+        self._queue.append(partial(_copy, target, torch.from_numpy(values.flatten())))
 
     def download(self, source: Tensor) -> Download:
         memory = torch.full_like(source, -7)
@@ -62,30 +63,30 @@ class LateDecoder(GraphDecoder):
     """A graph decoder on a late device."""
 
     def __init__(self, late: LateDevice, gpt: GPT, cache: KVCache, **options: Any) -> None:
-        super().__init__(gpt, cache, stream=late, **options)
-        self.late, clear_behind, copy_prefix = late, cache.clear_behind, cache.copy_prefix
-
-        def clear(slot: int, length: int) -> None:
-            if cache._written[slot] > length:
-                late.finish()
-            clear_behind(slot, length)
+        forward = TorchForward(gpt, cache)
+        super().__init__(gpt, cache, stream=late, forward_of=lambda rows: forward, **options)
+        self.late, copy_prefix = late, cache.copy_prefix
 
         def copy(source: int, target: int, length: int) -> None:
             late.finish()
             copy_prefix(source, target, length)
 
-        cache.clear_behind = clear  # type: ignore[method-assign]
         cache.copy_prefix = copy  # type: ignore[method-assign]
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         self.late.finish()
         return super().prefill(pieces)
 
+    def _prefill_rows(self, given: Sequence[tuple[int, ...]]) -> Tensor:
+        super()._prefill_rows(given)
+        self.late.finish()  # the caller computes with them at once
+        return self._hidden[: len(given)].clone()
+
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         logits = super().decode(token_ids, slots, positions)
-        self.late.finish()  # the caller computes with them at once
+        self.late.finish()  # likewise
         return logits
 
 

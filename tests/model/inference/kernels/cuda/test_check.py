@@ -15,6 +15,7 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.select import KernelError, cuda_path
 from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+from tests.model.inference.kernels.graphs import graph_decoder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPT = tiny_gpt(tiny_config(n_layer=2, context_length=256, vocab_size=300))
@@ -25,20 +26,20 @@ GPT = tiny_gpt(tiny_config(n_layer=2, context_length=256, vocab_size=300))
 )
 def test_graph_decoder_passes(family: str, dtype: torch.dtype, batch_invariant: bool) -> None:
     gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **FAMILIES[family]})).to(dtype)
-    path = cuda_path(gpt, "auto", batch_invariant=batch_invariant)
+    path = cuda_path(gpt, "auto", batch_invariant=batch_invariant, make=graph_decoder)
     assert path.name == "CUDA graphs" + ", batch-invariant" * batch_invariant
     assert path.note is None
 
 
 class Refusing(DirectStream):
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         raise RuntimeError("operation not permitted when stream is capturing\nhint")
 
 
 class Stale(DirectStream):
     """A stream that replays nothing after the first run."""
 
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         compute()
         return lambda: None
 
@@ -47,7 +48,7 @@ def spoiled(name: str, spoil: Callable[..., Any]) -> Callable[..., GraphDecoder]
     """Make decoders with one wrong method: `spoil` receives the right one and its arguments."""
 
     def make(*given: Any, **options: Any) -> GraphDecoder:
-        decoder = GraphDecoder(*given, **options)
+        decoder = graph_decoder(*given, **options)
         right = getattr(decoder, name)
         setattr(decoder, name, lambda *arguments: spoil(right, *arguments))
         return decoder
@@ -60,7 +61,7 @@ def raising(*_: Any, **__: Any) -> GraphDecoder:
 
 
 def with_stream(stream: DirectStream) -> Callable[..., GraphDecoder]:
-    return lambda *given, **options: GraphDecoder(*given, stream=stream, **options)
+    return lambda *given, **options: graph_decoder(*given, stream=stream, **options)
 
 
 def backwards(prefill: Any, pieces: list[PrefillInput]) -> Any:
@@ -102,8 +103,8 @@ def test_bits_that_depend_on_the_batch_fail_batch_invariance() -> None:
 
 def test_check_needs_some_context() -> None:
     short, shorter = (tiny_gpt(tiny_config(context_length=length)) for length in (7, 6))
-    assert find_fault(short, GraphDecoder, batch_invariant=False) is None
-    fault = find_fault(shorter, GraphDecoder, batch_invariant=False)
+    assert find_fault(short, graph_decoder, batch_invariant=False) is None
+    fault = find_fault(shorter, graph_decoder, batch_invariant=False)
     assert "context_length of 7" in (fault or "")
 
 

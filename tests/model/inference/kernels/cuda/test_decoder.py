@@ -1,5 +1,6 @@
-"""GraphDecoder against PlainDecoder on a CPU without recording: sizes, padding, slots and lengths
-only change roundings. `python -m benchmarks.gpu` makes such checks on a GPU."""
+"""GraphDecoder against PlainDecoder on a CPU without recording: sizes, padding, slots, prompts as
+rows of steps, tokens taken from the device. `test_kernels.py` checks the kernels, and
+`python -m benchmarks.gpu` both on a GPU."""
 
 import math
 from dataclasses import replace
@@ -12,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitd.model.inference.kernels.base import PrefillInput
+from logitd.model.inference.kernels.base import AttentionSelection, PrefillInput
 from logitd.model.inference.kernels.cuda import decoder as graphs
 from logitd.model.inference.kernels.cuda.check import tolerance
-from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.cuda.stream import Compute, DirectStream
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
@@ -23,6 +23,7 @@ from logitd.model.inference.sampling.sample import sample_tokens, sampling_rows
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
+from tests.model.inference.kernels.graphs import graph_decoder
 from tests.model.inference.kernels.late import LateDecoder, LateDevice
 from tests.profiles import examples
 
@@ -38,7 +39,7 @@ class Counting(DirectStream):
 
     recorded = runs = 0
 
-    def record(self, compute: Compute) -> Compute:
+    def record(self, compute: Compute, undo: Compute) -> Compute:
         self.recorded += 1
 
         def run() -> None:
@@ -55,7 +56,7 @@ class Pair:
         weight = gpt.token_embedding.weight
         cache = partial(KVCache, gpt.config, slots, device=weight.device, dtype=weight.dtype)
         self.caches = cache(), cache()
-        self.graph = GraphDecoder(gpt, self.caches[0], **options)
+        self.graph = graph_decoder(gpt, self.caches[0], **options)
         self.plain = PlainDecoder(gpt, self.caches[1])
 
     @torch.inference_mode()
@@ -109,37 +110,42 @@ def test_any_sequence_of_steps_matches_the_plain_decoder(
         pair.decode(*(list(column) for column in zip(*rows, strict=True)))
 
 
-@pytest.mark.parametrize("slots", [[1], [1, 4, 6]], ids=["copied", "in place"])
-def test_slot_shows_nothing_of_other_sequences(slots: list[int]) -> None:
-    """A weight of 0 times a number that is not finite is not 0, so old keys must be zeroed, not
-    only masked. No row sees a slot without a row."""
-    pair = Pair(tiny_gpt(), 7)
-    for slot in range(7):
-        pair.prefill(slot, [slot + 1] * 100)
-    pair.decode([7] * 3, [1, 4, 6], [100] * 3)
-    for cache in pair.caches:  # numbers that no sum survives
-        cache.keys[:, :, :, :101], cache.values[:, :, :, :101] = math.nan, math.inf
-    for slot in slots:
-        pair.prefill(slot, [5, 6, 7])
-    pair.decode([8] * len(slots), slots, [3] * len(slots))
-    assert not pair.caches[0].keys[:, slots, :, 4:].any()
-
-
-@pytest.mark.parametrize(
-    ("batch_invariant", "recorded"), [(False, 2 * 3), (True, 1)]
-)  # keys 32, 64; rows 1, 4, 8
-def test_recordings_are_made_once_for_each_size(
-    batch_invariant: bool, recorded: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_are_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys 32 and 64, rows 1, 4 and 8, and prompts of 32 rows."""
     counting = Counting()
     monkeypatch.setattr(graphs, "SHORTEST", 32)
-    pair = Pair(tiny_gpt(), 5, batch_invariant=batch_invariant, stream=counting)
+    pair = Pair(tiny_gpt(), 5, stream=counting)
     for slot in range(5):
         pair.prefill(slot, [slot + 1] * 30)
     for position in range(30, 36):
         for count in (1, 3, 4, 5):
             pair.decode([2] * count, list(range(count)), [position] * count)
-    assert (counting.recorded, counting.runs) == (recorded, 6 * 4)
+    assert (counting.recorded, counting.runs) == (2 * 3 + 1, 6 * 4 + 5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@torch.inference_mode()
+def test_prompts_of_any_length_and_outputs_match_the_plain_decoder(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several prompts share a step, a longer one takes several, the longest ones go through torch,
+    and hidden states and attention weights are returned."""
+    monkeypatch.setattr(graphs, "PROMPT_ROWS", 64)
+    monkeypatch.setattr(graphs, "LONGEST_PROMPT", 150)
+    pair = Pair(tiny_gpt(tiny_config(context_length=256)), 5, batch_invariant=batch_invariant)
+    weights = AttentionSelection(layers=[0], heads=[1], length=96)
+    for pieces in (
+        [PrefillInput([3] * 20, 0, 0), PrefillInput([4] * 30, 1, 0), PrefillInput([5] * 90, 2, 0)],
+        [PrefillInput([6] * 30, 2, 64), PrefillInput([7] * 170, 3, 0)],
+        [PrefillInput([8] * 70, 4, 0, states=True, weights=weights)],
+    ):
+        found, expected = pair.graph.prefill(pieces), pair.plain.prefill(pieces)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one.hidden, other.hidden, atol=1e-4)
+            if other.states is not None and other.weights is not None:
+                assert torch.allclose(one.states, other.states, atol=1e-4)  # type: ignore[arg-type]
+                assert torch.allclose(one.weights, other.weights, atol=1e-4)  # type: ignore[arg-type]
+    pair.decode([9] * 4, [0, 1, 3, 4], [20, 30, 170, 70])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -168,10 +174,11 @@ def test_launching_waits_for_nothing_and_collecting_for_one_step() -> None:
     with torch.inference_mode():
         decoder.prefill([PrefillInput(prompts[row][:-1], slots[row], 0) for row in range(2)])
     cache.values[:, 4, :, 0] = math.nan
+    before = device.done
     first = decoder.launch([3, 7], slots, [2, 2], sampling)
     of_the_first = device.given
     second = decoder.launch_next([0, 1], slots, [3, 3], sampling)
-    assert device.done == 0
+    assert device.done == before
     found = first()
     assert device.done == of_the_first
     third = decoder.launch_next([0, 1], slots, [4, 4], sampling)

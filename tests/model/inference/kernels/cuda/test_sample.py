@@ -1,6 +1,7 @@
-"""Sampling on a device against its twin, `sampling/sample.py`: on a CPU the same tokens."""
+"""Sampling on a device against its twin, `sampling/sample.py`: uploaded parameters and filters."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,21 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitd.model.inference.kernels.cuda import sample as on_device
-from logitd.model.inference.kernels.cuda.sample import SamplingKind
+from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, has_filters, pack
+from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
+from tests.model.factories import tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, ways
+from tests.model.inference.kernels.graphs import TorchForward
 from tests.profiles import examples
 
 
 def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> list[int | None]:
-    """The tokens, which all sufficient kinds choose alike."""
-    sampling = sampling_rows(several)
-    packed = torch.from_numpy(on_device.pack(sampling))
-    kinds = [kind for kind in SamplingKind if kind >= on_device.kind_of(sampling)]
-    given = [on_device.sample_rows(logits, computed, packed, kind).tolist() for kind in kinds]
-    assert given == given[:1] * len(kinds)
-    return [None if token_id == on_device.NO_TOKEN else token_id for token_id in given[0]]
+    """The tokens; filters change no row without any."""
+    sampling, gpt = sampling_rows(several), tiny_gpt()
+    cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
+    sample = partial(
+        TorchForward(gpt, cache).sample, logits, computed, torch.from_numpy(pack(sampling))
+    )
+    filtered = sample(filtered=True).tolist()
+    if not has_filters(sampling):
+        assert sample(filtered=False).tolist() == filtered
+    return [None if token_id == NO_TOKEN else token_id for token_id in filtered]
 
 
 @settings(max_examples=examples(300))
@@ -54,15 +60,3 @@ def test_row_that_is_not_finite_has_no_token(bad: float) -> None:
     computed[1, 64] = bad
     first, second, third = sampled(torch.zeros(3, 65), computed, [GREEDY, PLAIN, PLAIN])
     assert (first, second, third is None) == (0, None, False)
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3), (1.0, 3)]
-)
-def test_dropped_ids_are_not_sampled_at_the_edges_of_the_interval(
-    number: float, expected: int
-) -> None:
-    """Sums on a GPU are made of pieces and may decrease by a rounding."""
-    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
-    cumulated = torch.tensor([[0.0, 0.5, 0.5 + 2**-52, 1.0, 1.0]], dtype=torch.float64)
-    assert on_device.pick(probs, cumulated, torch.tensor([number]).double()).tolist() == [expected]

@@ -1,0 +1,316 @@
+"""Forward of a decode step on a GPU: the launches of `kernels.py` in order.
+
+Computes what `GPT.transform` and `GPT.logits` compute for one new token per row, from `given` and
+the cache to logits. Every shape of a `GPTConfig` is covered; value embeddings are torch operations
+between the launches. `decoder.py` records a forward.
+
+Up to FEW_ROWS rows, a program holds some rows of a matrix and multiplies every row of the step by
+them; norms and attention's parts are computed in the same launch. More rows are multiplied in
+tiles. With batch invariance all steps use tiles, whose sums have the same order for any number of
+rows.
+
+Shapes: R rows, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V = vocab_size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitd.model.inference.kernels.cuda import kernels
+from logitd.model.inference.kernels.cuda.decoder import Forward
+from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, filter_rows
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import LARGEST_LOGIT
+from logitd.model.transformer.gpt import GPT, Block
+
+LINKED_ROWS = 64
+"""Most rows of a step whose kernels overlap."""
+FEW_ROWS = 2
+"""Most rows of a step that are multiplied without tiles."""
+PART_CELLS = 2**13
+"""Numbers of a part's keys: a program keeps them and as many of the values in its registers."""
+WRITTEN_ROWS = 16
+"""Most rows whose keys and values attention itself writes."""
+HELD = 2**14
+"""Numbers of a matrix that a program holds."""
+TILES = ((32, 64, 64, 128, 3), (16, 32, 32, 128, 3), (0, 16, 32, 128, 3))
+"""Sizes of tiles for more than a number of rows: rows, columns, depth and stages of loading."""
+NARROW = 1024
+"""Columns up to which narrower tiles make more programs."""
+SURVEYED = 4096
+"""Logits that a program reads to sample."""
+PROGRAMS = 128
+"""Programs that use every multiprocessor of a large GPU."""
+ACTIVATIONS = {
+    "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
+    "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,
+}  # fmt: skip
+
+
+def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[int], Forward]:
+    """Return the forward for a number of rows. The kernels of a small step overlap if the device
+    can do it; those of a large step would only get in the way of each other."""
+    device = gpt.token_embedding.weight.device
+    capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    make = partial(StepForward, gpt, cache, batch_invariant=batch_invariant)
+    linked, apart = make(linked=capable), make(linked=False)
+    return lambda rows: linked if rows <= LINKED_ROWS else apart
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Attention's outputs over parts of the keys, not yet added up."""
+
+    out: Tensor  # (R, H, P, D) float32
+    scales: Tensor  # (R, H, P, 2) float32
+    count: int
+    length: int
+
+
+class StepForward:
+    """The forward of steps of one model and one cache."""
+
+    def __init__(
+        self, gpt: GPT, cache: KVCache, *, batch_invariant: bool, linked: bool = False
+    ) -> None:
+        """`linked`: programmatic dependent launch, which needs compute capability 9.0."""
+        self._gpt, self._cache = gpt, cache
+        self._invariant = batch_invariant
+        self._linked = linked
+        config = gpt.config
+        self._norm = kernels.LAYER_NORM if config.norm == "layernorm" else kernels.RMS_NORM
+        self._block_d = _power_of_2(config.head_dim)
+        weight, bias = gpt.head_parameters()
+        self._head = weight[: config.vocab_size], bias
+        self._final_norm = gpt.final_norm if config.final_norm else None
+        self._part = max(16, PART_CELLS // self._block_d)
+
+    def logits(
+        self, given: Tensor, sampled: Tensor, logits: Tensor, *, keys: int, several: bool
+    ) -> None:
+        x = self._blocks(given, sampled, keys, several)
+        weight, bias = self._head
+        self._linear(x, weight, bias, norm=self._final_norm, out=logits)
+
+    def hidden(self, given: Tensor, sampled: Tensor, hidden: Tensor, *, keys: int) -> None:
+        x = self._blocks(given, sampled, keys, several=True)
+        self._normed(x, self._final_norm, hidden.dtype, out=hidden)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        weight, bias = self._head
+        logits = torch.empty(len(hidden), len(weight), device=hidden.device)
+        self._tiles(hidden.contiguous(), weight, bias, logits)
+        return logits
+
+    def sample(self, logits: Tensor, computed: Tensor, packed: Tensor, *, filtered: bool) -> Tensor:
+        if filtered:
+            logits = filter_rows(logits, packed)
+        (rows, width), device = logits.shape, logits.device
+        blocks = -(-width // SURVEYED)
+        best = torch.empty(rows, blocks, device=device)
+        best_ids = torch.empty(rows, blocks, dtype=torch.int64, device=device)
+        sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
+        usable, token_ids = torch.empty_like(best_ids), torch.empty_like(best_ids[:, 0])
+        how = packed, packed.view(torch.float64)
+        sizes = {"V": width, "B": blocks, "STRIDE": packed.stride(0), "BLOCK": SURVEYED}
+        self._launch(
+            kernels.survey, (rows, blocks), best, best_ids, sums, usable, logits, computed, *how,
+            LARGEST_LOGIT, **sizes,
+        )  # fmt: skip
+        self._launch(
+            kernels.choose, (rows,), token_ids, best, best_ids, sums, usable, logits, *how,
+            BLOCKS=_power_of_2(blocks), NO_TOKEN=NO_TOKEN, **sizes,
+        )  # fmt: skip
+        return token_ids
+
+    def _blocks(self, given: Tensor, sampled: Tensor, keys: int, several: bool) -> Tensor:
+        """The residual stream (R, C) after the last block."""
+        x = self._embedded(given, sampled)
+        for block in self._gpt.blocks:
+            assert isinstance(block, Block)
+            x = self._block(block, x, given, keys, several)
+        return x
+
+    def _block(self, block: Block, x: Tensor, given: Tensor, keys: int, several: bool) -> Tensor:
+        """The residual stream (R, C) after a block."""
+        config = self._gpt.config
+        pre = config.norm_position == "pre"
+        kind = ACTIVATIONS[config.activation]
+        out, up, down = block.attention_out, block.mlp_up, block.mlp_down
+        qkv = self._linear(
+            x, block.qkv.weight, block.qkv.bias, norm=block.attention_norm if pre else None
+        )
+        if config.has_value_embedding(block.layer):
+            self._add_value_embedding(block, qkv, x, given)
+        parts = self._attend(block, qkv, given, keys, several)
+        after = self._linear(parts, out.weight, out.bias, residual=x, given=given)
+        if not pre:
+            after = self._normed(after, block.attention_norm, torch.float32)
+        hidden = self._linear(
+            x if config.residual == "parallel" else after, up.weight, up.bias,
+            norm=block.mlp_norm if pre else None, activation=kind,
+        )  # fmt: skip
+        x = self._linear(hidden, down.weight, down.bias, residual=after)
+        return x if pre else self._normed(x, block.mlp_norm, torch.float32)
+
+    def _embedded(self, given: Tensor, sampled: Tensor) -> Tensor:
+        """Embeddings (R, C) in float32."""
+        gpt, config = self._gpt, self._gpt.config
+        positions = None
+        if config.positions == "learned":
+            positions = gpt.position_embedding.weight
+        elif config.positions == "sinusoidal":
+            positions = gpt.sinusoids
+        x = torch.empty(len(given), config.d_model, device=given.device)
+        self._launch(
+            kernels.embed, (len(given),), x, given, sampled, gpt.token_embedding.weight, positions,
+            WIDTH=config.d_model, BLOCK=_power_of_2(config.d_model),
+        )  # fmt: skip
+        return x
+
+    def _linear(
+        self,
+        x: Tensor | Parts,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+        activation: int = kernels.IDENTITY,
+        given: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """activation(norm(x) @ weight.T + bias) + residual: (R, N), in float32 with a residual."""
+        width_in = weight.shape[1]
+        width = len(weight) // (2 if activation == kernels.SWIGLU else 1)
+        rows = len(x.out) if isinstance(x, Parts) else len(x)
+        if out is None:
+            dtype = weight.dtype if residual is None else torch.float32
+            out = torch.empty(rows, width, device=weight.device, dtype=dtype)
+        if rows <= FEW_ROWS and not self._invariant:
+            gain, shift, eps = _parameters(norm)
+            parts = x if isinstance(x, Parts) else None
+            held = HELD // (2 if activation == kernels.SWIGLU else 1)
+            block_k = _power_of_2(width_in)
+            block_n = max(1, min(16, held // block_k, _power_of_2(width // PROGRAMS + 1) // 2))
+            self._launch(
+                kernels.linear, (-(-width // block_n),), out, parts.out if parts else x,
+                parts.scales if parts else None, given, weight, bias, residual, gain, shift, eps,
+                N=width, K=width_in, ROWS=rows, H=self._gpt.config.n_head,
+                D=self._gpt.config.head_dim, P=parts.count if parts else 1,
+                PART=parts.length if parts else 1,
+                NORM=kernels.NO_NORM if norm is None else self._norm, ACTIVATION=activation,
+                BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8,
+            )  # fmt: skip
+            return out
+        if isinstance(x, Parts):
+            assert given is not None
+            x = self._combined(x, given, weight.dtype)
+        elif norm is not None or x.dtype != weight.dtype:
+            x = self._normed(x, norm, weight.dtype)
+        self._tiles(x, weight, bias, out, residual, activation)
+        return out
+
+    def _tiles(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        residual: Tensor | None = None,
+        activation: int = kernels.IDENTITY,
+    ) -> None:
+        """Compute `out` = activation(x @ weight.T + bias) + residual, with the same sums of a row
+        for any tiles."""
+        (rows, width), width_in = out.shape, x.shape[1]
+        block_m, block_n, block_k, stages = next(tile for least, *tile in TILES if rows > least)
+        if width <= NARROW:
+            block_n = 32 if block_m == 64 else 16
+        self._launch(
+            kernels.matmul, (-(-width // block_n), -(-rows // block_m)), out, x, weight, bias,
+            residual, rows, N=width, K=width_in, ACTIVATION=activation, BLOCK_M=block_m,
+            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=stages,
+        )  # fmt: skip
+
+    def _normed(
+        self, x: Tensor, norm: nn.Module | None, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Rows (R, C) after a norm, or only converted."""
+        gain, shift, eps = _parameters(norm)
+        if out is None:
+            out = torch.empty(x.shape, device=x.device, dtype=dtype)
+        self._launch(
+            kernels.norm, (len(x),), out, x, gain, shift, eps, WIDTH=x.shape[1],
+            NORM=kernels.NO_NORM if norm is None else self._norm, BLOCK=_power_of_2(x.shape[1]),
+        )  # fmt: skip
+        return out
+
+    def _add_value_embedding(self, block: Block, qkv: Tensor, x: Tensor, given: Tensor) -> None:
+        """Add the gated value embeddings to the values in `qkv` (R, ...)."""
+        config = self._gpt.config
+        norm = block.attention_norm if config.norm_position == "pre" else None
+        stream = self._normed(x, norm, qkv.dtype)
+        added = block.gated_value_embedding(stream[:, None], given[:, :1])  # (R, K, 1, D)
+        values = qkv[:, -config.kv_width :]
+        values += added.reshape(values.shape)
+
+    def _attend(self, block: Block, qkv: Tensor, given: Tensor, keys: int, several: bool) -> Parts:
+        """Write a step's keys and values, and attend to those of each row's slot."""
+        gpt, config, cache = self._gpt, self._gpt.config, self._cache
+        rotary = config.positions == "rotary"
+        tables = (gpt.rope_cos, gpt.rope_sin) if rotary else (None, None)
+        norms: tuple[Any, Any] = (None, None)
+        if config.qk_norm:
+            norms = (block.query_norm.weight, block.key_norm.weight)
+        cells = cache.keys[block.layer], cache.values[block.layer]
+        shape = {
+            "H": config.n_head, "HK": config.n_kv_head, "D": config.head_dim,
+            "L": cache.slot_length, "NORMED": config.qk_norm, "BLOCK_D": self._block_d,
+        }  # fmt: skip
+        apart = several or len(qkv) > WRITTEN_ROWS
+        if apart:
+            self._launch(
+                kernels.write, (len(qkv), config.n_kv_head), qkv, given, *cells, norms[1], *tables,
+                config.norm_eps, **shape,
+            )  # fmt: skip
+        most = -(-cache.slot_length // self._part)
+        size = (len(qkv), config.n_head, most)
+        out = torch.empty(*size, config.head_dim, device=qkv.device)
+        scales = torch.empty(*size, 2, device=qkv.device)
+        grid = len(qkv), config.n_kv_head, -(-keys // self._part)
+        self._launch(
+            kernels.attend, grid, out, scales, qkv, given, *cells, *norms, *tables, config.norm_eps,
+            P=most, PART=self._part, WRITE=not apart, **shape,
+        )  # fmt: skip
+        return Parts(out, scales, most, self._part)
+
+    def _combined(self, parts: Parts, given: Tensor, dtype: torch.dtype) -> Tensor:
+        """The heads' outputs (R, H * D)."""
+        rows, heads, count, width = parts.out.shape
+        out = torch.empty(rows, heads * width, device=given.device, dtype=dtype)
+        self._launch(
+            kernels.combine, (rows,), out, parts.out, parts.scales, given, H=heads, D=width,
+            P=count, PART=parts.length, BLOCK=_power_of_2(heads * width),
+        )  # fmt: skip
+        return out
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
+        options = {"launch_pdl": True} if self._linked else {}
+        kernel[grid](*given, LINKED=self._linked, **sizes, **options)
+
+
+def _parameters(norm: nn.Module | None) -> tuple[Any, Any, float]:
+    """Weight, bias and epsilon of a norm."""
+    if norm is None:
+        return None, None, 0.0
+    eps: Any = norm.eps
+    return norm.weight, getattr(norm, "bias", None), eps
+
+
+def _power_of_2(least: int) -> int:
+    """The smallest power of 2 that is at least `least`."""
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,516 @@
+"""Triton kernels of a decode step: few launches, and no row's sums depend on the other rows.
+
+Every kernel computes in float32 and reads weights, keys and values in the model's dtype. The
+residual stream stays in float32. `forward.py` chooses sizes and launches the kernels in order.
+
+Programmatic dependent launch (LINKED): a kernel starts while the one before it still runs, loads
+its weights, and waits for the other's results with `gdc_wait`. No kernel writes before that wait.
+
+Sources: Dao et al., Flash-Decoding (2023) for attention split along keys; NVIDIA's CUDA programming
+guide for programmatic dependent launch.
+
+Shapes: R rows of a step, H = n_head, K = n_kv_head, G = H / K, D = head_dim, S slots, L positions
+of a slot, P parts of keys.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ROW = tl.constexpr(10)
+"""Integers of an uploaded row: token, slot, position, row of a sampled token, then sampling."""
+NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
+IDENTITY, GELU_TANH, GELU, RELU, RELU2, SWIGLU = range(6)
+
+
+@triton.jit
+def embed(
+    out,  # (R, C) float32
+    given,  # (R, ROW) int64: token, slot, position, row of `sampled` or -1, ...
+    sampled,  # int64: the tokens that the last step has sampled
+    tokens,  # (V, C)
+    positions,  # (L, C) or None
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """Embeddings of tokens at their positions. A sampled token is written into `given`: doing so
+    twice changes nothing. A row without one continues with token 0, and its results are dropped."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.load(given + ROW * row)
+    source = tl.load(given + ROW * row + 3)
+    last = tl.load(sampled + source, mask=source >= 0, other=0)
+    token = tl.where(source < 0, token, tl.maximum(last, 0))
+    tl.store(given + ROW * row, token)
+    x = tl.load(tokens + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if positions is not None:
+        position = tl.load(given + ROW * row + 2)
+        x += tl.load(positions + position * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, x, mask=inside)
+
+
+@triton.jit
+def _normed(x, weight, bias, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr):
+    """A row x (BLOCK,), 0 outside, after its norm."""
+    if NORM == 1:
+        x = tl.where(inside, x - tl.sum(x) / WIDTH, 0.0)
+    if NORM != 0:
+        x = x * tl.rsqrt(tl.sum(x * x) / WIDTH + eps) * weight
+    if bias is not None:
+        x += bias
+    return x
+
+
+@triton.jit
+def _activated(x, value, ACTIVATION: tl.constexpr):
+    """The activation of x; with SwiGLU that of the gate x, times `value`."""
+    y = x
+    if ACTIVATION == 1:
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x / (1 + tl.exp(-2 * u))
+    if ACTIVATION == 2:
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    if ACTIVATION == 3:
+        y = tl.maximum(x, 0.0)
+    if ACTIVATION == 4:
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    if ACTIVATION == 5:
+        y = x / (1 + tl.exp(-x)) * value
+    return y
+
+
+@triton.jit
+def _part(parts, scales, head, part, column, inside, position,
+          D: tl.constexpr, P: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+    """One part of the heads' outputs: largest scores, sums of exponentials and outputs."""
+    written = inside & (part < P) & (part * PART <= position)
+    at = head * P + part
+    most = tl.load(scales + at * 2, mask=written, other=float("-inf"))
+    total = tl.load(scales + at * 2 + 1, mask=written, other=0.0)
+    out = tl.load(parts + at * D + column % D, mask=written, other=0.0)
+    return most, total, out
+
+
+@triton.jit
+def _heads(parts, scales, given, row, column, inside, H: tl.constexpr, D: tl.constexpr,
+           P: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+    """Columns of the heads' outputs (H * D): attention's parts, weighted and added in order."""
+    position = tl.load(given + ROW * row + 2)
+    head = row * H + column // D
+    most = tl.full(column.shape, -1e30, tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
+    out = tl.zeros(column.shape, tl.float32)
+    for first in range(0, P, 4):
+        # Loaded together, so that the four wait for memory once.
+        m0, t0, o0 = _part(parts, scales, head, first, column, inside, position, D, P, PART)
+        m1, t1, o1 = _part(parts, scales, head, first + 1, column, inside, position, D, P, PART)
+        m2, t2, o2 = _part(parts, scales, head, first + 2, column, inside, position, D, P, PART)
+        m3, t3, o3 = _part(parts, scales, head, first + 3, column, inside, position, D, P, PART)
+        higher = tl.maximum(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), most)
+        w, w0, w1 = tl.exp(most - higher), tl.exp(m0 - higher), tl.exp(m1 - higher)
+        w2, w3 = tl.exp(m2 - higher), tl.exp(m3 - higher)
+        total = w * total + w0 * t0 + w1 * t1 + w2 * t2 + w3 * t3
+        out = w * out + w0 * o0 + w1 * o1 + w2 * o2 + w3 * o3
+        most = higher
+    return out / tl.where(inside, total, 1.0)
+
+
+@triton.jit
+def linear(
+    out,  # (R, N)
+    x,  # (R, K), or the parts of attention
+    scales,  # the parts' scales, or None
+    given,
+    weight,  # (N, K); with SwiGLU (2 N, K)
+    bias,  # (N,) or None
+    residual,  # (R, N) float32 or None
+    norm_weight,  # (K,) or None
+    norm_bias,  # (K,) or None
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    PART: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """norm(x) times a matrix, for few rows: each program holds some of the matrix's rows."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside, kept = k < K, column < N
+    at = column[:, None].to(tl.int64) * K + k[None, :]
+    matrix = tl.load(weight + at, mask=kept[:, None] & inside[None, :], other=0.0)
+    second = matrix
+    if ACTIVATION == 5:
+        second = tl.load(weight + N * K + at, mask=kept[:, None] & inside[None, :], other=0.0)
+    gain, shift = None, None
+    if norm_weight is not None:
+        gain = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
+    if norm_bias is not None:
+        shift = tl.load(norm_bias + k, mask=inside, other=0.0).to(tl.float32)
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    for row in tl.static_range(ROWS):
+        if scales is not None:
+            h = _heads(x, scales, given, row, k, inside, H, D, P, PART)
+        else:
+            h = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+            h = _normed(h, gain, shift, inside, eps, K, NORM)
+        y = tl.sum(matrix.to(tl.float32) * h[None, :], axis=1)  # (BLOCK_N,)
+        value = y
+        if ACTIVATION == 5:
+            value = tl.sum(second.to(tl.float32) * h[None, :], axis=1)
+        if bias is not None:
+            y += tl.load(bias + column, mask=kept, other=0.0).to(tl.float32)
+            if ACTIVATION == 5:
+                value += tl.load(bias + N + column, mask=kept, other=0.0).to(tl.float32)
+        y = _activated(y, value, ACTIVATION)
+        if residual is not None:
+            y += tl.load(residual + row * N + column, mask=kept, other=0.0)
+        tl.store(out + row * N + column, y.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def matmul(
+    out,  # (R, N)
+    x,  # (R, K)
+    weight,  # (N, K); with SwiGLU (2 N, K)
+    bias,  # (N,) or None
+    residual,  # (R, N) float32 or None
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """x times a matrix, in tiles."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    live, kept = m < rows, n < N
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    left = x + m[:, None] * K + k[None, :]
+    right = weight + n[None, :].to(tl.int64) * K + k[:, None]
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in range(0, K, BLOCK_K):
+        inside = k + start < K
+        a = tl.load(left + start, mask=live[:, None] & inside[None, :], other=0.0)
+        mask = inside[:, None] & kept[None, :]
+        b = tl.load(right + start, mask=mask, other=0.0)
+        y = tl.dot(a, b, y, input_precision="ieee")
+        if ACTIVATION == 5:
+            b = tl.load(right + N * K + start, mask=mask, other=0.0)
+            value = tl.dot(a, b, value, input_precision="ieee")
+    if bias is not None:
+        y += tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == 5:
+            value += tl.load(bias + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+    y = _activated(y, value, ACTIVATION)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    mask = live[:, None] & kept[None, :]
+    if residual is not None:
+        y += tl.load(residual + at, mask=mask, other=0.0)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm(
+    out,  # (R, C)
+    x,  # (R, C) float32
+    weight,
+    bias,
+    eps,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """Rows after their norm."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gain, shift = None, None
+    if weight is not None:
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    h = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
+    h = _normed(h, gain, shift, inside, eps, WIDTH, NORM)
+    tl.store(out + row * WIDTH + column, h.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine(
+    out,  # (R, H * D)
+    parts,
+    scales,
+    given,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """Outputs of attention's heads from their parts."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < H * D
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    h = _heads(parts, scales, given, row, column, inside, H, D, P, PART)
+    tl.store(out + row * H * D + column, h.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turned(row, column, inside, norm_weight, cos, sin, position, eps,
+            D: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+    """A query or a key (BLOCK,) of one head after its norm and rotation."""
+    x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x) / D + eps)
+        x = x * scale * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    if cos is not None:
+        half: tl.constexpr = D // 2
+        other = (column + half) % D
+        y = tl.load(row + other, mask=inside, other=0.0).to(tl.float32)
+        if NORMED:
+            y = y * scale * tl.load(norm_weight + other, mask=inside, other=0.0).to(tl.float32)
+        angle = position * half + column % half
+        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        x = x * c + tl.where(column < half, -s, s) * y
+    return x
+
+
+@triton.jit
+def write(
+    qkv,  # (R, (H + 2 K) * D)
+    given,
+    keys,  # (S, K, L, D) of a layer
+    values,
+    key_norm,
+    cos,
+    sin,
+    eps,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """Write the keys and values of a step into their slots."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(given + ROW * row + 1)
+    position = tl.load(given + ROW * row + 2)
+    start = qkv + row * (H + 2 * HK) * D
+    k = _turned(start + (H + head) * D, d, inside, key_norm, cos, sin, position, eps, D, NORMED)
+    v = tl.load(start + (H + HK + head) * D + d, mask=inside, other=0.0)
+    at = ((slot * HK + head) * L + position) * D + d
+    tl.store(keys + at, k.to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + at, v.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attend(
+    parts,  # (R, H, P, D) float32
+    scales,  # (R, H, P, 2) float32: largest score, sum of exponentials
+    qkv,  # (R, (H + 2 K) * D)
+    given,
+    keys,  # (S, K, L, D) of a layer
+    values,
+    query_norm,
+    key_norm,
+    cos,
+    sin,
+    eps,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    PART: tl.constexpr,
+    NORMED: tl.constexpr,
+    WRITE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """Attention of a row's query heads over one part of the keys that they share.
+
+    WRITE: the row's own key and value come from `qkv` and are written into the slot; else they are
+    there already.
+    """
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // HK
+    d = tl.arange(0, BLOCK_D)
+    n = part * PART + tl.arange(0, PART)
+    inside = d < D
+    # `given` was written before the step's first kernel.
+    slot = tl.load(given + ROW * row + 1)
+    position = tl.load(given + ROW * row + 2)
+    if LINKED:
+        gdc_launch_dependents()
+    if part * PART <= position:
+        base = (slot * HK + head) * L * D
+        at = base + n[:, None] * D + d[None, :]
+        old = n < position if WRITE else n <= position
+        mask = old[:, None] & inside[None, :]
+        if LINKED and not WRITE:
+            gdc_wait()
+        # With WRITE, nothing in flight writes to the keys and values read here.
+        k = tl.load(keys + at, mask=mask, other=0.0)
+        v = tl.load(values + at, mask=mask, other=0.0)
+        if LINKED and WRITE:
+            gdc_wait()
+        start = qkv + row * (H + 2 * HK) * D
+        if WRITE:  # noqa: SIM102
+            if position < (part + 1) * PART:
+                new_k = _turned(start + (H + head) * D, d, inside, key_norm, cos, sin, position,
+                                eps, D, NORMED).to(keys.dtype.element_ty)  # fmt: skip
+                new_v = tl.load(start + (H + HK + head) * D + d, mask=inside, other=0.0)
+                new_v = new_v.to(values.dtype.element_ty)
+                tl.store(keys + base + position * D + d, new_k, mask=inside)
+                tl.store(values + base + position * D + d, new_v, mask=inside)
+                own = n == position
+                k = tl.where(own[:, None], new_k[None, :], k)
+                v = tl.where(own[:, None], new_v[None, :], v)
+        for g in tl.static_range(G):
+            q = _turned(start + (head * G + g) * D, d, inside, query_norm, cos, sin, position,
+                        eps, D, NORMED)  # fmt: skip
+            q = q * (D**-0.5)
+            scores = tl.sum(k.to(tl.float32) * q[None, :], axis=1)  # (PART,)
+            scores = tl.where(n <= position, scores, float("-inf"))
+            most = tl.max(scores)
+            weights = tl.exp(scores - most)
+            out = tl.sum(weights[:, None] * v.to(tl.float32), axis=0)  # (BLOCK_D,)
+            to = (row * H + head * G + g) * P + part
+            tl.store(parts + to * D + d, out, mask=inside)
+            tl.store(scales + to * 2, most)
+            tl.store(scales + to * 2 + 1, tl.sum(weights))
+    elif LINKED:
+        gdc_wait()
+
+
+@triton.jit
+def survey(
+    best,  # (R, B) float32: the largest logit of each block
+    best_ids,  # (R, B) int64
+    sums,  # (R, B) float64: exponentials relative to the largest
+    sound,  # (R, B) int64: 1 if all numbers are usable
+    logits,  # (R, V) float32
+    computed,  # (R, V) float32
+    how,  # (R, ...) int64, STRIDE from row to row
+    divisors,  # `how` as float64
+    largest,
+    V: tl.constexpr,
+    B: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """One block of a row's logits, for `choose`."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < V
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    raw = tl.load(computed + row.to(tl.int64) * V + column, mask=inside, other=0.0)
+    x = tl.load(logits + row.to(tl.int64) * V + column, mask=inside, other=float("-inf"))
+    most = tl.max(x)
+    first = tl.min(tl.where(x == most, column, V))
+    usable = tl.min((tl.abs(raw) <= largest).to(tl.int32))  # NaN fails it too
+    at = row * B + block
+    tl.store(best + at, most)
+    tl.store(best_ids + at, first.to(tl.int64))
+    tl.store(sound + at, usable.to(tl.int64))
+    if tl.load(how + row * STRIDE) == 0:
+        divisor = tl.load(divisors + row * STRIDE + 1).to(tl.float32)
+        weights = tl.exp((x / divisor - most / divisor).to(tl.float64))
+        weights = tl.where(x > float("-inf"), weights, 0.0)
+        tl.store(sums + at, tl.sum(weights))
+
+
+@triton.jit
+def choose(
+    out,  # (R,) int64
+    best,
+    best_ids,
+    sums,
+    sound,
+    logits,
+    how,
+    divisors,
+    V: tl.constexpr,
+    B: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NO_TOKEN: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """A row's token: the likeliest, or the first whose running sum exceeds the row's number."""
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    inside = block < B
+    if LINKED:
+        gdc_launch_dependents()
+        gdc_wait()
+    tops = tl.load(best + row * B + block, mask=inside, other=float("-inf"))
+    usable = tl.min(tl.load(sound + row * B + block, mask=inside, other=1))
+    most = tl.max(tops)
+    holder = tl.min(tl.where(tops == most, block, BLOCKS))
+    holder = tl.minimum(holder, B - 1)
+    token = tl.load(best_ids + row * B + holder)
+    if tl.load(how + row * STRIDE) == 0:
+        divisor = tl.load(divisors + row * STRIDE + 1).to(tl.float32)
+        uniform = tl.load(divisors + row * STRIDE + 5)
+        top = most / divisor
+        weights = tl.load(sums + row * B + block, mask=inside, other=0.0)
+        weights *= tl.exp((tops / divisor - top).to(tl.float64))
+        running = tl.cumsum(weights)
+        total = tl.sum(tl.where(block == B - 1, running, 0.0))
+        wanted = uniform * total
+        # Rounded up, `wanted` may be the total: then it is the last id of any weight.
+        reached = (running > wanted) | (running >= total)
+        found = tl.min(tl.where(reached & (weights > 0), block, BLOCKS))
+        found = tl.minimum(found, B - 1)
+        before = tl.sum(tl.where(block == found, running - weights, 0.0))
+        column = found * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * V + column, mask=column < V, other=float("-inf"))
+        weights = tl.exp((x / divisor - top).to(tl.float64))
+        weights = tl.where(x > float("-inf"), weights, 0.0)
+        sums_in = before + tl.cumsum(weights)
+        last = tl.max(tl.where(weights > 0, column, 0))
+        token = tl.min(tl.where((sums_in > wanted) & (weights > 0), column, last)).to(tl.int64)
+    tl.store(out + row, tl.where(usable == 1, token, NO_TOKEN))

@@ -1,0 +1,131 @@
+"""The Triton kernels in Triton's interpreter, against the plain decoder and `sample_tokens`.
+
+    TRITON_INTERPRET=1 python -m tests.model.inference.kernels.cuda.interpreted LAYERS FAMILY...
+
+Triton reads the variable when it is imported, so this is a process of its own. The interpreter
+multiplies no bfloat16 matrices.
+"""
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from logitd.model.inference.kernels.base import PrefillInput
+from logitd.model.inference.kernels.cuda import forward
+from logitd.model.inference.kernels.cuda.check import tolerance
+from logitd.model.inference.kernels.cuda.sample import FIELDS, NO_TOKEN, has_filters, pack
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
+from logitd.model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+
+LENGTHS = (3, 31, 20, 40, 7, 33)
+"""Positions in each slot: one part of the keys, several, and the edge of one."""
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "one row": [(1, 0)],
+    "several slots": [(slot, 0) for slot in (0, 1, 3)],
+    "drafts": [(0, 0), (0, 1), (3, 0), (3, 1)],
+    "repeated": [(4, 0), (2, 0), (4, 0)],
+}
+"""Rows as slots and positions behind their lengths. Prompts are computed like drafts."""
+QUICK = {"one row": False, "drafts": True}
+"""Kinds for a quick run, and whether they are batch-invariant."""
+
+
+@torch.inference_mode()
+def check_family(name: str, dtype: torch.dtype, layers: int) -> None:
+    gpt = tiny_gpt(tiny_config(**{**FAMILIES[name], "n_layer": layers})).to(dtype)
+    kinds = STEPS if layers > 1 else QUICK
+    for kind in kinds:
+        rows = STEPS[kind]
+        for batch_invariant in (False, True) if layers > 1 else (QUICK[kind],):
+            expected, cache = prepared(gpt), prepared(gpt)
+            step = forward.StepForward(gpt, cache, batch_invariant=batch_invariant)
+            given = uploaded(rows)
+            columns = [given[:, column].tolist() for column in range(3)]
+            wanted = PlainDecoder(gpt, expected).decode(*columns)
+            found = logits_of(step, given, kind == "drafts")
+            off = (found - wanted).square().mean(-1).sqrt() / wanted.std(-1)
+            assert float(off.max()) <= tolerance(dtype), (name, dtype, kind, batch_invariant)
+            for slot, ahead in rows:
+                end = LENGTHS[slot] + ahead + 1
+                for one, other in zip(
+                    cache.read(0, slot, end), expected.read(0, slot, end), strict=True
+                ):
+                    assert torch.allclose(one.float(), other.float(), atol=1e-2, rtol=1e-2)
+            if batch_invariant and layers > 1:
+                alone = [logits_of(step, row, False) for row in given.split(1)]
+                assert torch.equal(torch.cat(alone), found), (name, dtype, kind)
+
+
+def prepared(gpt: GPT) -> KVCache:
+    """A cache with prompts, whose other numbers are leftovers that no sum survives."""
+    cache = KVCache(gpt.config, len(LENGTHS), device=torch.device("cpu"), dtype=gpt_dtype(gpt))
+    decoder = PlainDecoder(gpt, cache)
+    for slot, length in enumerate(LENGTHS):
+        ids = [(7 * place + slot) % 40 for place in range(length)]
+        decoder.prefill([PrefillInput(ids, slot, 0)])
+        cache.keys[:, slot, :, length:], cache.values[:, slot, :, length:] = math.nan, math.inf
+    return cache
+
+
+def gpt_dtype(gpt: GPT) -> torch.dtype:
+    return gpt.token_embedding.weight.dtype
+
+
+def uploaded(rows: list[tuple[int, int]]) -> Tensor:
+    """Rows (R, 4 + FIELDS) with known tokens."""
+    given = torch.zeros(len(rows), 4 + FIELDS, dtype=torch.int64)
+    for row, (slot, ahead) in zip(given, rows, strict=True):
+        row[:4] = torch.tensor([5 + slot + ahead, slot, LENGTHS[slot] + ahead, -1])
+    return given
+
+
+def logits_of(step: forward.StepForward, given: Tensor, several: bool) -> Tensor:
+    """Logits of a step that takes its tokens from the ones sampled last."""
+    sampled, given = given[:, 0].clone(), given.clone()
+    given[:, 0], given[:, 3] = 0, torch.arange(len(given))
+    logits = torch.full((len(given), step._gpt.config.vocab_size), math.nan)
+    step.logits(given, sampled, logits, keys=64, several=several)
+    return logits
+
+
+@torch.inference_mode()
+def check_sampling(times: int) -> None:
+    gpt = tiny_gpt()
+    cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
+    step = forward.StepForward(gpt, cache, batch_invariant=False)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(times):
+        width = (1, 63, 64, 200)[number % 4]
+        ways = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.3, 0, 1.0, 0.0), (1e-3, 0, 1.0, 0.0)]
+        if number % 3 == 0:
+            ways += [(1.0, 3, 1.0, 0.0), (1.5, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2)]
+        sampling = sampling_rows(
+            SamplingRow(*way, seed=number, position=place, index=0)
+            for place, way in enumerate(ways)
+        )
+        logits = 3 * torch.randn(len(ways), width, generator=generator)
+        if number % 5 == 0:  # several are the likeliest
+            logits = logits.round()
+        logits[torch.rand(logits.shape, generator=generator) < 0.2] = -math.inf
+        logits[:, 0] = 0.5
+        computed = torch.zeros_like(logits)
+        computed[number % len(ways), -1] = (0.0, math.nan, math.inf, -2e30)[number % 4]
+        expected = sample_tokens(logits, computed, sampling)
+        packed = torch.from_numpy(pack(sampling))
+        found = step.sample(logits, computed, packed, filtered=has_filters(sampling)).tolist()
+        assert [None if one == NO_TOKEN else one for one in found] == expected, number
+
+
+if __name__ == "__main__":
+    forward.PROGRAMS, forward.PART_CELLS, forward.SURVEYED = 1, 2**9, 64
+    layers, families = int(sys.argv[1]), sys.argv[2:]
+    check_sampling(30 if layers > 1 else 6)
+    for family in families:
+        check_family(family, torch.float32, layers)
+    if layers > 1:
+        check_family(families[0], torch.float16, layers)

@@ -1,0 +1,28 @@
+"""The Triton kernels in Triton's interpreter; `interpreted.py` has the checks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.model.factories import FAMILIES
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(
+    ("layers", "families"),
+    [
+        (1, ("modern",)),
+        pytest.param(2, tuple(FAMILIES), marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+    ids=["modern", "all"],
+)
+def test_kernels_compute_what_torch_does(layers: int, families: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.model.inference.kernels.cuda.interpreted",
+         str(layers), *families],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
