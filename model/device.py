@@ -22,7 +22,7 @@ KEPT_BYTES = 32 * 2**20
 """Limit up to which freed memory is reused instead of returned: the most that the C library allows,
 and more than a step needs."""
 MEMINFO = Path("/proc/meminfo")
-CARDS_RUN: tuple[str, ...] = ()
+CARDS_RUN = ("NVIDIA H200",)
 """Torch's names of the GPUs on which `python -m benchmarks.gpu` has passed."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Linux's list of the control groups of this process, and the folder of all groups."""

@@ -25,10 +25,11 @@ from benchmarks.gpu.part import Setting
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
-    "machine": ("speed", 30), "checked": ("truth", 60), "logits": ("truth", 40),
-    "greedy": ("truth", 40), "served": ("speed", 150), "trained": ("speed", 90),
+    "machine": ("speed", 30), "checked": ("truth", 90), "logits": ("truth", 60),
+    "greedy": ("truth", 60), "steps": ("speed", 60), "served": ("speed", 150),
+    "trained": ("speed", 90),
     "recorded": ("truth", 90), "overlap": ("truth", 90), "invariance": ("truth", 90),
-    "memory": ("truth", 30),
+    "memory": ("truth", 60),
 }  # fmt: skip
 """Parts in order, each with its module and limit in seconds; `trained` adds --train-seconds."""
 LEAST_SECONDS, GRACE_SECONDS = 5.0, 10.0

@@ -7,23 +7,39 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import httpx
+import torch
 from uvicorn.loops.auto import auto_loop_factory
 
 from benchmarks.closed_loop import Load, Question, Target, measure
 from benchmarks.gpu.part import Finding, Setting
 from benchmarks.shapes import SHAPES
 from benchmarks.started_server import started_server
-from benchmarks.synthetic import config_of, save_synthetic
+from benchmarks.synthetic import config_of, save_synthetic, synthetic_gpt
 from logitd.model.checkpoint.checkpoint import RANKS
-from logitd.model.device import choose_placement
+from logitd.model.device import choose_placement, disable_cudnn_attention
+from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
+from logitd.model.inference.kv_cache import KVCache
+from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
 from logitd.model.machine import measure_machine, surroundings
+from logitd.model.transformer.gpt import GPT
 
 ROOT = Path(__file__).parents[2]
+STEPS = ((1, 300), (8, 300), (32, 300), (128, 300), (256, 300), (256, 500), (256, 900))
+"""Rows of a step and their position."""
+ROUNDS, REPLAYS = 3, 50
 CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
               "--accumulate=1", "--eval-batches=1", "--compile=off", "--threads=1")  # fmt: skip
@@ -40,6 +56,80 @@ def machine(setting: Setting) -> Iterator[Finding]:
     found = measure_machine(placement, **sizes)
     figures = {"GB/s": found.read_bandwidth / 1e9, "TFLOP/s": found.matrix_rate / 1e12}
     yield Finding("limits", {**figures, **asdict(surroundings(placement))})
+
+
+def steps(setting: Setting) -> Iterator[Finding]:
+    """A decode step with greedy sampling, on the device alone and driven by the engine. `limit` is
+    the share of the speed at which memory can be read."""
+    placement = choose_placement(setting.device, "bfloat16")
+    sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
+    memory_rate = measure_machine(placement, **sizes).read_bandwidth
+    disable_cudnn_attention()
+    shape = SHAPES["small" if setting.tiny else "124m"]
+    gpt = synthetic_gpt(config_of(shape)).to(placement.dtype).to(placement.device)
+    weights = sum(weight.nbytes for weight in gpt.parameters())
+    for rows, position in ((1, 20), (2, 20)) if setting.tiny else STEPS:
+        for invariant in (False, True):
+            graphs = partial(GraphDecoder, batch_invariant=invariant)
+            make: DecoderMaker = graphs if placement.device.type == "cuda" else PlainDecoder
+            seconds = step_seconds(make, gpt, rows, position)
+            cache = KVCache(gpt.config, 1, device=placement.device, dtype=placement.dtype)
+            read = weights + rows * (position + 1) * cache.nbytes / cache.slot_length
+            figures = {"us": 1e6 * seconds, "tokens/s": rows / seconds}
+            figures |= {"limit": read / memory_rate / seconds}
+            figures |= {"engine tokens/s": engine_rate(make, gpt, rows)}
+            case = f"{rows} rows, {position} keys" + ", batch-invariant" * invariant
+            yield Finding(case, figures)
+
+
+@torch.inference_mode()
+def step_seconds(make: DecoderMaker, gpt: GPT, rows: int, position: int) -> float:
+    """Time of a step on the device, if the host does not hold it up."""
+    weight = gpt.token_embedding.weight
+    decoder = make(gpt, KVCache(gpt.config, rows, device=weight.device, dtype=weight.dtype))
+    given = [5] * rows, list(range(rows)), [position] * rows
+
+    def step() -> None:
+        decoder.decode(*given)
+
+    if isinstance(decoder, GraphDecoder):
+        sampling = sampling_rows([SamplingRow(0.0, 0, 1.0, 0.0, 0, position + 1, 0)] * rows)
+        decoder.launch(*given, sampling)()
+        (step,) = decoder._recorded.values()  # without uploads and downloads
+    spent = []
+    for _ in range(ROUNDS):
+        synchronize(weight.device)
+        began = time.perf_counter()
+        for _ in range(REPLAYS):
+            step()
+        synchronize(weight.device)
+        spent.append((time.perf_counter() - began) / REPLAYS)
+    decoder.close()
+    return statistics.median(spent)
+
+
+def engine_rate(make: DecoderMaker, gpt: GPT, rows: int) -> float:
+    """Tokens per second of an engine that decodes this many sequences."""
+    engine = Engine(gpt, EngineConfig(slots=rows), make_decoder=make)
+    length = min(400, gpt.config.context_length - 32)
+    params = SamplingParams(max_tokens=length, temperature=0.0, seed=0)
+    for number in range(rows):
+        engine.add(
+            GenerationRequest(request_id=str(number), token_ids=tuple(range(20)), params=params)
+        )
+    while engine.step().decoded_sequences < rows:  # prompts
+        pass
+    began, count = time.perf_counter(), 0
+    while engine.has_work():
+        count += len(engine.step().events)
+    seconds = time.perf_counter() - began
+    engine.close()
+    return count / seconds
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def served(setting: Setting) -> Iterator[Finding]:

@@ -39,7 +39,6 @@ from logitd.model.inference.memory import Shape, SlotBudget, divide_slots
 from logitd.model.inference.options import (
     SERVED_SLOTS,
     ComputeOptions,
-    SlotDefault,
     TargetGap,
     format_target_gap,
     parse_memory,
@@ -131,26 +130,17 @@ def divide_memory(settings: ServeSettings) -> Shares:
         return Shares({}, refused)
     device = choose_device(settings.device)
     gpu = device.type == "cuda"
-    slots = divide_slots(shapes, _slot_budget(settings, gpu=gpu), available(device), gpu=gpu)
+    slots = divide_slots(shapes, _slot_budget(settings), available(device), gpu=gpu)
     return Shares({shape.name: n for shape, n in zip(shapes, slots, strict=True)}, refused)
 
 
-def _slot_budget(settings: ServeSettings, *, gpu: bool) -> SlotBudget:
+def _slot_budget(settings: ServeSettings) -> SlotBudget:
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
-    return SlotBudget(settings.slots, memory, default_slots(settings, gpu=gpu))
-
-
-def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
-    """The number of slots if no setting names it. On CUDA with --batch-invariant there are few,
-    because every step takes as long as the largest one."""
-    if settings.batch_invariant and gpu:
-        return SlotDefault(EngineConfig().slots)
-    return SERVED_SLOTS
+    return SlotBudget(settings.slots, memory, SERVED_SLOTS)
 
 
 def _build(settings: ServeSettings) -> BuiltEngine:
-    gpu = choose_device(settings.device).type == "cuda"
-    budget = _slot_budget(settings, gpu=gpu)
+    budget = _slot_budget(settings)
     model = load_model(
         settings.source.path,
         ComputeOptions.of(settings),

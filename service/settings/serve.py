@@ -248,8 +248,8 @@ class ServeSettings(CommandSettings):
     )
     batch_invariant: bool = Field(
         False,
-        description="the same bits for a request in any batch. Always so on a CPU; on CUDA each "
-        "step then takes as long as the largest",
+        description="the same bits for a request in any batch. Always so on a CPU; on CUDA a step "
+        "of one or two sequences then takes about twice as long",
     )
     slots: int | None = Field(
         None,

@@ -23,8 +23,9 @@ from logitd.model.training.step.forward import Forward
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From ids and targets, (B, T) each, to the mean loss."""
 Notice = Callable[[str], None]
-SHORTEST_MINUTES = 5.0
-"""Length of a run by the clock from which CUDA's auto compiles, which takes about a minute."""
+SHORTEST_MINUTES = 2.0
+"""Length of a run by the clock from which CUDA's auto compiles. On an H200 that takes 33 s for
+GPT-2 124M, and a step is then 2.1 times as fast."""
 
 
 class CompiledLoss:

@@ -8,10 +8,9 @@ import torch
 
 from logitd.model.device import DeviceError
 from logitd.model.inference import load as opening
-from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.load import LoadedModel
-from logitd.model.inference.options import SERVED_SLOTS, SlotDefault
+from logitd.model.inference.options import SERVED_SLOTS
 from logitd.model.memory import Available, format_bytes
 from logitd.service.engine import build as building
 from logitd.service.settings.serve import ServeSettings
@@ -94,11 +93,3 @@ def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path)
     )
     built.engine.close()
     assert built.computation.parameters == gpt.parameter_count()
-
-
-def test_batch_invariance_on_a_gpu_has_few_slots() -> None:
-    """Every step takes as long as that of all of them."""
-    settings = ServeSettings(batch_invariant=True)
-    assert building.default_slots(settings, gpu=True) == SlotDefault(EngineConfig().slots)
-    assert building.default_slots(settings, gpu=False) == SERVED_SLOTS
-    assert building.default_slots(ServeSettings(), gpu=True) == SERVED_SLOTS

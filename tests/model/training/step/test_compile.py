@@ -60,7 +60,7 @@ def test_auto_becomes_on_in_a_run_that_earns_compiling_back(
         ("cpu", "on", 1, True),
         ("cuda", "auto", None, True),
         ("cuda", "auto", 5, True),
-        ("cuda", "auto", 2, False),
+        ("cuda", "auto", 1.5, False),
         ("cuda", "on", 2, True),
         ("cuda", "off", None, False),
     ],

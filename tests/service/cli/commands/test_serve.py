@@ -86,7 +86,7 @@ def test_banner_warns_of_untested_cards(
         models = server.state.models
         print_banner(models, server.port)
         [here] = models.served
-        elsewhere = replace(here.computation, device="cuda:0 (NVIDIA H200)")
+        elsewhere = replace(here.computation, device="cuda:0 (NVIDIA L4)")
         on_a_card = replace(here, computation=elsewhere)
         banner = capsys.readouterr().out
         print_banner(Models([on_a_card]), server.port)
