@@ -196,6 +196,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         401: "The API key is missing or wrong",
         403: "This server does not allow that to anyone",
         404: "The model is not served here",
+        406: "`Accept` names no form of the reply",
         408: "The request came too slowly",
         409: "The state of the server does not allow that",
         413: "The body is too large",

@@ -74,16 +74,15 @@ def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
 
 def endpoint_of(operation: Operation) -> Any:
     read = body_of(operation.body)
+    forms = negotiation.ARRAYS if operation.form == "outputs" else (negotiation.JSON,)
 
     async def endpoint(
         body: Annotated[Any, Depends(read)], models: Ready, request: Request
     ) -> Response:
+        media_type = negotiation.negotiate(request, body, forms)
         context = models.of(body.model, getattr(body, "timeout", None))
         if operation.form == "vocabulary":
             return await context.unless_gone(_look_up(operation, body, context))
-        media_type = negotiation.JSON
-        if operation.form == "outputs":
-            media_type = negotiation.negotiate(request, body)
         plan = await make_plan(operation.plan(body, context.subject), body, context)
         match plan:
             case Record():

@@ -1,35 +1,51 @@
-"""Negotiation: the media type of a reply of arrays, by the request's `Accept`."""
+"""Negotiation: the media type of a reply, by the request's `Accept` (RFC 9110, 12.5.1).
 
+Events are asked for by `stream`, not by `Accept`: OpenAI's clients accept JSON and read events.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 
 from logitd.model.operations.prompts import clip
 from logitd.service.errors import ERRORS, ApiError, bad_request
+from logitd.service.http import sse
 
 JSON = "application/json"
 NPY = "application/x-npy"
 SAFETENSORS = "application/vnd.safetensors"
+ARRAYS = (JSON, NPY, SAFETENSORS)
+"""Forms of a reply of arrays."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"content": {NPY: _BINARY, SAFETENSORS: _BINARY}},
-    406: ERRORS[400] | {"description": "`Accept` does not name a format of this endpoint"},
 }
 """Responses of an endpoint of arrays, for its OpenAPI description."""
 
 
-def negotiate(request: Request, body: Any) -> str:
-    """The media type of the reply. Raises ApiError if it cannot hold several prompts or the
-    dtype."""
-    media_type = _accepted(request.headers.get("accept", "*/*"))
+def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> str:
+    """The media type of the reply, which is one of `forms` unless it is streamed. Raises ApiError
+    if `Accept` names none of them, or if it cannot hold several prompts or the dtype."""
+    if getattr(body, "stream", False):
+        return sse.MEDIA_TYPE
+    accept = ",".join(request.headers.getlist("accept")) or "*/*"
+    media_type = _accepted(accept, forms)
+    if media_type is None:
+        streamed = f', or {sse.MEDIA_TYPE} with "stream": true' if hasattr(body, "stream") else ""
+        raise ApiError(
+            406,
+            "invalid_request_error",
+            f"Accept is {clip(accept)!r}; this endpoint can send {', '.join(forms)}{streamed}",
+        )
     if media_type == NPY and (count := len(body.prompts)) > 1:
         raise bad_request(
             f"npy holds one array; prompt has {count} prompts. Accept {SAFETENSORS} or JSON",
             "prompt",
         )
-    if body.dtype == "bfloat16" and media_type != SAFETENSORS:
+    if media_type != SAFETENSORS and getattr(body, "dtype", None) == "bfloat16":
         raise bad_request(
             f"{media_type} cannot hold bfloat16; accept {SAFETENSORS}, or set another dtype",
             "dtype",
@@ -37,16 +53,28 @@ def negotiate(request: Request, body: Any) -> str:
     return media_type
 
 
-def _accepted(accept: str) -> str:
-    """The first known media type; JSON if anything is accepted."""
-    for part in accept.split(","):
-        media_type = part.partition(";")[0].strip().lower()
-        if media_type in (NPY, SAFETENSORS):
-            return media_type
-        if media_type in (JSON, "application/*", "*/*", ""):
-            return JSON
-    raise ApiError(
-        406,
-        "invalid_request_error",
-        f"Accept is {clip(accept)!r}; this endpoint can send {JSON}, {NPY} and {SAFETENSORS}",
-    )
+def _accepted(accept: str, forms: Sequence[str]) -> str | None:
+    """The form of the largest weight; of equal ones the first in `accept`, then in `forms`."""
+    ranges: dict[str, tuple[float, int]] = {}
+    for place, part in enumerate(accept.split(",")):
+        media_range, *parameters = (piece.strip().lower() for piece in part.split(";"))
+        weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
+        ranges.setdefault(media_range, (_weight(weight), -place))
+
+    def preference(form: str) -> tuple[float, int]:
+        """The weight and place of the most specific range."""
+        of_type = f"{form.partition('/')[0]}/*"
+        return next((ranges[name] for name in (form, of_type, "*/*") if name in ranges), (0.0, 0))
+
+    best = max(forms, key=preference)
+    return best if preference(best)[0] > 0 else None
+
+
+def _weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = -1.0
+    if 0 <= weight <= 1:
+        return weight
+    raise bad_request(f"Accept has the weight q={clip(text)}; weights are from 0 to 1")

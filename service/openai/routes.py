@@ -15,6 +15,7 @@ from logitd.service.http import completions as replies
 from logitd.service.http import sse
 from logitd.service.http.body import body_of, described_by
 from logitd.service.http.endpoint import make_plan
+from logitd.service.http.negotiation import negotiate
 from logitd.service.models.context import RequestContext
 from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
@@ -49,6 +50,7 @@ async def completions(
     `logprobs` are raw unless `logprobs_stage` says otherwise. With `stream`, server-sent events, a
     choice in each, then `[DONE]`."""
     note_user(request, body.user)
+    negotiate(request, body)
     context = models.of(body.model, body.timeout)
 
     def formatted(plan: Completions) -> CompletionFormat:
@@ -79,6 +81,7 @@ async def chat_completions(
     With `stream`, server-sent events: the role, the text or the arguments as they grow, the finish
     reason, then `[DONE]`."""
     note_user(request, body.user)
+    negotiate(request, body)
     context = models.of(body.model, body.timeout)
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):

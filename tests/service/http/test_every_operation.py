@@ -74,6 +74,19 @@ def test_the_model_may_be_named(server: Serving, name: str) -> None:
     assert "not served here, 'tiny' is" in error.message
 
 
+@pytest.mark.parametrize("path", [*(each.path for each in BY_NAME.values()), "/v1/completions"])
+def test_events_are_asked_for_by_stream_and_not_by_accept(server: Serving, path: str) -> None:
+    body = SMALLEST.get(path[1:], {"prompt": PROMPT, "max_tokens": 1})
+    error = server.refused(path, body, 406, Accept="text/event-stream, application/json;q=0")
+    streams = path in ("/generate", "/sweep", "/v1/completions")
+    assert ('text/event-stream with "stream": true' in error.message) == streams
+    error = server.refused(path, body, Accept="application/json;q=high")
+    assert "q=high; weights are from 0 to 1" in error.message
+    if streams:  # OpenAI's clients accept JSON and ask for a stream
+        response = server.post(path, {**body, "stream": True}, Accept="application/json;q=0.5")
+        assert response.headers["content-type"].startswith("text/event-stream")
+
+
 @pytest.mark.parametrize("name", QUEUED)
 def test_a_timeout_is_504(server: Serving, name: str) -> None:
     error = server.refused(f"/{name}", {**SMALLEST[name], "timeout": 1e-9}, 504)

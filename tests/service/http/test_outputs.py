@@ -104,7 +104,9 @@ def test_headers_name_the_weights(server: Serving, name: str, accept: str) -> No
     [(NPY, NPY), (f"{NPY}, {JSON}", NPY), (f"{JSON}, {NPY}", JSON), ("*/*", JSON), ("", JSON),
      (f"text/html, {NPY};q=0.9, */*;q=0.1", NPY), ("application/*", JSON),
      ("Application/X-NPY", NPY), (SAFETENSORS, SAFETENSORS),
-     (f"{SAFETENSORS}, {NPY}", SAFETENSORS)],
+     (f"{SAFETENSORS}, {NPY}", SAFETENSORS), (f"{NPY};q=0, */*", JSON),
+     (f"{NPY};q=0.5, {SAFETENSORS};q=.9", SAFETENSORS), (f"application/*, {JSON};q=0", NPY),
+     (f"{NPY};v=1; Q=0.2, {JSON}; q=0.1", NPY)],
 )  # fmt: skip
 def test_accept_chooses_the_form(server: Serving, accept: str, media_type: str) -> None:
     response = server.post("/logits", {"prompt": "x"}, Accept=accept)
@@ -112,10 +114,13 @@ def test_accept_chooses_the_form(server: Serving, accept: str, media_type: str) 
     assert response.headers["content-type"] == media_type
 
 
-@pytest.mark.parametrize("accept", ["text/html", "application/x-safetensors, image/png", "x" * 999])
+@pytest.mark.parametrize(
+    "accept",
+    ["text/html", "application/x-safetensors, image/png", "x" * 999, f"{NPY};q=0", "*/*;q=0.0"],
+)
 def test_accept_without_a_form_of_ours_is_406(server: Serving, accept: str) -> None:
     error = server.refused("/logits", {"prompt": "x"}, 406, Accept=accept)
-    assert "application/json, application/x-npy and application/vnd.safetens" in error.message
+    assert "application/json, application/x-npy, application/vnd.safetensors" in error.message
     assert len(error.message) < 300
 
 
