@@ -16,6 +16,7 @@ from logitd.service.http import sse
 from logitd.service.http.body import body_of, described_by
 from logitd.service.http.endpoint import make_plan
 from logitd.service.http.negotiation import negotiate
+from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.models.context import RequestContext
 from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
@@ -30,7 +31,7 @@ from logitd.service.openai.translate import (
     param_names,
 )
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], dependencies=[KNOWN_QUERY])
 
 
 @router.post(
@@ -108,7 +109,9 @@ async def _begin(
 
 # GET /v1/models
 
-RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: ERRORS[status] for status in (400, 401, 431, 503)
+}
 
 
 @router.get("/v1/models", responses=RESPONSES, summary="The models served")

@@ -11,12 +11,17 @@ from logitd.model.checkpoint.card_and_curve import read_card, read_curve
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.version import VERSION
 from logitd.service.errors import ERRORS
+from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.http.schemas import CardReply, Health, Info, ModelStatus, Version
 from logitd.service.metrics.metrics import CONTENT_TYPE
 from logitd.service.models.served import Models
 from logitd.service.models.state import AskedModel, Chosen, Ready, ServiceState, State
 
-router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
+router = APIRouter(
+    tags=["operations"],
+    dependencies=[KNOWN_QUERY],
+    responses={status: ERRORS[status] for status in (400, 431)},
+)
 
 UNREADY: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "Loading, draining or failed"}

@@ -102,14 +102,16 @@ def test_log_line_has_no_content_of_the_request(
     caplog.set_level(logging.INFO, "logitd.http")
     secret = "canary-in-a-coal-mine"
     server.client.post(
-        f"/generate?key={secret}",
+        "/generate",
         json={"prompt": secret, "max_tokens": 1, "stop": secret},
         headers={"Authorization": secret, "User-Agent": secret, "X-Request-ID": "abc"},
     )
-    server.client.get(f"/{secret}", headers={"X-Request-ID": "abd"})
+    server.client.get(f"/{secret}?{secret}={secret}", headers={"X-Request-ID": "abd"})
+    server.client.get(f"/version?{secret}={secret}", headers={"X-Request-ID": "abe"})
     assert secret not in caplog.text
     assert secret not in server.client.get("/metrics").text
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert third.startswith("GET /version 400 ")
     assert first.startswith("POST /generate 200 ")
     numbers = (
         " prompt_tokens=21 cached_tokens=0 completion_tokens=1 queue_ms= prefill_ms= decode_ms="

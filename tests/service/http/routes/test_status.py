@@ -30,6 +30,7 @@ from tests.service.engine.harness import no_weights
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
+    error_of,
     events,
     eventually,
     held_loading,
@@ -56,6 +57,23 @@ def health(server: Serving, path: str = "/health") -> tuple[int, str]:
 
 LIVE = "/health/live"
 POSTS = ("/generate", "/logits", "/probs", "/tokenize")
+
+
+def test_every_endpoint_refuses_an_unknown_query_parameter(server: Serving) -> None:
+    with_model = {"/info", "/card", "/stages", "/tokenizer_info"}
+    routes = [route for route in server.app.routes if getattr(route, "include_in_schema", False)]
+    assert with_model < {route.path for route in routes}
+    for route in routes:
+        (method,) = route.methods
+        path = route.path.replace("{model:path}", "tiny")
+        response = server.client.request(method, path, params={"modle": "x" * 999})
+        error = error_of(response)
+        takes = "model" if path in with_model else "none"
+        assert error.message == (
+            f"unknown query parameter 'modle'; {method} {route.path} takes {takes}"
+        )
+        assert error.param == "modle"
+    assert server.client.get("/info", params={"model": "tiny"}).status_code == 200
 
 
 def series(server: Serving) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
