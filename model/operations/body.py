@@ -45,10 +45,12 @@ class RequestBody(BaseModel):
 
     examples      valid bodies, at least one for each operation
     alternatives  groups of fields of which a body may give one
+    needs         fields that have an effect only next to one of others
     """
 
     examples: ClassVar[Examples] = {}
     alternatives: ClassVar[Sequence[Sequence[str]]] = ()
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, hide_input_in_errors=True
@@ -61,6 +63,19 @@ class RequestBody(BaseModel):
             if len(given) > 1:
                 raise ValueError(f"{' and '.join(given)} are alternatives; give one of them")
         return self
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Self:
+        for name, others in self.needs.items():
+            if self._is_set(name) and not any(map(self._is_set, others)):
+                raise ValueError(
+                    f"{name} has no effect without {' or '.join(others)}; set that too, or leave "
+                    f"{name} out"
+                )
+        return self
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def queued(self) -> tuple[int, str]:

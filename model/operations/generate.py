@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -106,6 +106,7 @@ class GenerateRequest(SamplingFields, PromptBody):
     alternatives: ClassVar[Sequence[Sequence[str]]] = (
         ("regex", "json_schema", "choice", "grammar"),
     )
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {"logprobs_stage": ("logprobs",)}
 
     max_tokens: int | None = Field(
         None,

@@ -5,7 +5,8 @@ of tokens that a reply lists.
 """
 
 import re
-from typing import Annotated, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +22,10 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 class Processing(SamplingFields, RequestBody):
     """The steps between the logits and a sampled token, as /generate defines them."""
+
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {
+        "completion_start": ("presence_penalty", "frequency_penalty")
+    }
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(
         1.0, description="0 leaves the logits as they are."

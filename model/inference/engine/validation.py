@@ -151,7 +151,11 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
     check_prompt_fits(length, config.context_length)
     _check_indices("positions", request.positions, length, f"the prompt has {length} tokens")
     match request.output:
-        case Logits(columns=columns, processing=processing):
+        case Logits(columns=columns, processing=processing, completion_start=start):
+            if start is not None and start > length:
+                raise InvalidRequest(
+                    f"completion_start is {start}; the prompt has {_tokens(length)}", "processing"
+                )
             if columns is not None:
                 if not columns:
                     raise InvalidRequest("token_ids is empty; choose at least one", "token_ids")

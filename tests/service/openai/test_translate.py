@@ -73,9 +73,10 @@ def test_fields_of_the_same_name_are_taken_over() -> None:
     fields = SHARED | {"echo": True, "logprobs": 2, "max_tokens": 5, "logprobs_stage": "raw"}
     wanted = {key: value for key, value in fields.items() if key != "logprobs_stage"}
     assert set_fields(completion(**fields)) == {"prompt": "a", **wanted}
-    assert set_fields(chat(**SHARED, max_tokens=5)) == {
+    assert set_fields(chat(**SHARED, logprobs=True, max_tokens=5)) == {
         "prompt": [1, 2],
         "max_tokens": 5,
+        "logprobs": 0,
         **SHARED,
     }
 
