@@ -137,9 +137,12 @@ def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
             return f"the body is not valid JSON: {message.removeprefix('Invalid JSON: ')}"
         case "model_type" if not location:
             return "the body must be a JSON object"
-        case "value_error":  # a sentence of our own
-            item = f"{place}: " if len(location) > 1 else ""
-            return item + message.removeprefix("Value error, ")
+        case "value_error":  # a sentence of our own, about the field that it begins with
+            sentence = message.removeprefix("Value error, ")
+            if len(location) < 2:
+                return sentence
+            subject, _, rest = sentence.partition(" ")
+            return f"{place} {rest}" if subject == location[-1] else f"{place}: {sentence}"
     _, _, limit = message[:300].partition(" should ")
     limit = limit.partition(" after validation")[0]
     return f"{place} must {limit or 'have another value'}, not {_repeated(problem['input'], kind)}"

@@ -38,10 +38,10 @@ def _one_text(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise ValueError(
-                f"messages hold a part of type {str(kind)[:40]!r}; only text parts are supported"
+                f"the content has a part of type {str(kind)[:40]!r}; only text parts are supported"
             )
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError("messages hold a text part with members other than type and text")
+            raise ValueError("a text part has other members than type and text")
     return "\n".join(part["text"] for part in content)
 
 
@@ -91,13 +91,11 @@ class Message(RequestBody):
     @model_validator(mode="after")
     def _role_and_content(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(
-                f"messages hold tool_calls of the role {self.role!r}; only assistants make calls"
-            )
+            raise ValueError(f"tool_calls of the role {self.role!r}; only assistants make calls")
         if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("a message has tool_call_id, but its role is not 'tool'")
+            raise ValueError(f"tool_call_id of the role {self.role!r}; only tools answer calls")
         if self.content is None and not self.tool_calls:
-            raise ValueError("messages hold a message without content")
+            raise ValueError("the message has no content")
         return self
 
 

@@ -7,9 +7,16 @@ neutral value, and otherwise refused by name. Replies have the shape that the of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from logitd.model.inference.sampling.params import SamplingFields
@@ -117,9 +124,7 @@ class ResponseFormat(RequestBody):
         cls, schema: JsonSchemaFormat | None, info: ValidationInfo
     ) -> JsonSchemaFormat | None:
         if (schema is not None) != (info.data.get("type") == "json_schema"):
-            raise ValueError(
-                "response_format: the type 'json_schema' and the member json_schema go together"
-            )
+            raise ValueError("json_schema and the type 'json_schema' go together")
         return schema
 
     @field_validator("schema_")
@@ -128,7 +133,7 @@ class ResponseFormat(RequestBody):
         cls, schema: dict[str, Any] | None, info: ValidationInfo
     ) -> dict[str, Any] | None:
         if schema is not None and info.data.get("type") != "json_object":
-            raise ValueError("response_format: the member schema goes with the type 'json_object'")
+            raise ValueError("schema goes with the type 'json_object'")
         return schema
 
 
@@ -151,6 +156,16 @@ class StructuredOutputs(RequestBody):
     disable_fallback: Annotated[Any, only(False)] = unsupported()
     structural_tag: Annotated[Any, only()] = unsupported()
     whitespace_pattern: Annotated[Any, only()] = unsupported()
+
+    @model_validator(mode="after")
+    def _some_constraint(self) -> Self:
+        given = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
+        if given == (None,) * len(given):
+            raise ValueError(
+                "structured_outputs has no constraint; give one of json, regex, choice, grammar "
+                "and json_object, or leave it out"
+            )
+        return self
 
 
 def _optional(name: str, field: FieldInfo) -> Any:

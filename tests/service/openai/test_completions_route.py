@@ -333,6 +333,29 @@ def test_a_field_that_cannot_be_honoured(
     assert refusal(server, **{"stream": streamed, **fields}).param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {"type": "json_schema"}},
+         "response_format.json_schema and the type 'json_schema' go together"),
+        ({"response_format": {"type": "text", "schema": {}}},
+         "response_format.schema goes with the type 'json_object'"),
+        ({"structured_outputs": {"whitespace_pattern": "x", "regex": "a"}},
+         "structured_outputs.whitespace_pattern is not supported here; leave it out or send null"),
+        *(
+            ({"structured_outputs": outputs},
+             "structured_outputs has no constraint; give one of json, regex, choice, grammar and "
+             "json_object, or leave it out")
+            for outputs in ({}, {"json": None}, {"json_object": False})
+        ),
+    ],
+)  # fmt: skip
+def test_a_message_names_a_nested_field_once(
+    server: Serving, fields: dict[str, Any], said: str
+) -> None:
+    assert refusal(server, **fields).message == said
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_max_tokens_beyond_the_context_ends_with_it(server: Serving, streamed: bool) -> None:
     context = server.served.checkpoint.config.context_length
