@@ -199,7 +199,7 @@ class AdmissionController:
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
-                f"the request has {sequences} sequences (prompts times n); "
+                f"the request has {_sequences(sequences, param)}; "
                 f"{self.limits.per_request} are allowed in one. Send fewer, or raise "
                 "--max-sequences",
                 param,
@@ -263,7 +263,7 @@ class AdmissionController:
             )
         if load.sequences > self.slots + limits.sequences:
             raise InvalidRequest(
-                f"the request has {load.sequences} sequences (prompts times n); {self.slots} "
+                f"the request has {_sequences(load.sequences, param)}; {self.slots} "
                 f"slots and a queue of {limits.sequences} never have room for that many. "
                 "Send fewer, or raise --max-queue",
                 param,
@@ -285,6 +285,12 @@ class AdmissionController:
     def _note_empty(self) -> None:
         if not self.sequences:
             self._emptied.set()
+
+
+def _sequences(count: int, param: str | None) -> str:
+    """A number of sequences; `param` is the field that decides it next to the prompts."""
+    factor = "" if param in (None, "prompt") else f" times {param}"
+    return f"{count} sequences (prompts{factor})"
 
 
 class _Pace:

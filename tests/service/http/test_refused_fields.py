@@ -307,7 +307,13 @@ SERVED_ALONE: dict[str, list[Row]] = {
         ({"dtype": "bfloat16"}, "dtype", "application/json cannot hold bfloat16"),
     ],
     "hidden_states": [*ARRAYS, ({"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16")],
-    "score": [({"continuations": ["x"] * 65}, "continuations", "64 are allowed")],
+    "score": [
+        (
+            {"continuations": ["x"] * 65},
+            "continuations",
+            "65 sequences (prompts times continuations); 64 are allowed",
+        )
+    ],
     "lens": [({"prompt": ["x"] * 65, "tokens": ["ab"]}, "prompt", "--max-sequences")],
     "attributions": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
 }
