@@ -93,7 +93,8 @@ class Subject:
         if limit is not None and count * LISTED_ELEMENTS > limit:
             raise InvalidRequest(
                 f"the reply could list {count} {what}; {limit // LISTED_ELEMENTS} are allowed "
-                f"({LISTED_ELEMENTS} elements each). Ask for fewer, or raise --max-reply-elements",
+                f"({LISTED_ELEMENTS} elements each, all prompts and completions together). Ask for "
+                "fewer, or raise --max-reply-elements",
                 param,
             )
 

@@ -258,8 +258,8 @@ class AdmissionController:
         if load.tokens > limits.most_tokens:
             raise InvalidRequest(
                 f"the request costs as much as a prompt of {load.tokens} tokens; "
-                f"{limits.most_tokens} are allowed in one. Ask for fewer prompts, tokens, "
-                "interventions, steps or cells, or raise --max-request-tokens"
+                f"{limits.most_tokens} are allowed in one. Ask for fewer prompts, completions, "
+                "tokens, interventions, steps or cells, or raise --max-request-tokens"
             )
         if load.sequences > self.slots + limits.sequences:
             raise InvalidRequest(

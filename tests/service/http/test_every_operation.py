@@ -121,7 +121,8 @@ def test_other_operations_generate_nothing(server: Serving, name: str) -> None:
 ALL = {"positions": "all"}
 LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("generate", {"n": 2, "max_tokens": 10, "logprobs": 4}, {"logprobs": 5},
-     "120 logprobs; 100 are allowed"),
+     "120 logprobs; 100 are allowed (64 elements each, all prompts and completions together)"),
+    ("generate", {"max_tokens": 10, "logprobs": 4}, {"n": 3}, "150 logprobs"),
     ("generate", {"prompt": "x" * 78, "max_tokens": None, "logprobs": 1}, {"logprobs": 2},
      "150 logprobs"),
     ("probs", {"prompt": ["a"] * 5, "top_k": 20}, {"top_k": 21}, "105 logprobs"),
