@@ -27,6 +27,9 @@ from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 MAX_PIECES = 2**14
 """Tokens that one reply describes one by one: about a megabyte and a half of JSON."""
 
+MAX_UNKNOWN = 2**17
+"""Characters of a text that a pattern may cut that is not known to take linear time."""
+
 
 class TokenizeRequest(RequestBody):
     """Turn texts into token ids. No token is added."""
@@ -164,6 +167,13 @@ def plan_detokenize(body: DetokenizeRequest, subject: Subject) -> Planning:
 
 
 def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    longest = max(map(len, body.texts))
+    if longest > MAX_UNKNOWN and not tokenizer.cuts_in_time:
+        raise InvalidRequest(
+            f"the text has {longest} characters; {MAX_UNKNOWN} are allowed with a split pattern "
+            "that may take quadratic time. Send it in parts",
+            "prompt",
+        )
     special_ids = body.special_tokens == "ids"
     encoded = [encode_text(text, tokenizer, special_ids=special_ids) for text in body.texts]
     count = sum(map(len, encoded))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from logitd.model.operations.body import MAX_IDS
 from logitd.model.operations.tokenize import (
     MAX_PIECES,
+    MAX_UNKNOWN,
     DetokenizeListReply,
     DetokenizeReply,
     TokenizeReply,
@@ -146,15 +147,17 @@ def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str
 
 
 def test_a_text_of_megabytes(merging: Serving) -> None:
-    text = "the 😀\n" * 200_000
-    reply = merging.json("/tokenize", {"prompt": text})
+    text = "the 😀\n" * 20_000
+    *_, reply = merging.json("/tokenize", {"prompt": [text] * 10})["prompts"]
     assert reply["pieces"] is None
     assert reply["tokens"] == TOKENIZER.encode(text)
+    error = merging.refused("/tokenize", {"prompt": text + "x" * (MAX_UNKNOWN - len(text) + 1)})
+    assert (error.param, "131073 characters; 131072 are" in error.message) == ("prompt", True)
     assert merging.json("/detokenize", {"tokens": reply["tokens"][:MAX_IDS]})["prompt"] in text
 
 
 LONG_WORK: dict[str, Any] = {
-    "/tokenize": {"prompt": "x" * 200_000},
+    "/tokenize": {"prompt": "x" * 100_000},
     "/detokenize": {"tokens": [120] * 120_000},
 }
 
@@ -185,7 +188,7 @@ def test_a_client_that_leaves_while_it_waits(merging: Serving) -> None:
         eventually(lambda: merging.sample("logitd_http_requests_total", **gone) == before + 1)
     finally:
         merging.loop.call_soon_threadsafe(lock.release)
-    assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"] == 200_000
+    assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"] == 100_000
 
 
 # Ids to text
