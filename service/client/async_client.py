@@ -48,7 +48,9 @@ class AsyncClient:
         model: str | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self._settings = settings_of(base_url, api_key, timeout, max_retries, model, http)
+        self._settings = settings_of(
+            base_url, api_key, timeout, max_retries, model, http, kind=httpx.AsyncClient
+        )
         self._owned = http is None
         self._wire = AsyncWire(http or httpx.AsyncClient())
 

@@ -58,8 +58,8 @@ class Request:
         """The JSON body of a POST. Raises ValueError or TypeError if a field is not JSON."""
         if self.method == "GET":
             return None
-        fields = _with_text_keys(self.fields or {})
-        return json.dumps(fields, default=_plain, allow_nan=False).encode()
+        members = (f"{json.dumps(n)}: {_json(n, v)}" for n, v in (self.fields or {}).items())
+        return f"{{{', '.join(members)}}}".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Answer:
     """A whole reply whose status is among the request's `answers`."""
 
     status: int
-    content_type: str
+    headers: Mapping[str, str]
     body: bytearray
     request_id: str
 
@@ -75,7 +75,8 @@ class Answer:
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
-            kind = self.content_type or "without a content type"
+            content_type = self.headers.get("content-type", "").partition(";")[0]
+            kind = content_type or "without a content type"
             raise WrongShape(f"the reply is {kind}, and not JSON") from error
 
     def read(self, form: type[Result]) -> Result:
@@ -154,8 +155,14 @@ def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided:
     return Request("POST", path, {**fields, **decided}, accept)
 
 
-def is_many(prompt: Prompt) -> bool:
-    """True for a list of prompts; False for a text or a list of token ids."""
+def is_many(prompt: Prompt, name: str = "prompt") -> bool:
+    """True for a list of prompts; False for a text or a list of token ids. Raises TypeError, with
+    the field's name, for anything else."""
+    if not isinstance(prompt, (Sequence, np.ndarray)):
+        raise TypeError(
+            f"{name} is {repr(prompt)[:80]}; it must be a text, a list of token ids, or a list of "
+            "either"
+        )
     if isinstance(prompt, str):
         return False
     if isinstance(prompt, np.ndarray):
@@ -176,6 +183,15 @@ def documented_by(build: Callable[..., object], method: Callable[..., object]) -
     (result,) = get_args(own.return_annotation)
     signature = own.replace(parameters=[itself, *own.parameters.values()], return_annotation=result)
     method.__signature__ = signature  # type: ignore[attr-defined]
+
+
+def _json(name: str, value: object) -> str:
+    """A field's value as JSON. Raises TypeError and ValueError, with the field's name."""
+    try:
+        return json.dumps(_with_text_keys(value), default=_plain, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} cannot be sent as JSON: {error}") from error
 
 
 def _with_text_keys(value: Any) -> Any:

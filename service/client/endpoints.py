@@ -107,7 +107,7 @@ def activations(
 ) -> Call[Any]:
     """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`); a list of
     results for a list of prompts."""
-    names = [stages] if isinstance(stages, str) else list(stages)
+    names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 
 
@@ -150,7 +150,7 @@ def detokenize(
 def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
     """Text of token ids; a list of results for a list of lists. `[]` is one list without ids."""
     request = post("/detokenize", {"tokens": tokens, **fields})
-    return _one_or_many(request, Detokenized, many=len(tokens) > 0 and is_many(tokens))
+    return _one_or_many(request, Detokenized, many=is_many(tokens, "tokens") and len(tokens) > 0)
 
 
 def tokenizer_info(*, model: str | None = None) -> Call[TokenizerInfo]:
@@ -203,7 +203,9 @@ def _health(answer: Answer) -> Health:
     except WrongShape:
         if answer.status == 200:
             raise
-        raise errors.from_reply(answer.status, {}, answer.body, answer.request_id) from None
+        raise errors.from_reply(
+            answer.status, answer.headers, answer.body, answer.request_id
+        ) from None
 
 
 def _logits(file: TensorFile, suffix: str, **facts: Any) -> Logits:

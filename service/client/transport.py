@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import httpx
 
@@ -32,6 +33,8 @@ CONNECT_SECONDS = 10.0
 """Limit of making a connection, in seconds, for any timeout of a reply."""
 MAX_WAIT_SECONDS = 60.0
 """Longest wait before the next try that a server may ask for; a longer one is an error."""
+MAX_TIMEOUT_SECONDS = 2**21
+"""Longest timeout: 24 days in milliseconds fill 31 bits, and sockets take no more."""
 FIRST_WAIT_SECONDS = 0.5
 """Wait before the second try if the server names none; it doubles before each further try."""
 MAX_OWN_WAIT_SECONDS = 8.0
@@ -83,11 +86,28 @@ def settings_of(
     max_retries: int = 0,
     model: str | None = None,
     http: httpx.Client | httpx.AsyncClient | None = None,
+    *,
+    kind: type[httpx.Client] | type[httpx.AsyncClient] = httpx.Client,
 ) -> Settings:
-    """Settings from the arguments, the caller's own httpx client, LOGITD_BASE_URL and
-    LOGITD_API_KEY, and the defaults, in this order. Raises ValueError for unusable ones."""
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; it is a number of seconds above 0, or None")
+    """Settings from the arguments, the caller's own httpx client of this `kind`, LOGITD_BASE_URL
+    and LOGITD_API_KEY, and the defaults, in this order. Raises ValueError and TypeError for
+    unusable ones."""
+    for name, value, types, words in (
+        ("base_url", base_url, str, "a text"),
+        ("api_key", api_key, str, "a text"),
+        ("timeout", timeout, Real, "a number of seconds"),
+        ("max_retries", max_retries, Integral, "a whole number"),
+        ("model", model, str, "a text"),
+        ("http", http, kind, f"an httpx.{kind.__name__}"),
+    ):
+        if not isinstance(value, types) and (value is not None or name == "max_retries"):
+            shown = f"a {type(value).__name__}" if name == "api_key" else repr(value)
+            raise TypeError(f"{name} is {shown}; it must be {words}")
+    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT_SECONDS:
+        raise ValueError(
+            f"timeout is {timeout}; it is a number of seconds above 0, at most "
+            f"{MAX_TIMEOUT_SECONDS}, or None: no limit"
+        )
     if max_retries < 0:
         raise ValueError(f"max_retries is {max_retries}; 0 means one try")
     own = "" if http is None else str(http.base_url)
@@ -165,8 +185,7 @@ class Exchange:
 
     def answer(self, response: httpx.Response, body: bytearray) -> Answer:
         """A reply that was read to its end."""
-        content_type = response.headers.get("content-type", "").partition(";")[0]
-        return Answer(response.status_code, content_type, body, self.request_id)
+        return Answer(response.status_code, response.headers, body, self.request_id)
 
     def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
         """The error of a reply that ended early, after `received` bytes, or tokens of a stream."""

@@ -39,7 +39,8 @@ REPLY = CHUNKS[0] | TAIL
 
 def answer(body: Any, status: int = 200, content_type: str = "application/json") -> Answer:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Answer(status, content_type, bytearray(content), "id-1")
+    headers = {"content-type": content_type, "retry-after": "7"}
+    return Answer(status, headers, bytearray(content), "id-1")
 
 
 def sent(prompt: Any, **fields: Any) -> Any:
@@ -108,14 +109,31 @@ def test_lists_of_prompts_are_told_from_single_ones(prompt: Any, many: bool) -> 
     assert is_many(prompt) == many
 
 
+@pytest.mark.parametrize("call", [endpoints.logits, operations.attention, endpoints.detokenize])
+@pytest.mark.parametrize("value", [{"a": 1}, {1, 2}, 5, None, (text for text in "ab")])
+def test_what_is_no_prompt_is_refused_by_name(call: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^(prompt|tokens) is .*; it must be a text, a list of"):
+        call(value)
+
+
+@pytest.mark.parametrize(
+    ("stop", "kind"),
+    [({"a"}, TypeError), (object(), TypeError), (float("nan"), ValueError)],
+)
+def test_a_value_that_is_not_json_is_refused_by_name(stop: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^stop cannot be sent as JSON: "):
+        sent("a", stop=stop)
+
+
 # Answers
 
 
 def test_health_reads_its_own_503_and_no_other() -> None:
     health = CALLS["health"]
     assert health.result(answer({"status": "failed", "reason": "why"}, 503)).reason == "why"
-    with pytest.raises(UnavailableError, match="and the reply is not logitd's: Busy"):
+    with pytest.raises(UnavailableError, match="and the reply is not logitd's: Busy") as caught:
         health.result(answer(b"<b>Busy</b>", 503, "text/html"))
+    assert caught.value.retry_after == 7
     with pytest.raises(MalformedReplyError):
         health.result(answer(b"<b>Busy</b>", 200, "text/html"))
 

@@ -14,7 +14,9 @@ import logitd
 from logitd import AsyncClient, Client, LogitdError, UnavailableError
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.operation import Operation
+from logitd.model.version import VERSION
 from logitd.service.application.app import create_app
+from logitd.service.client.transport import MAX_TIMEOUT_SECONDS
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled
@@ -212,6 +214,10 @@ def test_address_may_come_from_the_environment(
             return (await client.generate("a", max_tokens=3)).text
 
     assert asyncio.run(main()) == "bcd"
+
+
+def test_the_longest_timeout_can_be_waited_for(speller: Serving, connect: Connect) -> None:
+    assert connect(speller.url, timeout=MAX_TIMEOUT_SECONDS).version() == VERSION
 
 
 def test_clients_of_the_caller_stay_open(speller: Serving) -> None:

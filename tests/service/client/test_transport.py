@@ -1,5 +1,6 @@
 """Settings of a client, and its waits before further tries. Nothing is sent."""
 
+import re
 import time
 from typing import Any
 
@@ -96,11 +97,36 @@ def test_key_with_other_characters_is_refused_and_not_repeated(key: str) -> None
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 0}, {"timeout": -1.0}, {"timeout": float("nan")}, {"max_retries": -1}]
-)
+    "wrong",
+    [{"timeout": 0}, {"timeout": -1.0}, {"timeout": float("nan")}, {"timeout": float("inf")},
+     {"timeout": 2.0**21 + 1}, {"max_retries": -1}],
+)  # fmt: skip
 def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Client(**wrong)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"base_url": 5}, "base_url is 5; it must be a text"),
+        ({"api_key": 12345}, "api_key is a int; it must be a text"),
+        ({"timeout": "5"}, "timeout is '5'; it must be a number of seconds"),
+        ({"max_retries": None}, "max_retries is None; it must be a whole number"),
+        ({"max_retries": 1.5}, "max_retries is 1.5; it must be a whole number"),
+        ({"model": 5}, "model is 5; it must be a text"),
+        ({"http": "x"}, "http is 'x'; it must be an httpx."),
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(
+    kind: type[Client | AsyncClient], wrong: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
+        kind(**wrong)
+    others: dict[Any, Any] = {Client: httpx.AsyncClient(), AsyncClient: httpx.Client()}
+    with pytest.raises(TypeError, match="it must be an httpx"):
+        kind(http=others[kind])
 
 
 def test_limits_include_that_of_connecting() -> None:
