@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, cast, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError, create_model
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError, use_threads
@@ -82,7 +82,7 @@ from logitd.model.operations.operation import (
     envelope,
 )
 from logitd.model.operations.prompts import encode_text
-from logitd.model.operations.validation import parse
+from logitd.model.operations.validation import describe_errors, parse
 from logitd.model.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -192,6 +192,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
         )
         try:
+            _check_types(LLM.__init__, {**dataclasses.asdict(options), "slots": slots})
             loaded = load_model(Path(checkpoint), options, slots=budget, log=log)
             use_threads(loaded.placement.threads)
             count, _ = choose_slots(loaded, budget)
@@ -400,11 +401,19 @@ class LLM:
         given: dict[str, Any] = {}
         constraint = None
         if params is not None:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequest(f"params is {params!r}; it must be SamplingParams", "params")
             # Not `dataclasses.asdict`, which would copy a compiled constraint.
             given = {each.name: getattr(params, each.name) for each in dataclasses.fields(params)}
             # Ids of NumPy cannot be keys of JSON.
             given["logit_bias"] = {int(i): bias for i, bias in params.logit_bias.items()}
             constraint = given.pop("constraint")
+        for name in given.keys() & fields.keys():
+            raise InvalidRequest(
+                f"{name} is {fields[name]!r}, and params sets it to {given[name]!r}; change params "
+                "by dataclasses.replace",
+                name,
+            )
         plan = cast(Completions, self._plan("generate", prompt=prompts, **given, **fields))
         if constraint is None:
             return plan
@@ -471,6 +480,16 @@ class LLM:
             for request in requests:
                 self._engine.abort(request.request_id)
                 self._mailboxes.pop(request.request_id, None)
+
+
+def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest unless the arguments have the types of the function's parameters."""
+    hints = get_type_hints(function)
+    types: Any = {name: (hints[name], ...) for name in arguments}
+    try:
+        create_model("Arguments", **types).model_validate(arguments, strict=True)
+    except ValidationError as error:
+        raise describe_errors(error) from error
 
 
 def _refuse(fields: Mapping[str, Any], *names: str) -> None:

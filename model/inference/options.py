@@ -18,7 +18,7 @@ TargetName = Literal[
     "armv8-a",
 ]
 """Processor types that the native kernels can be built for."""
-KernelTarget = Literal["auto"] | TargetName
+KernelTarget = Literal["auto", TargetName]
 Quantization = Literal["none", "int8", "int4"]
 """Quantization of the matrices; with int4 the head has int8."""
 KVCacheDType = Literal["auto", "int8"]

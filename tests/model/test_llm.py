@@ -299,6 +299,28 @@ def test_prompt_that_cannot_be_continued_is_rejected(
     assert llm._mailboxes == {}
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_tokens": 1}, "max_tokens is 3, and params sets it to 1; change"),
+        ({"max_tokens": "1"}, "max_tokens is '1'; it must be a finite number"),
+        ({"max_tokens": 1, "top_p": None}, "top_p is None; it must be a finite number"),
+        ({"max_tokens": 1, "logit_bias": 5}, "logit_bias is 5; it must be {token id: bias}"),
+    ],
+)
+def test_wrong_params_are_refused_by_name(llm: LLM, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate("a", SamplingParams(**wrong), max_tokens=3)
+    assert str(caught.value).startswith(message)
+    assert caught.value.param == message.split()[0]
+
+
+def test_fields_in_the_place_of_params_are_refused(llm: LLM) -> None:
+    fields: Any = {"max_tokens": 1}
+    with pytest.raises(InvalidRequest, match=r"params is .*; it must be SamplingParams"):
+        llm.generate("a", fields)
+
+
 def test_failed_step_is_an_error_of_its_requests(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,13 +343,20 @@ def test_failed_step_is_an_error_of_its_requests(
         ({"device": "abacus"}, "'abacus'"),
         ({"kernels": "native"}, "kernels.*native"),
         ({"slots": 0}, "slots.*0"),
+        ({"slots": "2"}, "slots must be a valid integer, not '2'"),
+        ({"threads": 1.5}, "threads must be a valid integer, not 1.5"),
+        ({"dtype": "x"}, "dtype must be 'auto', .*, not 'x'"),
+        ({"kernels": "x"}, "kernels must be 'auto', 'native' or 'torch', not 'x'"),
+        ({"kernel_target": "x"}, "kernel_target must be 'auto', .*, not 'x'"),
+        ({"quantize": "x"}, "quantize must be 'none', 'int8' or 'int4', not 'x'"),
+        ({"kv_cache_dtype": "x"}, "kv_cache_dtype must be 'auto' or 'int8', not 'x'"),
     ],
 )
 def test_llm_refuses_what_it_cannot_open(
-    checkpoint_path: Path, fields: dict[str, str], message: str
+    checkpoint_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LoadError, match=message):
-        LLM(**{"checkpoint": checkpoint_path, **fields})  # type: ignore[arg-type]
+        LLM(**{"checkpoint": checkpoint_path, **fields})
 
 
 def test_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

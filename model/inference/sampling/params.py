@@ -73,6 +73,10 @@ class SamplingParams:
         for name, (low, high) in RANGES.items():
             _check_range(name, getattr(self, name), low, high)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                f"logit_bias is {self.logit_bias!r}; it must be {{token id: bias}}", "logit_bias"
+            )
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -(10**9), 10**9)
         if self.logprobs is not None:
@@ -137,6 +141,10 @@ class TokenLogprob:
 
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    if not low <= value <= high or math.isinf(value):  # NaN fails every comparison
+    try:
+        fits = low <= value <= high and not math.isinf(value)  # NaN fails every comparison
+    except TypeError:
+        fits = False
+    if not fits:
         bounds = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} is {value}; it must be a finite number, {bounds}", name)
+        raise InvalidRequest(f"{name} is {value!r}; it must be a finite number, {bounds}", name)
