@@ -26,12 +26,13 @@ from logitd.service.client.fields import (
     GenerateFields,
     Intervention,
     LogitsFields,
+    ManyIds,
     ManyPrompts,
+    OneIds,
     OneOrManyIds,
     OnePrompt,
     Prompt,
     SweepFields,
-    TokenIds,
     TokenizeFields,
 )
 from logitd.service.client.reading import WrongShape, read
@@ -142,11 +143,9 @@ def tokenize(text: str | Sequence[str], **fields: Unpack[TokenizeFields]) -> Cal
 
 
 @overload
-def detokenize(tokens: TokenIds, **fields: Unpack[DetokenizeFields]) -> Call[Detokenized]: ...
+def detokenize(tokens: OneIds, **fields: Unpack[DetokenizeFields]) -> Call[Detokenized]: ...
 @overload
-def detokenize(
-    tokens: Sequence[TokenIds], **fields: Unpack[DetokenizeFields]
-) -> Call[list[Detokenized]]: ...
+def detokenize(tokens: ManyIds, **fields: Unpack[DetokenizeFields]) -> Call[list[Detokenized]]: ...
 def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
     """Text of token ids; a list of results for a list of lists. `[]` is one list without ids."""
     request = post("/detokenize", {"tokens": tokens, **fields})

@@ -76,6 +76,10 @@ def test_arrays_of_results_are_accepted_as_fields(server: Serving, connect: Conn
             prompt, max_tokens=1, temperature=zero, logit_bias={likeliest: -100.0}
         ).choices
         assert choices[0].token_ids != (likeliest,)
-    two: Any = np.array([[1, 2], [3, 4]])
+    two = np.array([[1, 2], [3, 4]])  # of any shape to a type checker, as numpy's results are
     both = client.logits(two)
     assert [one.token_ids.tolist() for one in both] == [[1, 2], [3, 4]]
+    assert both[1].logits[0][5] == both[1].logits[0, 5] == client.logits(two[1]).logits[0][5]
+    shaped: np.ndarray[tuple[int, int], np.dtype[np.int64]] = two
+    assert len(assert_type(client.attention(shaped), list[Attention])) == 2
+    assert len(client.detokenize(two)) == 2
