@@ -227,8 +227,8 @@ def resolve_resumed(
     for name in sorted(given.keys() - RESUMABLE):
         if given[name] != values[name]:
             raise TrainingError(
-                f"{name} cannot change when a run is resumed: it is {given[name]!r} now and was "
-                f"{values[name]!r}"
+                f"{_flag(name)} cannot change when a run is resumed: it is "
+                f"{_written(given[name])} now and was {_written(values[name])}; leave it out"
             )
     training = replace(
         before,
@@ -237,11 +237,35 @@ def resolve_resumed(
     )
     if training.length == before.length or not saved.step:
         return training
+    _refuse_ended(given, training.length, saved)
     done = training.length.done(saved)
     was = lr_scale(before.recipe, saved.step, before.length.done(saved), before.rewarming)
     if lr_scale(training.recipe, saved.step, done) <= was:
         return replace(training, rewarming=None)
     return replace(training, rewarming=Rewarming(done=done, scale=was, span=REWARMING * (1 - done)))
+
+
+def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> None:
+    """Raise TrainingError if the run is over by the one of its two limits that is not set again."""
+    over = {"minutes": length.clock_left(saved) <= 0, "steps": length.out_of_steps(saved)}
+    for name, other in (("steps", "minutes"), ("minutes", "steps")):
+        if name in given and other not in given and over[other]:
+            raise TrainingError(
+                f"--{name} {given[name]:g} cannot be reached: the run has {saved.step} steps in "
+                f"{saved.seconds / 60:.1f} minutes, and its --{other} "
+                f"{getattr(length, other):g} count the whole run. Set more --{other} too"
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _written(value: Any) -> str:
+    """A value as a user writes it."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "not set"
+    return "not set" if value is None else str(value)
 
 
 def _only(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

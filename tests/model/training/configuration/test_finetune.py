@@ -225,7 +225,7 @@ def test_run_of_adapters_resumes_only_with_its_base(tune: Tune, base: Path, tmp_
     moved.symlink_to(base)
     resume = TrainingConfig(out=config.out, resume=True, from_checkpoint=moved)
     assert train(resume).step == 12
-    with pytest.raises(TrainingError, match="lora cannot change when a run is resumed"):
+    with pytest.raises(TrainingError, match="--lora cannot change when a run is resumed"):
         train(TrainingConfig(out=config.out, resume=True, lora=3))
 
 

@@ -1,5 +1,6 @@
 """Resolved settings of new and resumed runs."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -72,17 +73,39 @@ def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
     assert longer.model == before.model
     assert resolve_resumed(TrainingConfig(resume=True, d_model=64), before, SAVED) == before
     scaled = RopeScaling(kind="linear", factor=2.0)
-    with pytest.raises(TrainingError, match="rope_scaling cannot change when a run is resumed"):
+    with pytest.raises(TrainingError, match="--rope-scaling cannot change when a run is resumed"):
         resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), before, SAVED)
     stretched = replace(before, model=replace(before.model, rope_scaling=scaled))
     resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), stretched, SAVED)
     for change, was in (
         ({"d_model": 128}, "it is 128 now and was 64"),
         ({"seed": 2}, "it is 2 now and was 1337"),
-        ({"data": ("x.txt",)}, r"was \(\)"),
+        ({"data": ("x.txt",)}, "^--data cannot .*it is x.txt now and was not set; leave it out"),
+        ({"matrix_lr": 1.0}, "^--matrix-lr cannot change"),
     ):
         with pytest.raises(TrainingError, match=was):
             resolve_resumed(TrainingConfig(resume=True, **change), before, SAVED)
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "said"),
+    [
+        ({"minutes": 1}, {"steps": 200}, "--steps 200 cannot be reached.*--minutes 1 count"),
+        ({"steps": 90}, {"minutes": 9}, "--minutes 9 cannot be reached.*--steps 90 count"),
+        ({}, {"minutes": 9}, None),  # minutes replace the preset's steps
+        ({"steps": 90, "minutes": 9}, {"minutes": 60}, "--minutes 60 cannot be .*--steps 90 count"),
+        ({"steps": 90, "minutes": 9}, {"minutes": 60, "steps": 91}, None),
+        ({"steps": 90, "minutes": 9}, {"steps": 90, "minutes": 9}, None),  # started once more
+        ({"minutes": 1}, {"minutes": 3}, None),
+    ],
+)
+def test_a_length_that_cannot_be_reached_is_refused(
+    first: dict[str, Any], again: dict[str, Any], said: str | None
+) -> None:
+    before = resolve(TrainingConfig(**first))
+    saved, config = Counters(step=90, seconds=70.0), TrainingConfig(resume=True, **again)
+    with nullcontext() if said is None else pytest.raises(TrainingError, match=said):
+        resolve_resumed(config, before, saved)
 
 
 @pytest.mark.parametrize(("steps", "rises"), [(200, True), (100, False), (50, False)])
