@@ -22,6 +22,7 @@ from logitd.model.checkpoint.checkpoint import (
 )
 from logitd.model.convert.exportable import gguf_objections, hf_objections, require
 from logitd.model.convert.family import family_of, folder_family_of
+from logitd.model.convert.family import objections as shape_objections
 from logitd.model.convert.gguf_file import write_gguf
 from logitd.model.convert.hf.export import write_folder
 from logitd.model.dtypes import DTypeName
@@ -48,11 +49,12 @@ def export_model(
     if destination.exists():
         raise CheckpointError(f"{destination} exists; nothing is overwritten")
     info = read_checkpoint(checkpoint)
+    again = "; train it again with --exportable" if shape_objections(info.config) else ""
     if to == "hf":
-        require(hf_objections(info.config, info.tokenizer), "; it cannot be exported")
+        require(hf_objections(info.config, info.tokenizer), f"; it cannot be exported{again}")
         family = folder_family_of(info.config, info.tokenizer.pattern)
     else:
-        require(gguf_objections(info.config, info.tokenizer, pre))
+        require(gguf_objections(info.config, info.tokenizer, pre), again)
         family = family_of(info.config)
     stored = _stored_dtype(info.path) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)

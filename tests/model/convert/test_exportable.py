@@ -106,13 +106,14 @@ def test_export_error_lists_all_objections(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "value_embeddings is True: no other architecture adds embeddings to values; head_bias is "
         "True: the heads of GPT-2 and Llama have none; activation is 'gelu_tanh': Llama's "
-        "feed-forward is swiglu; it cannot be exported"
+        "feed-forward is swiglu; it cannot be exported; train it again with --exportable"
     )
     with pytest.raises(ConvertError) as caught:
         export_model(tmp_path / "ours", tmp_path / "theirs.gguf", to="gguf")
     for part in ("value_embeddings is", "head_bias is", "activation is", "llama.cpp has no name",
                  "the vocabulary is the bytes alone"):  # fmt: skip
         assert part in str(caught.value)
+    assert str(caught.value).endswith("; train it again with --exportable")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 

@@ -161,7 +161,10 @@ def test_unexportable_shape_is_refused_by_its_key(
     shape: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1, **shape)))
-    with pytest.raises(ConvertError, match=f"^{sentence}: .* it cannot be exported$"):
+    with pytest.raises(
+        ConvertError,
+        match=f"^{sentence}: .* it cannot be exported; train it again with --exportable$",
+    ):
         export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
