@@ -191,7 +191,7 @@ def run(arguments: Sequence[str]) -> int:
         with quits_when_interrupted():
             settings = _settings(words)
     except click.ClickException as error:
-        error.show()
+        _with_suggestions(error).show()
         return error.exit_code
     if isinstance(settings, int):
         return settings
@@ -212,6 +212,14 @@ def run(arguments: Sequence[str]) -> int:
         return code
     say(f"logitd {settings.command}: {problem}", file=sys.stderr)
     return 1
+
+
+def _with_suggestions(error: click.ClickException) -> click.ClickException:
+    """An error whose suggestions are sorted by likeness; click sorts them by alphabet."""
+    if not isinstance(error, click.NoSuchOption | click.NoSuchCommand) or not error.possibilities:
+        return error
+    meant = " or ".join(error.possibilities)
+    return click.UsageError(f"{error.message.removesuffix('.')}; did you mean {meant}?", error.ctx)
 
 
 def _suggestion(settings: "CommandSettings") -> str:

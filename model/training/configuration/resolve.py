@@ -10,6 +10,7 @@ file or asks a device.
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from logitd.model.convert.family import nearest, objections
@@ -148,7 +149,9 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     a fine-tuned one. Raises ConfigError and TrainingError."""
     given = config.given()
     if config.preset not in PRESETS:
-        raise TrainingError(f"unknown preset {config.preset!r}; known are {', '.join(PRESETS)}")
+        near = get_close_matches(config.preset, PRESETS, 1)
+        meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(PRESETS)}"
+        raise TrainingError(f"--preset {config.preset!r} is unknown{meant}")
     preset = PRESETS[config.preset]
     recipe = replace(preset.recipe, **_only(given, RECIPE_FIELDS))
     lora = lora_shape(given)

@@ -416,7 +416,8 @@ def test_bad_chat_template_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({"preset": "huge"}, TrainingError, "unknown preset 'huge'"),
+        ({"preset": "huge"}, TrainingError, "--preset 'huge' is unknown; known are tiny, small"),
+        ({"preset": "gpt2-142m"}, TrainingError, "unknown; did you mean gpt2-124m"),
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
         ({"data": ("nowhere.txt",)}, DataError, "nowhere.txt is not a file"),
         ({"context_length": 50_000}, DataError, "a window takes 50001"),
