@@ -165,7 +165,8 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
     if names.holds_module or names.foreign:
         return _holds_code(path, keep, names)
     with path.open("rb") as file:
-        begins = file.read(4)
+        head = file.read(1024)
+    begins = head[:4]
     if begins[:2] == b"PK":
         return ConvertError(f"{size} is a truncated or damaged zip archive: copy it again")
     if begins == b"GGUF":
@@ -178,10 +179,10 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
             f"{size} is a pickle that torch.save did not write, or not to its end. Where it was "
             f"made: torch.save({keep}, {path.name!r})"
         )
-    return ConvertError(
-        f"{size} is not a file of torch.save: it begins with {begins!r}, is truncated or damaged "
-        f"({type(error).__name__})"
-    )
+    what = f"is truncated or damaged ({type(error).__name__})"
+    if head and head.isascii() and b"\0" not in head:
+        what = "and is a text. Expected are weights: .pt, .pth, .bin, .safetensors, or their folder"
+    return ConvertError(f"{size} is not a file of torch.save: it begins with {begins!r}, {what}")
 
 
 def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
