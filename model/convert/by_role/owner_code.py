@@ -5,6 +5,7 @@ checkpoint, and reads back numbers alone. Values of the shape are passed under e
 `resolve.py` compares the logits.
 """
 
+import ast
 import json
 import subprocess
 import sys
@@ -55,7 +56,15 @@ def parse_owner_code(text: str) -> OwnerCode:
     file = Path(f"{path}.py")
     if not file.is_file():
         raise ConvertError(f"{file} is not a file; expected --code FILE.py:NAME")
-    return OwnerCode(file, expression.strip())
+    expression = expression.strip()
+    try:
+        ast.parse(expression, mode="eval")
+    except SyntaxError as error:
+        raise ConvertError(
+            f"--code has the expression {expression!r}, which is wrong at character "
+            f"{error.offset}: {error.msg}"
+        ) from error
+    return OwnerCode(file, expression)
 
 
 def owner_logits(

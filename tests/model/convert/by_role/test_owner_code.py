@@ -35,6 +35,10 @@ SETTINGS = {"n_heads": 4}
         ("gpt.py", r"--code is 'gpt\.py'; expected FILE\.py:NAME"),
         ("gpt.py:", r"--code is 'gpt\.py:'; expected"),
         ("gpt:GPT", "expected FILE"),
+        (
+            f"{__file__}:GPT(n=1",
+            r"the expression 'GPT\(n=1', which is wrong at character 4: '\(' was never",
+        ),
         ("gone.py:GPT", r"gone\.py is not a file; expected --code FILE\.py:NAME"),
     ],
 )
