@@ -109,8 +109,11 @@ def read_adapter(path: Path) -> Adapter:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
         raw = read_regular(path / WEIGHTS, ADAPTER_BYTES)
     except (OSError, ValueError) as error:
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"{error.filename}: {error.strerror}"
         raise CheckpointError(
-            f"{path} is not an adapter, which has a {CONFIG} and {WEIGHTS}: {error}"
+            f"{path} is not an adapter, which is a folder with {CONFIG} and {WEIGHTS} ({reason})"
         ) from error
     if not isinstance(document, dict) or document.get("kind") != "adapter":
         raise CheckpointError(
