@@ -159,7 +159,8 @@ class RunDirectory:
         try:
             return ResolvedTraining.from_dict(document)
         except (KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = " ".join(str(error).split())
+            reason = f"it has no {reason}" if isinstance(error, KeyError) else reason
             raise TrainingError(f"{path} is not the description of a run: {reason}") from error
 
     def checkpoint(self, step: int) -> Path:
