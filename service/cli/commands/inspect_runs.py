@@ -81,20 +81,23 @@ def _rows(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Table:
-    titles = "run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte"
-    table = folding_table("runs", *titles, "tokens/s", "state")
-    for name, run in zip(_names(runs), runs, strict=True):
-        table.add_row(
-            Text(visible(name)),
-            visible(run.preset),
-            f"{run.parameters:,}",
-            f"{run.step:,}",
-            f"{run.tokens:,}",
-            f"{run.seconds / 60:.1f}",
-            _number(run.best_bits_per_byte, ".4f"),
-            _number(run.tokens_per_second, ",.0f"),
-            "finished" if run.finished else "unfinished",
-        )
+    """A column for each run, so that two fit into a narrow terminal."""
+    table = folding_table("runs", "", *_names(runs))
+    columns = [
+        {
+            "preset": run.preset,
+            "parameters": f"{run.parameters:,}",
+            "steps": f"{run.step:,}",
+            "tokens": f"{run.tokens:,}",
+            "minutes": f"{run.seconds / 60:.1f}",
+            "best bits/byte": _number(run.best_bits_per_byte, ".4f"),
+            "tokens/s": _number(run.tokens_per_second, ",.0f"),
+            "state": "finished" if run.finished else "unfinished",
+        }
+        for run in runs
+    ]
+    for name in columns[0]:
+        table.add_row(name, *(Text(visible(column[name])) for column in columns))
     return table
 
 

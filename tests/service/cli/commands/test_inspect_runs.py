@@ -55,19 +55,22 @@ def test_single_runs_are_shown_in_full(capsys: pytest.CaptureFixture[str]) -> No
     assert "".join(found.samples[-1].split()) in printed
 
 
-def test_several_runs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert run(["inspect", "slow", "fast"]) == 0
-    rows = [
-        [cell.strip() for cell in line.strip("│").split("│")]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("│")
-    ]
-    assert [row[0] for row in rows] == ["slow", "fast", "matrix_lr"]
-    best = f"{summarise(Path('fast')).best_bits_per_byte:.4f}"
-    assert rows[1][1] == "tiny"
-    assert rows[1][3:5] == ["4", "128"]
-    assert rows[1][6] == best
-    assert rows[2] == ["matrix_lr", "0.001", "0.02"]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    cells = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+    rows = {name.strip(): [value.strip() for value in values] for name, *values in cells}
+    assert rows["preset"] == ["tiny", "tiny"]
+    assert rows["steps"] == ["4", "4"]
+    assert rows["tokens"] == ["128", "128"]
+    best = [f"{summarise(Path(name)).best_bits_per_byte:.4f}" for name in ("slow", "fast")]
+    assert rows["best bits/byte"] == best
+    assert rows["state"] == ["finished", "finished"]
+    assert rows["matrix_lr"] == ["0.001", "0.02"]
 
 
 def test_damaged_runs_have_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
