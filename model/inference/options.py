@@ -160,7 +160,10 @@ def parse_loss_limit(text: str) -> float:
 def parse_memory(text: str) -> MemorySize:
     """An amount of memory from a text: "8GiB", "500 MB", "1000000" or "80%". Raises ValueError with
     the valid forms."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
+    stripped = text.strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", stripped.lower())
+    if re.search("[A-Z]i?b$", stripped):
+        raise ValueError(f"{text!r} is an amount of bits: use bytes, such as 8GiB or 500MB")
     if match is None or (match[2] != "%" and match[2] not in UNITS):
         raise ValueError(
             f"{text!r} is not an amount of memory: use bytes (8GiB, 500MB) or a share (80%)"

@@ -246,7 +246,7 @@ def test_amount_of_memory_is_read(text: str, size: int | MemoryShare) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8 elephants", "-1", "1e9", "nan%", "0", "0.5B", "0%", "100.1%"]
+    "text", ["", "8 elephants", "-1", "1e9", "nan%", "0", "0.5B", "0%", "100.1%", "8Gb", "8 Mib"]
 )
 def test_other_text_is_no_amount_of_memory(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text) or "''"):
