@@ -16,6 +16,7 @@ last line is JSON.
 
 import json
 import sys
+from argparse import ArgumentTypeError
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,7 +40,7 @@ COLUMNS = (
 def main() -> int:
     parser = new_parser(__doc__, "benchmarks.fleet")
     parser.set_defaults(threads=1)  # of each server
-    parser.add_argument("bench", type=Path, help="the last line of `logitd bench`")
+    parser.add_argument("bench", type=read_times, help="file of the last line of `logitd bench`")
     parser.add_argument("--checkpoint", type=Path, default=BUNDLED_CHECKPOINT)
     parser.add_argument("--rates", default="2,4,8", help="requests a second, of all together")
     parser.add_argument("--replicas", default="1,2,4")
@@ -49,7 +50,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--against-real", action="store_true")
     arguments = parser.parse_args()
-    times = StepTimes.of_bench(json.loads(arguments.bench.read_text(encoding="utf-8")))
+    times = arguments.bench
     fleets = [int(number) for number in arguments.replicas.split(",")]
     rates = [float(rate) for rate in arguments.rates.split(",")]
     table = Table(*COLUMNS)
@@ -83,6 +84,16 @@ def main() -> int:
     Console(width=WIDTH).print(table)
     print(json.dumps({"times": asdict(times), "server": asdict(server), "found": found}))
     return 0
+
+
+def read_times(path: str) -> StepTimes:
+    """The times in a file of `logitd bench`. Raises ArgumentTypeError for another file."""
+    try:
+        return StepTimes.of_bench(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"{path} is not the last line of `logitd bench`") from error
 
 
 def summary(outcome: Outcome) -> dict[str, float]:
