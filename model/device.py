@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from logitd.model.dtypes import FloatName
+from logitd.model.plural import pluralize
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of mallopt(3)."""
@@ -53,10 +54,9 @@ def choose_placement(
     operation, a scheduler slice at a time."""
     processors = available_processors()
     if not 0 <= threads <= processors:
-        plural = "" if processors == 1 else "s"
         raise DeviceError(
-            f"threads is {threads}, and this process has {processors} processor{plural}: set it to "
-            f"1 to {processors}, or to 0 for all of them"
+            f"threads is {threads}, and this process has {pluralize(processors, 'processor')}: "
+            f"set it to 1 to {processors}, or to 0 for all of them"
         )
     return Placement(choose_device(device), getattr(torch, dtype), threads or processors)
 

@@ -23,6 +23,7 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import PARAM
 from logitd.model.operations.prompts import clip
+from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit, QueueFull
 from logitd.service.engine.submission import REPLACED, EngineStopped
 from logitd.service.http.schemas import ErrorReply
@@ -139,7 +140,7 @@ def raise_failure(event: FinishEvent) -> None:
                 504,
                 "timeout_error",
                 f"the request's timeout passed after {waited:.3g} s, with "
-                f"{event.completion_tokens} tokens generated",
+                f"{pluralize(event.completion_tokens, 'token')} generated",
                 "timeout",
                 "deadline_exceeded",
             )

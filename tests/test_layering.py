@@ -16,16 +16,17 @@ ROOMS: dict[str, set[str]] = {
     "model.files": set(),
     "model.extras": set(),
     "model.optional_fields": set(),
+    "model.plural": set(),
     "model.folder_lock": set(),
     "model.processor": set(),
     "model.openmp": set(),
-    "model.device": {"model.dtypes"},
+    "model.device": {"model.dtypes", "model.plural"},
     "model.machine": {"model.device"},
     "model.transformer": {"model.device"},
     "model.memory": {"model.device", "model.transformer"},
     "model.text": {"model.files"},
     "model.checkpoint": {
-        "model.device", "model.dtypes", "model.files", "model.memory", "model.text",
+        "model.device", "model.dtypes", "model.files", "model.memory", "model.plural", "model.text",
         "model.transformer",
     },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
@@ -33,9 +34,9 @@ ROOMS: dict[str, set[str]] = {
     "model.inference.options": {"model.dtypes"},
     "model.inference.constraints": {"model.inference.errors", "model.text"},
     "model.inference.sampling": {"model.inference.constraints.protocol", "model.inference.errors"},
-    "model.inference.selection": {"model.inference.errors", "model.transformer"},
+    "model.inference.selection": {"model.inference.errors", "model.plural", "model.transformer"},
     "model.inference.interventions": {
-        "model.inference.errors", "model.inference.selection", "model.transformer",
+        "model.inference.errors", "model.inference.selection", "model.plural", "model.transformer",
     },
     "model.inference.sweep": {
         "model.inference.errors", "model.inference.interventions", "model.transformer",
@@ -51,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
         "model.device", "model.inference.attribution", "model.inference.constraints.protocol",
         "model.inference.errors", "model.inference.interventions", "model.inference.kernels.base",
         "model.inference.kernels.eager", "model.inference.kv_cache", "model.inference.options",
-        "model.inference.sampling", "model.inference.selection", "model.transformer",
+        "model.inference.sampling", "model.inference.selection", "model.plural",
+        "model.transformer",
     },
     "model.inference.memory": {
         "model.device", "model.inference.options", "model.memory", "model.transformer",
@@ -65,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
         "model.checkpoint", "model.inference.attribution", "model.inference.constraints.compiler",
         "model.inference.engine", "model.inference.errors", "model.inference.interventions",
         "model.inference.sampling", "model.inference.selection", "model.inference.sweep",
-        "model.text", "model.transformer",
+        "model.plural", "model.text", "model.transformer",
     },
     "model.llm": {
         "model.checkpoint", "model.device", "model.dtypes", "model.inference", "model.operations",
@@ -78,16 +80,17 @@ ROOMS: dict[str, set[str]] = {
     "model.data.sources": {"model.data.errors", "model.data.shards", "model.extras", "model.files"},
     "model.convert": {
         "model.checkpoint", "model.data.errors", "model.data.sources", "model.dtypes",
-        "model.extras", "model.files", "model.text", "model.transformer",
+        "model.extras", "model.files", "model.plural", "model.text", "model.transformer",
     },
     "model.data": {
         "model.convert.foreign", "model.convert.hf.tokenizer", "model.data.errors",
-        "model.data.shards", "model.data.sources", "model.extras", "model.files", "model.text",
+        "model.data.shards", "model.data.sources", "model.extras", "model.files", "model.plural",
+        "model.text",
     },
     "model.training": {
         "model.checkpoint", "model.convert.exportable", "model.convert.family",
         "model.convert.foreign", "model.data", "model.device", "model.extras", "model.files",
-        "model.folder_lock", "model.machine", "model.optional_fields", "model.text",
+        "model.folder_lock", "model.machine", "model.optional_fields", "model.plural", "model.text",
         "model.transformer",
     },
     "model.evaluation": {
@@ -96,8 +99,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "model.extraction": {
         "model.checkpoint", "model.data", "model.device", "model.dtypes", "model.extras",
-        "model.files", "model.folder_lock", "model.inference", "model.openmp", "model.text",
-        "model.transformer", "model.version",
+        "model.files", "model.folder_lock", "model.inference", "model.openmp", "model.plural",
+        "model.text", "model.transformer", "model.version",
     },
     "service.log": set(),
     "service.client": set(),

@@ -52,6 +52,7 @@ from logitd.model.files import (
     read_regular,
 )
 from logitd.model.memory import available, check_weights_fit
+from logitd.model.plural import pluralize
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError, parse_ranks
 from logitd.model.transformer.arena import allocate_in_arena
@@ -380,7 +381,9 @@ def _check_weights(
 ) -> None:
     names = {tensor.name for tensor in stored}
     if missing := sorted(set(expected) - names):
-        raise CheckpointError(f"{where} lacks {len(missing)} tensors, the first is {missing[0]}")
+        raise CheckpointError(
+            f"{where} lacks {pluralize(len(missing), 'tensor')}, the first is {missing[0]}"
+        )
     if unknown := sorted(names - set(expected)):
         raise CheckpointError(
             f"{where} has {len(unknown)} tensors that are not in the configuration, the first is "

@@ -5,6 +5,7 @@ assumed. The card of a training run is `model/training/recording/card.py`.
 """
 
 from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import GPTConfig
 
 
@@ -17,7 +18,7 @@ def write_import_card(
     parameters: int,
 ) -> str:
     """The card as Markdown."""
-    heads = f"{config.n_head} heads"
+    heads = pluralize(config.n_head, "head")
     if config.n_kv_head != config.n_head:
         heads += f" ({config.n_kv_head} for keys and values)"
     source = [f"{key}: {value}" for key, value in model.facts.items() if value and key != "settled"]
@@ -35,7 +36,7 @@ def write_import_card(
     return (
         f"# {name}\n\n"
         f"Imported from a model of {model.kind}; trained elsewhere. {parameters:,} parameters: "
-        f"{config.n_layer} layers, {heads}, width {config.d_model}, context "
+        f"{pluralize(config.n_layer, 'layer')}, {heads}, width {config.d_model}, context "
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}. Stored in {dtype}.\n\n"
         "Licence and data are those of the source; they are not known here.\n"
         + "".join(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from logitd.model.transformer.config import ConfigError, GPTConfig
 
@@ -152,8 +153,8 @@ class StateDictReader:
         computes with it."""
         if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
-                f"{self._where} has {len(left)} tensors that a model of its configuration does "
-                f"not have, the first is {left[0]}"
+                f"{self._where} has {pluralize(len(left), 'tensor')} that a model of its "
+                f"configuration does not have, the first is {left[0]}"
             )
         return common_dtype(self._dtypes)
 

@@ -36,6 +36,7 @@ from logitd.model.data.vocabulary import (
     tokenizer_sha256,
 )
 from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
+from logitd.model.plural import pluralize
 from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError, parse_ranks
 
@@ -230,8 +231,9 @@ def require_window(prepared: PreparedText, context_length: int) -> None:
     near = 4 * fits >= context_length  # a much shorter context would be another model
     shorter = f", or a context_length of at most {fits}" if near else ""
     raise DataError(
-        f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes of {record['bytes']} "
-        f"in {record['documents']} documents), and a window takes {context_length + 1} "
-        f"(context_length {context_length} and the token after it): give more text, or another "
-        f"val_fraction{shorter}"
+        f"the {side} text has {pluralize(shard.count, 'token')} ("
+        f"{pluralize(shard.text_bytes, 'byte')} of {record['bytes']} in "
+        f"{pluralize(record['documents'], 'document')}), and a window takes "
+        f"{context_length + 1} (context_length {context_length} and the token after "
+        f"it): give more text, or another val_fraction{shorter}"
     )

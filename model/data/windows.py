@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.data.shards import Shard
+from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 UNCOUNTED = -100
@@ -77,7 +78,8 @@ def rolling_windows(
     last window ends with the text."""
     if shard.count < 2:
         raise ValueError(
-            f"the text has {shard.count} tokens, too few to predict any: at least 2 are needed"
+            f"the text has {pluralize(shard.count, 'token')}, too few to predict any: "
+            "at least 2 are needed"
         )
     if not 1 <= stride <= window:
         raise ValueError(f"stride is {stride}; it must be from 1 to the window's {window}")

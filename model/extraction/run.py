@@ -39,6 +39,7 @@ from logitd.model.extraction.quantities import (
 )
 from logitd.model.extras import installation
 from logitd.model.inference.options import DEFAULTS, ComputeOptions
+from logitd.model.plural import pluralize
 from logitd.model.version import VERSION
 
 SECONDS_BETWEEN = 0.5
@@ -204,14 +205,15 @@ def _open_data(data: Sequence[str], reading: ReadOptions, report: Report) -> Tex
 def _check_unchanged(before: Survey, after: Survey, text: Text, folder: ExtractionFolder) -> None:
     if not folder.rows:
         raise ExtractionError(
-            f"{text.name} has no token: {before.documents} documents of {before.bytes} bytes"
+            f"{text.name} has no token: {pluralize(before.documents, 'document')} of "
+            f"{before.bytes} bytes"
         )
     if before != after:
         raise ExtractionError(
             f"{text.name} changed while it was read: it had {before.bytes:,} bytes in "
-            f"{before.documents:,} documents, then {after.bytes:,} in {after.documents:,} (sha256 "
-            f"{before.sha256[:12]}, {after.sha256[:12]}). Shards may have either: start again in "
-            "another --out with a text that does not change"
+            f"{pluralize(before.documents, 'document', ',')}, then {after.bytes:,} in "
+            f"{after.documents:,} (sha256 {before.sha256[:12]}, {after.sha256[:12]}). Shards may "
+            "have either: start again in another --out with a text that does not change"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.selection import resolve_heads, resolve_indices
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
@@ -96,13 +97,13 @@ def _check_intervention(intervention: Intervention, config: GPTConfig, length: i
     if len(stages) > 1:
         raise InvalidRequest(f"{intervention.stage!r} matches {len(stages)} stages; name one")
     if not isinstance(positions, str):
-        what = f"the prompt has {length} tokens"
+        what = f"the prompt has {pluralize(length, 'token')}"
         resolve_indices("positions", positions, length, what, from_end=False)
     shape = stages[0].shape(config, length)
     if heads is not None:
         if stages[0].heads_axis is None:
             raise InvalidRequest(f"{stages[0].name} has no heads: remove heads")
-        what = f"{stages[0].name} has {shape[0]} heads"
+        what = f"{stages[0].name} has {pluralize(shape[0], 'head')}"
         resolve_indices("heads", heads, shape[0], what, from_end=False)
         shape = (len(heads), *shape[1:])
     if intervention.operation in ("add", "set"):

@@ -8,6 +8,7 @@ is instead of the missing thing. Not here: whether the model can compute the cho
 from collections.abc import Sequence
 
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
@@ -57,7 +58,7 @@ def resolve_heads(
     for stage in stages:
         if stage.heads_axis is not None:
             count = getattr(config, stage.heads_axis)
-            what = f"{stage.name} has {count} heads"
+            what = f"{stage.name} has {pluralize(count, 'head')}"
             resolved[resolve_indices("heads", heads, count, what)] = None
     if not resolved:
         raise InvalidRequest(f"{_names(stages)} has no heads: remove heads", "heads")

@@ -9,6 +9,7 @@ from logitd.model.inference.selection import resolve_indices
 from logitd.model.operations.body import Examples, HalfOrFull, Places, PromptReply, Reply
 from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
 from logitd.model.operations.outputs import ArraysBody, outputs_requests
+from logitd.model.plural import pluralize
 
 
 class AttentionRequest(ArraysBody):
@@ -48,9 +49,11 @@ class AttentionReply(Reply):
 def plan(body: AttentionRequest, subject: Subject) -> Planning:
     config = subject.config
     layers = resolve_indices(
-        "layers", body.layers, config.n_layer, f"there are {config.n_layer} layers"
+        "layers", body.layers, config.n_layer, f"the model has {pluralize(config.n_layer, 'layer')}"
     )
-    heads = resolve_indices("heads", body.heads, config.n_head, f"there are {config.n_head} heads")
+    heads = resolve_indices(
+        "heads", body.heads, config.n_head, f"the model has {pluralize(config.n_head, 'head')}"
+    )
     weights = AttentionWeights(layers=layers, heads=heads)
     requests = yield from outputs_requests(body, weights, subject)
     shapes = [(len(layers), len(heads), len(r.positions), len(r.token_ids)) for r in requests]

@@ -35,7 +35,8 @@ from logitd.model.operations.body import (
 )
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Compute, Subject, new_id
-from logitd.model.operations.prompts import count_tokens, encode_all, resolve_positions
+from logitd.model.operations.prompts import encode_all, resolve_positions
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage
 
@@ -304,8 +305,8 @@ def _intervention(
         if values is not None and len(values) > 1 and positions in ("all", "prompt"):
             if len(values) != length:
                 raise InvalidRequest(
-                    f"there are values for {len(values)} positions, and the prompt has "
-                    f"{count_tokens(length)}; name as many positions"
+                    f"there are values for {pluralize(len(values), 'position')}, and the prompt "
+                    f"has {pluralize(length, 'token')}; name as many positions"
                 )
             positions = tuple(range(length))
     return EngineIntervention(

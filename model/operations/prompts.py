@@ -10,6 +10,7 @@ from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.inference.selection import resolve_indices
 from logitd.model.operations.body import PositionChoice, PositionRange
 from logitd.model.operations.operation import Subject
+from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
 
 TokenIds = tuple[int, ...]
@@ -82,7 +83,7 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
             if not within:
                 raise InvalidRequest(
                     f"there are no positions from {positions.start} to {positions.to} in a prompt "
-                    f"of {count_tokens(length)}; `to` is the first position left out",
+                    f"of {pluralize(length, 'token')}; `to` is the first position left out",
                     "positions",
                 )
             return within
@@ -97,11 +98,7 @@ def resolve_position(position: int, length: int) -> TokenIds:
 
 def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tuple[int, ...]:
     """Positions from the start of a prompt of `length` tokens; negative ones count from its end."""
-    return resolve_indices(param, positions, length, f"the prompt has {count_tokens(length)}")
-
-
-def count_tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
+    return resolve_indices(param, positions, length, f"the prompt has {pluralize(length, 'token')}")
 
 
 def clip(text: str, limit: int = 80) -> str:

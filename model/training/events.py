@@ -11,6 +11,7 @@ from typing import Any
 
 from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.device import Placement, describe
+from logitd.model.plural import pluralize
 from logitd.model.training.run.step_log import Figures
 
 
@@ -105,8 +106,8 @@ def line(event: Event) -> str:
             placement = event.placement
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
-                f"{describe(placement.device)}, {placement.dtype_name}, {placement.threads} "
-                f"threads{processes}, in {event.run}"
+                f"{describe(placement.device)}, {placement.dtype_name}, "
+                f"{pluralize(placement.threads, 'thread')}{processes}, in {event.run}"
                 + (f"\n{event.export}" if event.export else "")
             )
         case Progress(step, share, figures, seconds_left):

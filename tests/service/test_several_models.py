@@ -337,7 +337,7 @@ def test_banner_describes_each_model(
         each = format_bytes(server.served.computation.kv_cache_bytes // 2)
         assert ["slots", f"2 sequences at once, {each} of keys and values each"] in lines
         (device,) = (line[1] for line in lines if line[0] == "device")
-        assert device.endswith("1 threads; a step of each model in turn")
+        assert device.endswith("1 thread; a step of each model in turn")
         command = lines[-1][1]
         assert '"model": "good"' in command
     logged_errors.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.convert.foreign import ConvertError, check_tensor, common_dtype
+from logitd.model.plural import pluralize
 
 OuterRole = Literal["token_embedding", "positions", "final_norm", "head"]
 LayerRole = Literal[
@@ -140,7 +141,8 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
-            f"{where} lacks {len(missing)} tensors of its mapping, the first is {missing[0]}"
+            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping, the first is "
+            f"{missing[0]}"
         )
     taken = {*names, *mapped.ignored}
     if left := [name for name in tensors if name not in taken]:

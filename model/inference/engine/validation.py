@@ -29,6 +29,7 @@ from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.inference.interventions import check_interventions
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import GPTConfig
 
 
@@ -67,14 +68,14 @@ def check_generation_fits(length: int, max_tokens: int, context_length: int) -> 
         raise ContextLengthExceeded(
             f"the prompt has {length} tokens; the model's context is {context_length} and at least "
             "one token must be left for the completion. Shorten the prompt by "
-            f"{_tokens(length - context_length + 1)}",
+            f"{pluralize(length - context_length + 1, 'token')}",
             "prompt",
         )
     elif (excess := length + max_tokens - context_length) > 0:
         enough = excess < length
-        fix = f"Shorten the prompt by {_tokens(excess)} or lower" if enough else "Lower"
+        fix = f"Shorten the prompt by {pluralize(excess, 'token')} or lower" if enough else "Lower"
         raise ContextLengthExceeded(
-            f"the prompt has {_tokens(length)} and max_tokens is {max_tokens}: together "
+            f"the prompt has {pluralize(length, 'token')} and max_tokens is {max_tokens}: together "
             f"{length + max_tokens}, the model's context is {context_length}. {fix} max_tokens "
             f"to {max_tokens - excess}",
             "prompt" if enough else "max_tokens",
@@ -87,7 +88,7 @@ def check_prompt_fits(length: int, context_length: int, *, continued: bool = Fal
         subject = "a prompt with its continuation has" if continued else "the prompt has"
         raise ContextLengthExceeded(
             f"{subject} {length} tokens; the model's context is {context_length}. Shorten it by "
-            f"{_tokens(length - context_length)}",
+            f"{pluralize(length - context_length, 'token')}",
             "continuations" if continued else "prompt",
         )
 
@@ -149,12 +150,15 @@ def _check_params(params: SamplingParams, config: GPTConfig) -> None:
 def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
     length = len(request.token_ids)
     check_prompt_fits(length, config.context_length)
-    _check_indices("positions", request.positions, length, f"the prompt has {length} tokens")
+    _check_indices(
+        "positions", request.positions, length, f"the prompt has {pluralize(length, 'token')}"
+    )
     match request.output:
         case Logits(columns=columns, processing=processing, completion_start=start):
             if start is not None and start > length:
                 raise InvalidRequest(
-                    f"completion_start is {start}; the prompt has {_tokens(length)}", "processing"
+                    f"completion_start is {start}; the prompt has {pluralize(length, 'token')}",
+                    "processing",
                 )
             if columns is not None:
                 if not columns:
@@ -166,8 +170,15 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
             states = config.n_layer + 1
             _check_indices("layers", layers, states, f"there are {states} hidden states")
         case AttentionWeights(layers=layers, heads=heads):
-            _check_indices("layers", layers, config.n_layer, f"there are {config.n_layer} layers")
-            _check_indices("heads", heads, config.n_head, f"there are {config.n_head} heads")
+            _check_indices(
+                "layers",
+                layers,
+                config.n_layer,
+                f"the model has {pluralize(config.n_layer, 'layer')}",
+            )
+            _check_indices(
+                "heads", heads, config.n_head, f"the model has {pluralize(config.n_head, 'head')}"
+            )
         case Lens() as lens:
             _check_lens(lens, config)
             if lens.following and request.positions[-1] == length - 1:
@@ -208,7 +219,9 @@ def _check_lens(lens: Lens, config: GPTConfig) -> None:
 
 def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) -> None:
     check_prompt_fits(length, config.context_length)
-    _check_indices("position", (task.position,), length, f"the prompt has {length} tokens")
+    _check_indices(
+        "position", (task.position,), length, f"the prompt has {pluralize(length, 'token')}"
+    )
     for param in ("token_id", "minus_id", "baseline"):
         token_id = getattr(task, param)
         check_token_ids(param, () if token_id is None else (token_id,), config.vocab_size)
@@ -246,7 +259,3 @@ def _check_indices(param: str, indices: tuple[int, ...], count: int, what: str) 
 def _check_positive(param: str, value: int) -> None:
     if value < 1:
         raise InvalidRequest(f"{param} is {value}; it must be at least 1", param)
-
-
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"

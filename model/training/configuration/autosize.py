@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 
+from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.step.flops import flops_per_token
@@ -70,7 +71,7 @@ class Size:
     weight_decay: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.n_layer} layers of width {self.d_model}"
+        return f"{pluralize(self.n_layer, 'layer')} of width {self.d_model}"
 
 
 def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, rate: float) -> Size:

@@ -15,6 +15,7 @@ from typing import Any
 
 from logitd.model.convert.family import nearest, objections
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import (
     RECIPE_FIELDS,
     SHAPE_FIELDS,
@@ -254,9 +255,9 @@ def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> 
     for name, other in (("steps", "minutes"), ("minutes", "steps")):
         if name in given and other not in given and over[other]:
             raise TrainingError(
-                f"--{name} {given[name]:g} cannot be reached: the run has {saved.step} steps in "
-                f"{saved.seconds / 60:.1f} minutes, and its --{other} "
-                f"{getattr(length, other):g} count the whole run. Set more --{other} too"
+                f"--{name} {given[name]:g} cannot be reached: the run has "
+                f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and its "
+                f"--{other} {getattr(length, other):g} count the whole run. Set more --{other} too"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from logitd.model.device import describe
+from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.recording.samples import TEMPERATURE
 from logitd.model.training.run.run import Run
@@ -69,16 +70,16 @@ def command(config: TrainingConfig) -> str:
 
 def _head(run: Run, counters: Counters) -> str:
     model, data = run.training.model, run.text.record
-    heads = f"{model.n_head} head{'s' if model.n_head > 1 else ''}"
+    heads = pluralize(model.n_head, "head")
     if model.n_kv_head != model.n_head:
         heads += f" ({model.n_kv_head} for keys and values)"
     return (
         f"# {run.training.config.run_name}, {run.directory.checkpoint(counters.step).name}\n\n"
-        f"A GPT of {parameter_count(model):,} parameters: {model.n_layer} layers, {heads}, "
-        f"width {model.d_model}, context {model.context_length}, "
+        f"A GPT of {parameter_count(model):,} parameters: {pluralize(model.n_layer, 'layer')}, "
+        f"{heads}, width {model.d_model}, context {model.context_length}, "
         f"vocabulary {model.vocab_size:,}. {_origin(run)}\n\n"
-        f"Text: {data['name']}. {data['bytes']:,} bytes in {data['documents']:,} documents, "
-        f"sha256 `{data['sha256']}`.\n"
+        f"Text: {data['name']}. {data['bytes']:,} bytes in "
+        f"{pluralize(data['documents'], 'document', ',')}, sha256 `{data['sha256']}`.\n"
         f"Licence of the text: {data['licence']}."
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from logitd.model.data.prepare import published_vocabulary
 from logitd.model.device import Placement, use_threads
+from logitd.model.plural import pluralize
 from logitd.model.training.configuration.autosize import (
     MEASURED_STEPS,
     MEASURING,
@@ -51,7 +52,7 @@ def measure_machine(config: TrainingConfig, placement: Placement, seconds: float
         lambda size: measure(candidates[size], placement, seconds),
     )
     tokens = seconds * USABLE * choice.tokens_per_second
-    computed = f"{placement.dtype_name}, {placement.threads} threads"
+    computed = f"{placement.dtype_name}, {pluralize(placement.threads, 'thread')}"
     return Measured(choice, tokens, published, computed)
 
 

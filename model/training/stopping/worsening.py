@@ -9,6 +9,8 @@ fall of the learning rate at the end often brings a new best.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from logitd.model.plural import pluralize
+
 EVALUATIONS = 2
 """Evaluations in a row without a new best, after which they are reported."""
 Record = Mapping[str, Any]
@@ -43,8 +45,9 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
     best, last = since_best[0], since_best[-1]
     return (
         f"the best evaluation is that of step {best['step']:,}, "
-        f"{best['val_bits_per_byte']:.4f} bits per byte; {last['step'] - best['step']:,} steps "
-        f"later it is {last['val_bits_per_byte']:.4f}. `best` is the former, and is served"
+        f"{best['val_bits_per_byte']:.4f} bits per byte; "
+        f"{pluralize(last['step'] - best['step'], 'step', ',')} later it "
+        f"is {last['val_bits_per_byte']:.4f}. `best` is the former, and is served"
     )
 
 

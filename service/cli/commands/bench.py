@@ -23,6 +23,7 @@ from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dt
 from logitd.model.inference.load import load_model
 from logitd.model.inference.options import ComputeOptions
 from logitd.model.machine import measure_machine, surroundings
+from logitd.model.plural import pluralize
 from logitd.model.version import VERSION
 from logitd.service.cli.terminal import say
 from logitd.service.client import AsyncClient, LogitdError
@@ -144,7 +145,7 @@ def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report as lines for a terminal."""
     bandwidth, products = (rate / 1e9 for rate in report["machine"].values())
-    yield f"{report['processor']}, {report['device']}, {report['threads']} threads"
+    yield f"{report['processor']}, {report['device']}, {pluralize(report['threads'], 'thread')}"
     yield f"memory {bandwidth:,.1f} GB/s, matrix products {products:,.0f} GFLOP/s"
     yield f"{report['checkpoint']} in {report['dtype']}, decoding {report['decoding']}"
     for kind, rates in report["engine"].items():

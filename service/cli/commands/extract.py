@@ -20,6 +20,7 @@ from logitd.model.extraction.run import Extracted, ExtractionRequest, Progress, 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.options import ComputeOptions
+from logitd.model.plural import pluralize
 from logitd.model.training.events import duration, line
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.terminal import redraw, say
@@ -148,8 +149,8 @@ def _unclear(settings: ExtractSettings) -> str:
 
 def _summary(result: Extracted) -> str:
     rows = (
-        f"{pluralize(result.rows, 'token')} of {pluralize(result.documents, 'document')} in "
-        f"{pluralize(result.shards, 'shard')}"
+        f"{_counted(result.rows, 'token')} of {_counted(result.documents, 'document')} in "
+        f"{_counted(result.shards, 'shard')}"
     )
     if not result.tokens:
         return f"{result.path}: {rows}; all of them were computed before"
@@ -161,8 +162,8 @@ def _summary(result: Extracted) -> str:
 def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
     match event:
         case Surveyed(data, shards, rows):
-            there = f"; {pluralize(rows, 'token')} in {pluralize(shards, 'shard')} are finished"
-            return f"{pluralize(data.documents, 'document')}, {pluralize(data.bytes, 'byte')}" + (
+            there = f"; {_counted(rows, 'token')} in {_counted(shards, 'shard')} are finished"
+            return f"{_counted(data.documents, 'document')}, {_counted(data.bytes, 'byte')}" + (
                 there if shards else ""
             )
         case Progress():
@@ -174,5 +175,5 @@ def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
             return line(event)
 
 
-def pluralize(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+def _counted(count: int, noun: str) -> str:
+    return pluralize(count, noun, ",")

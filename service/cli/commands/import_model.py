@@ -8,6 +8,7 @@ from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
+from logitd.model.plural import pluralize
 from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.program_name import command
 from logitd.service.cli.terminal import say
@@ -39,7 +40,7 @@ def run(settings: ImportSettings) -> int:
     )
     config = checkpoint.config
     say(
-        f"{checkpoint.path}: {config.n_layer} layers, width {config.d_model}, context "
+        f"{checkpoint.path}: {pluralize(config.n_layer, 'layer')}, width {config.d_model}, context "
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}"
     )
     say(f"\nserve it:  {command('serve', checkpoint.path)}")

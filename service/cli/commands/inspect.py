@@ -12,6 +12,7 @@ from rich.table import Table
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.device import DeviceError, choose_placement
+from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import NoVocabularyError, TokenizerError
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.run.summary import summarise
@@ -49,7 +50,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     token_ids = _token_ids(checkpoint, settings)
     limit = checkpoint.config.context_length
     if not 1 <= len(token_ids) <= limit:
-        raise TokenizerError(f"--text has {len(token_ids)} tokens; give 1 to {limit}")
+        raise TokenizerError(f"--text has {pluralize(len(token_ids), 'token')}; give 1 to {limit}")
     stages = trace(gpt, token_ids)
     if settings.as_json:
         print(json.dumps(_document(checkpoint, gpt.parameter_count(), token_ids, stages)))
@@ -58,7 +59,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     console.print(_facts(checkpoint, gpt.parameter_count()))
     names = map(checkpoint.tokenizer.token_text, token_ids)
     pieces = [repr(name) if name else str(i) for i, name in zip(token_ids, names, strict=True)]
-    console.print(f"\n{len(token_ids)} tokens: {' '.join(pieces)}\n", markup=False)
+    console.print(f"\n{pluralize(len(token_ids), 'token')}: {' '.join(pieces)}\n", markup=False)
     console.print(_shapes(stages))
     console.print(_meanings(checkpoint.config))
     return 0

@@ -23,6 +23,7 @@ from logitd.model.checkpoint.card_and_curve import read_card, sampled_prompt
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, is_checkpoint
 from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
+from logitd.model.plural import pluralize
 from logitd.service.application.server import serve
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
@@ -139,7 +140,7 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         yield "slots", _slots(model)
     computed = models.served[0].computation
     turns = "; a step of each model in turn" if models.several else ""
-    yield "device", f"{computed.device}, {computed.placement.threads} threads{turns}"
+    yield "device", f"{computed.device}, {pluralize(computed.placement.threads, 'thread')}{turns}"
     if (warning := unproven(computed.device)) is not None:
         yield "unproven", warning
     if computed.kernels is not None:
@@ -168,4 +169,6 @@ def _slots(served: ServedModel) -> str:
     slots = served.engine.admission.slots
     each = computed.kv_cache_bytes // slots
     why = "" if computed.slots_why is None else f" ({computed.slots_why})"
-    return f"{slots} sequences at once, {format_bytes(each)} of keys and values each{why}"
+    return (
+        f"{pluralize(slots, 'sequence')} at once, {format_bytes(each)} of keys and values each{why}"
+    )

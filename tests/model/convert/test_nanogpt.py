@@ -168,7 +168,7 @@ def test_a_wrong_shape_and_a_tensor_too_many(tmp_path: Path) -> None:
     model = small(64)
     for change, sentence in (
         ({"transformer.h.0.ln_1.weight": torch.ones(3)}, r"ln_1\.weight has shape \(3,\)"),
-        ({"transformer.h.0.extra": torch.ones(3)}, r"has 1 tensors .* transformer\.h\.0\.extra"),
+        ({"transformer.h.0.extra": torch.ones(3)}, r"has 1 tensor .* transformer\.h\.0\.extra"),
         ({"transformer.wpe.weight": torch.ones(31, 32)}, r"wpe\.weight has shape \(31, 32\)"),
     ):
         save(tmp_path / "ckpt.pt", model, changes=change)

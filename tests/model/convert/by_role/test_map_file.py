@@ -133,7 +133,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
         (('ignore = ["junk.*", "l{N}.noise"]', 'ignore = ["junk.*"]'), r"2 tensors .* l1\.noise"),
         (('ignore = ["junk.*", "l{N}.noise"]', ""), r"3 tensors that play no known role"),
         (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', and no tensor has such a name"),
-        (('"t"', '"tt"'), r"lacks 1 tensors of its mapping, the first is tt"),
+        (('"t"', '"tt"'), r"lacks 1 tensor of its mapping, the first is tt"),
     ],
 )
 def test_a_map_that_does_not_fit_the_file_is_refused(
@@ -170,7 +170,7 @@ def test_a_layer_without_a_match_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "strange.toml"
     path.write_text(STRANGE, encoding="utf-8")
     tensors = {name: t for name, t in strange_tensors().items() if name != "l2.h1.c"}
-    with pytest.raises(ConvertError, match=r"lacks 1 tensors .* l2\.h1\.c"):
+    with pytest.raises(ConvertError, match=r"lacks 1 tensor .* l2\.h1\.c"):
         recognise_file(
             StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
         )

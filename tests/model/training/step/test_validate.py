@@ -136,7 +136,7 @@ def test_rolling_windows_of_whole_strides_are_the_trainers() -> None:
     assert validate(gpt, _windows([*ids, 65, 65], window=8), forward).tokens == 80
 
 
-@pytest.mark.parametrize(("count", "stride", "message"), [(1, 4, "1 tokens"),
+@pytest.mark.parametrize(("count", "stride", "message"), [(1, 4, "1 token,"),
                                                           (9, 9, "stride is 9; it must be"),
                                                           (9, 0, "stride is 0")])  # fmt: skip
 def test_impossible_windows_are_refused(count: int, stride: int, message: str) -> None:

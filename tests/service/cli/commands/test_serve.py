@@ -59,7 +59,7 @@ def test_banner_names_the_model_and_the_addresses(process: ServedProcess) -> Non
         "docs": f"{process.url}/docs",
         "metrics": f"{process.url}/metrics",
     }
-    assert re.fullmatch(r"cpu \(.+\), 1 threads", rows["device"])
+    assert re.fullmatch(r"cpu \(.+\), 1 thread", rows["device"])
     assert re.fullmatch(r"float32 \(auto: (no native decoding, .+|.+ bfloat16)\)", rows["dtype"])
 
 
