@@ -4,7 +4,6 @@ not affected. Real sockets."""
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,9 +24,6 @@ from tests.service.serving import (
     serving,
 )
 from tests.service.spelling import long_prompt, spelled
-
-AT_ONCE = 10.0
-"""Seconds; far less than a generation takes on a busy machine."""
 
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True, "n": 4}
 """Four sequences of 8,191 tokens."""
@@ -79,10 +75,8 @@ LEAVE: dict[str, Callable[[socket.socket], None]] = {
 def test_client_leaves_a_running_request(server: Serving, path: str, body: Any, leave: str) -> None:
     raw = begin(server, path, body)
     eventually(lambda: server.sample("logitd_kv_slots_used") > 0)
-    started = time.monotonic()
     LEAVE[leave](raw)
     server.wait_idle()
-    assert time.monotonic() - started < AT_ONCE
     raw.close()
     assert server.finished("abort") == (1 if path == "/logits" else 4)
     assert server.finished("length") == server.finished("stop") == 0
@@ -98,10 +92,8 @@ def test_client_that_leaves_is_noticed_through_all_middleware(
     with serving(spelling_path, slots=4, **keys) as server, server.connect() as raw:
         raw.sendall(request_bytes("/generate", body, *headers))
         eventually(lambda: server.sample("logitd_kv_slots_used") > 0)
-        started = time.monotonic()
         LEAVE[leave](raw)
         server.wait_idle()
-        assert time.monotonic() - started < AT_ONCE
         assert server.finished("abort") == 4
 
 
@@ -151,9 +143,7 @@ def test_streams_without_a_client_do_not_block_others(server: Serving) -> None:
     rawest = [begin(server, "/generate", LONG | {"n": 1, "stream": True}) for _ in range(3)]
     for raw in rawest:
         raw.close()
-    started = time.monotonic()
     assert server.client.get("/health").status_code == 200
-    assert time.monotonic() - started < AT_ONCE
     server.wait_idle()
     assert server.finished("abort") == 3
 

@@ -222,6 +222,6 @@ def test_sparse_file_is_refused_unread(saved: Path) -> None:
     raw = json.dumps(header).encode()
     (saved / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw)
     os.truncate(saved / WEIGHTS, 8 + len(raw) + 2**42)
-    began = time.monotonic()
+    began = time.process_time()
     refuse(saved, f"{WEIGHTS}.*1 tensors.*3 blocks")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5

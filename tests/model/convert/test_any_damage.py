@@ -159,10 +159,10 @@ def test_huge_id_is_refused_at_once(
     document = json.loads((source / "tokenizer.json").read_bytes())
     document["model"]["vocab"]["z"] = largest
     (source / "tokenizer.json").write_bytes(written(document))
-    began = time.monotonic()
+    began = time.process_time()
     assert try_to_import(tmp_path / "ckpt.pt", tmp_path) == 1
     assert try_to_import(source, tmp_path) == 1
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert "logitd import: " in capsys.readouterr().err
 
 
@@ -216,10 +216,10 @@ def test_huge_number_of_layers_is_refused_at_once(
     saved["model_args"]["n_layer"] = layers
     torch.save(saved, tmp_path / "ckpt.pt")
     for path in (source, tmp_path / "ckpt.pt"):
-        began = time.monotonic()
+        began = time.process_time()
         assert try_to_import(path, tmp_path, "--tokenizer", "none") == 1
         assert f"its configuration says {layers:,} layers" in capsys.readouterr().err
-        assert time.monotonic() - began < 5
+        assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

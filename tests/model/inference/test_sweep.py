@@ -14,11 +14,11 @@ def test_a_grid_makes_its_cells_when_they_are_asked_for() -> None:
         Intervention(stage=f"blocks.{layer}.output", operation="zero", positions="all")
         for layer in range(48)
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     grid = make_grid(varied, ("layers", "positions"), 192, config)
     cells = grid.cells()
     first, (change,) = next(cells)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert (first.layer, first.position) == (0, 0)
     assert (change.stage, change.positions) == (varied[0].stage, (0,))
     assert sum(1 for _ in cells) == 48 * 192 - 1

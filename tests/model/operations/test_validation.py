@@ -85,10 +85,10 @@ def test_only_fields_of_the_endpoint_are_suggested() -> None:
 def test_suggestions_do_not_block_the_event_loop() -> None:
     """Suggestions are looked for only for named fields, and never for a long name."""
     raw = json.dumps({"prompt": "a"} | {f"temperatur{i}": 1 for i in range(900)}).encode()
-    began = time.monotonic()
+    began = time.process_time()
     assert str(refused(raw)).count("did you mean") == MAX_REPORTED
     assert "did you mean" not in str(refused(b'{"prompt": "a", "' + b"prompt" * 1000 + b'": 1}'))
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_several_wrong_fields_are_named_and_the_rest_is_counted() -> None:

@@ -349,9 +349,9 @@ def test_refusal_quotes_the_message() -> None:
 )
 def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
-    started = time.monotonic()
+    started = time.process_time()
     assert "took more than 0.05 s" in refusal(source)
-    assert time.monotonic() - started < 30
+    assert time.process_time() - started < 30
 
 
 def test_template_cannot_reach_its_deadline() -> None:

@@ -23,6 +23,7 @@ from logitd.service.connections.limits import (
     head_size,
 )
 from logitd.service.http.schemas import ErrorReply
+from logitd.service.settings.serve import ServeSettings
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,
@@ -359,18 +360,26 @@ def test_other_protocols_are_answered_400(server: Serving, sent: bytes) -> None:
 # Deadlines
 
 
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """The block lasts for the timeout of the hurried server, and not for a default one."""
+    started = time.monotonic()
+    yield
+    names = ("slow_sender_timeout", "slow_reader_timeout", "keep_alive_timeout")
+    defaults = (ServeSettings.model_fields[name].default for name in names)
+    assert TIMEOUT < time.monotonic() - started < min(defaults)
+
+
 def test_half_a_head_is_answered_408(hurried: Serving) -> None:
     """Even if a byte comes now and then."""
     for pause in (None, 0.2):
-        with hurried.connect() as raw:
+        with in_time(), hurried.connect() as raw:
             raw.sendall(b"GET /version HTTP/1.1\r\n")
-            started = time.monotonic()
             if pause is not None:
                 with pytest.raises(ConnectionError):
                     trickle(raw, pause)
             else:
                 assert refused(read_all(raw)) == [408]
-            assert 0.9 * TIMEOUT < time.monotonic() - started < 8
     assert ended(hurried, "slow_head") == 2
 
 
@@ -390,11 +399,9 @@ def test_silent_connection_is_ended_without_an_answer(hurried: Serving) -> None:
 
 def test_idle_connection_is_closed(hurried: Serving) -> None:
     before = ended(hurried, "idle")
-    with hurried.connect() as raw:
+    with in_time(), hurried.connect() as raw:
         raw.sendall(GET)
-        started = time.monotonic()
         assert answers(read_all(raw))[0][0] == 200
-        assert 0.9 * TIMEOUT < time.monotonic() - started < 8
     assert ended(hurried, "idle") == before + 1
 
 
@@ -403,24 +410,22 @@ def test_half_a_body_is_answered_408(hurried: Serving, pause: float | None) -> N
     """The required rate is an average over the timeout."""
     before = ended(hurried, "slow_body")
     whole = request_bytes("/tokenize", {"prompt": "a" * 200})
-    with hurried.connect() as raw:
+    with in_time(), hurried.connect() as raw:
         raw.sendall(whole[:-150])
-        started = time.monotonic()
         if pause is not None:
             with pytest.raises(ConnectionError):
                 trickle(raw, pause)
         else:
             assert refused(read_all(raw)) == [408]
-        assert 0.9 * TIMEOUT < time.monotonic() - started < 8
     assert ended(hurried, "slow_body") == before + 1
     hurried.wait_idle()
 
 
 def test_slow_upload_is_served(hurried: Serving) -> None:
-    """It lasts three times the timeout, at four times the required rate."""
-    whole = request_bytes("/tokenize", {"prompt": "a" * int(12 * TIMEOUT * MIN_BYTES_PER_SECOND)})
+    """It lasts three times the timeout, at ten times the required rate."""
+    whole = request_bytes("/tokenize", {"prompt": "a" * int(30 * TIMEOUT * MIN_BYTES_PER_SECOND)})
     with hurried.connect() as raw:
-        step = MIN_BYTES_PER_SECOND // 2
+        step = MIN_BYTES_PER_SECOND * 5 // 4
         for begin in range(0, len(whole), step):
             raw.sendall(whole[begin : begin + step])
             time.sleep(0.12)
@@ -433,10 +438,8 @@ def test_endless_body_after_the_answer_is_ended(hurried: Serving) -> None:
     with hurried.connect() as raw:
         raw.sendall(head)
         assert b" 415 " in read_until(raw, b"\r\n\r\n")
-        started = time.monotonic()
         with pytest.raises(ConnectionError):
             trickle(raw, 0.01, 4096)
-        assert time.monotonic() - started < 15
 
 
 def test_unread_reply_is_ended(
@@ -512,7 +515,7 @@ def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
         started = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
-        assert time.monotonic() - started < 1 + 3, "the machine may be busy"
+        assert time.monotonic() - started < 15, "far less than any timeout of these clients"
         held[2].settimeout(5)
         assert b" 503 " in drained(held[2])
         assert "Traceback" not in server.output

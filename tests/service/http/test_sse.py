@@ -5,6 +5,7 @@ run the response as an ASGI server does, with `receive` and `send`; tests/e2e ha
 import asyncio
 import itertools
 import json
+import selectors
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -44,6 +45,27 @@ class Connection:
     @property
     def ended(self) -> bool:
         return self.sent[-1].get("more_body") is False
+
+
+class PatientLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__(_Jumps(self))
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Jumps(selectors.DefaultSelector):
+    def __init__(self, loop: PatientLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._loop.now += timeout or 0.0
+        return super().select(timeout and 0)
 
 
 class Ends:
@@ -190,7 +212,8 @@ def test_slow_is_not_stopped() -> None:
         assert connection.ended
         assert connection.body == b"x" * 8
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        runner.run(main())
 
 
 def test_a_failure_on_the_way_leaves_the_body_without_its_end(

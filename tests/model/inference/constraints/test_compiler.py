@@ -301,9 +301,9 @@ def test_grammar_text_that_looks_like_a_special_token_is_accepted() -> None:
 
 def test_long_message_takes_no_time() -> None:
     """Work that grows with the square of the length would take minutes."""
-    began = time.monotonic()
+    began = time.process_time()
     assert len(constraint_module._readable("at 1(8): " + "(" * 500_000)) == 300
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_constraints_are_unavailable_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
