@@ -2,8 +2,11 @@
 
 import gc
 import logging
+import re
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from tests.profiles import register_profiles
 register_profiles()
 share_vocabularies()
 
+SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 MATPLOTLIB = "matplotlib.figure"
 """Module that draws the picture of a run, if it is installed."""
 
@@ -81,12 +85,36 @@ def pictures(no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, MATPLOTLIB)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules of slow tests alone, some of which import large packages."""
+    if config.option.markexpr != "not slow" or not collection_path.match("test_*.py"):
+        return None
+    return SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
+
+
+def _import_share(config: pytest.Config) -> None:
+    """Import a worker's share of the test modules. Without their bytecode pytest compiles them, for
+    six seconds in all, and here each worker writes some of it for the others."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode or config.args != config.getini("testpaths"):
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    root = Path(__file__).parent
+    paths = [
+        path for path in sorted(root.rglob("test_*.py")) if not pytest_ignore_collect(path, config)
+    ]
+    for path in paths[number::count]:
+        with suppress(Exception, pytest.skip.Exception):  # the collection reports it
+            import_module(".".join(path.relative_to(root.parent).with_suffix("").parts))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collecting tests takes a quarter longer with garbage collection. Modules and tests stay, so
     later garbage collections skip them."""
     gc.disable()
     try:
+        _import_share(session.config)
         return (yield)
     finally:
         gc.freeze()
