@@ -332,11 +332,12 @@ def occupy_elements(server: Serving, stack: ExitStack) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> None:
-    """Poll until a condition is true."""
-    end = time.monotonic() + timeout
+    """Poll until a condition is true, less and less often: a condition may cost a request."""
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, f"not within {timeout} s"
-        time.sleep(0.002)
+        waited = time.monotonic() - begun
+        assert waited < timeout, f"not within {timeout} s"
+        time.sleep(min(0.002 + waited / 10, 0.1))
 
 
 def request_bytes(path: str, body: Any, *headers: str) -> bytes:
