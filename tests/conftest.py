@@ -20,6 +20,8 @@ register_profiles()
 share_vocabularies()
 
 SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
+"""Line of a module whose tests are all slow."""
+
 MATPLOTLIB = "matplotlib.figure"
 """Module that draws the picture of a run, if it is installed."""
 
@@ -122,5 +124,13 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest tests, so no worker waits for another at the end."""
+    """Leave out two slow values at once: each meets the other parameters' quick values. Start with
+    the longest tests, so no worker waits for another at the end."""
+    items[:] = [
+        item
+        for item in items
+        if not isinstance(item, pytest.Function)
+        or not hasattr(item, "callspec")
+        or sum(mark.name == "slow" for mark in item.callspec.marks) < 2
+    ]
     items.sort(key=lambda item: item.get_closest_marker("first") is None)

@@ -1,16 +1,16 @@
 """Numbers of examples of property tests, by hypothesis profile.
 
-`make test` uses the profile "fast"; `make test-slow` runs all property tests again with "full",
-half the number that each test states. Both draw the same examples each time, so a failure is due to
-the last change. "thorough" draws other examples each time: `pytest --hypothesis-profile thorough`.
-Expensive or cheap tests state their number with `examples`, so it scales with the profile. Failing
-examples stay with their tests as an @example.
+`make test` uses the profile "fast"; `make test-slow` runs all property tests again with "full", two
+fifths of the number that each test states. Both draw the same examples each time, so a failure is
+due to the last change. "thorough" draws other examples each time: `pytest --hypothesis-profile
+thorough`. Expensive or cheap tests state their number with `examples`, so it scales with the
+profile. Failing examples stay with their tests as an @example.
 """
 
 from hypothesis import settings
 
 THOROUGH = 100
-FULL = 50
+FULL = 40
 FAST = 6
 
 

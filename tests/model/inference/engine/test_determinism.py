@@ -234,10 +234,10 @@ def test_conversation_copies_its_own_answers(name: str, native: DecoderMaker) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_needle_in_hundreds_of_mixes(name: str, dtype: torch.dtype) -> None:
-    """Six of each shape and dtype."""
+def test_needle_in_many_mixes(name: str, dtype: torch.dtype) -> None:
+    """Four of each shape and dtype."""
     gpt = shape(name, dtype)
-    assert differences(gpt, seed=(name, 0), pool_size=50, mixes=6, max_tokens=16) == 0
+    assert differences(gpt, seed=(name, 0), pool_size=30, mixes=4, max_tokens=16) == 0
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_needle_in_hundreds_of_mixes(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_batch_changes_no_bit_at_a_real_width(name: str, dtype: torch.dtype) -> None:
     gpt = shape(name, dtype, d_model=768, n_head=12, n_layer=1, context_length=512)
-    assert differences(gpt, seed=name, pool_size=12, mixes=3, max_tokens=4) == 0
+    assert differences(gpt, seed=name, pool_size=8, mixes=2, max_tokens=4) == 0
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_batch_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
     assert differences(gpt, seed=dtype, pool_size=6, mixes=1, max_tokens=3) == 0
 
 
-@settings(max_examples=examples(40, fast=4))
+@settings(max_examples=examples(20, fast=2))
 @given(
     seed=st.integers(0, 2**32),
     target=st.one_of(
