@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any, get_args
 
+import pytest
 from hypothesis import strategies as st
 
 from logitd.model.transformer.config import Activation, Norm, Positions
+from tests.model.covering import combinations
 
 SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     "unscaled": None,
@@ -31,6 +33,11 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
 }
 """The orders of norms, sublayers and sums in a block that there are."""
 
+CHOICES: tuple[list[Any], ...] = (
+    [*ORDERS], [False, True], [False, True], [False, True], [6, 16], [*SCALINGS],
+)  # fmt: skip
+"""Order, final norm, tied head, bias of the head, rotary channels and scaling."""
+
 COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "-".join(
         (order, *("final",) * final, "tied" if tied else "untied", *("bias",) * bias, scaling)
@@ -39,11 +46,15 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
         "positions": "rotary", "rope_theta": 500.0, "rotary_dim": turning,
         "rope_scaling": SCALINGS[scaling],
     }
-    for order, final, tied, bias, turning, scaling in product(
-        ORDERS, (False, True), (False, True), (False, True), (6, 16), SCALINGS
-    )
+    for order, final, tied, bias, turning, scaling in product(*CHOICES)
 }  # fmt: skip
 """Every combination of norms, residuals, heads and rotary positions, for a head_dim of 16."""
+
+PAIRED = [
+    pytest.param(name, marks=case.marks)
+    for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
+]
+"""Names of the combinations, for tests that take their time: half of them are slow."""
 
 
 @st.composite

@@ -31,7 +31,16 @@ def kernels(request: pytest.FixtureRequest) -> KernelChoice:
     return choice
 
 
-@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 100, 128])
+@pytest.mark.parametrize(
+    "length",
+    [
+        1,
+        32,
+        33,
+        100,
+        *(pytest.param(length, marks=pytest.mark.slow) for length in (2, 31, 64, 128)),
+    ],
+)
 def test_forward_as_served_is_the_same_model(gpt: GPT, kernels: KernelChoice, length: int) -> None:
     ids = random_ids(length, seed=length)
     plain = gpt(ids[None], hidden_states=True, attentions=True)

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -15,21 +16,18 @@ from logitd.service.cli.main import run
 from tests.service.cli.parsed import SETTINGS, words_of
 
 SHELLS = ("bash", "zsh", "fish")
-OFFERED = pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("logitd se", ["serve"]),
-        ("logitd e", ["eval", "extract", "export"]),
-        ("logitd serve --quantize ''", ["none", "int8", "int4"]),
-        ("logitd serve --quantize n", ["none"]),
-        ("logitd serve --served", ["--served-model-name"]),
-        ("logitd train --no-re", ["--no-resume"]),
-        ("logitd help ex", ["extract", "export"]),
-        ("logitd completion ''", ["bash", "zsh", "fish"]),
-        ("logitd serve mine", ["mine-of-tuesday"]),
-        ("logitd serve --validation-text mine", ["mine-of-tuesday"]),
-    ],
-)
+OFFERED = {
+    "logitd se": ["serve"],
+    "logitd e": ["eval", "extract", "export"],
+    "logitd serve --quantize ": ["none", "int8", "int4"],
+    "logitd serve --quantize n": ["none"],
+    "logitd serve --served": ["--served-model-name"],
+    "logitd train --no-re": ["--no-resume"],
+    "logitd help ex": ["extract", "export"],
+    "logitd completion ": ["bash", "zsh", "fish"],
+    "logitd serve mine": ["mine-of-tuesday"],
+    "logitd serve --validation-text mine": ["mine-of-tuesday"],
+}
 """Words on a line, and the offers of each shell for the last one."""
 
 
@@ -53,8 +51,8 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PATH": path, "PYTHONPATH": root, "TERM": "dumb", "HOME": str(folder / "home")}
 
 
-def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
-    """The output of a shell with completion after these keys."""
+def at_a_terminal(folder: Path, shell: list[str], typed: list[str]) -> list[str]:
+    """The output of a shell with completion after each of these keys."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         shell, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment(folder),
@@ -65,19 +63,22 @@ def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
         setup = "autoload -U compinit; compinit; " if shell[0] == "zsh" else ""
         os.write(ours, f"{setup}PS1='rea''dy> '; COLUMNS=200; source ./{shell[0]}\n".encode())
         until(ours, b"ready> ")
-        # The shell reads the rest after it has answered the tabulator.
-        os.write(ours, keys.encode() + b"\x15echo 'the ''end'\n")
-        return until(ours, b"the end\r").decode()
+        outputs = []
+        for keys in typed:
+            # The shell reads the rest after it has answered the tabulator.
+            os.write(ours, keys.encode() + b"\x15echo 'the ''end'\n")
+            outputs.append(until(ours, b"the end\r.*ready> ").decode())
+        return outputs
     finally:
         process.kill()
         process.wait()
         os.close(ours)
 
 
-def until(descriptor: int, mark: bytes) -> bytes:
-    """Read up to a mark."""
+def until(descriptor: int, pattern: bytes) -> bytes:
+    """Read until a pattern has come."""
     read, deadline = b"", time.monotonic() + 60
-    while mark not in read:
+    while not re.search(pattern, read, re.DOTALL):
         assert time.monotonic() < deadline, read
         if select.select([descriptor], [], [], 1)[0]:
             read += os.read(descriptor, 65536)
@@ -85,33 +86,35 @@ def until(descriptor: int, mark: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-@OFFERED
-def test_shells_at_a_terminal_offer_words(
-    shell: str, words: str, offered: list[str], folder: Path
-) -> None:
-    """Type words and the tabulator, twice for a list in bash. An empty last word is a space."""
+def test_shells_at_a_terminal_offer_words(shell: str, folder: Path) -> None:
+    """Type words and the tabulator, twice for a list in bash. Fish gets the other lines too."""
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]
-    line, tabs = words.removesuffix("''"), "\t\t" if shell == "bash" else "\t"
-    typed = at_a_terminal(folder, [shell, *flags], f"{line}{tabs}")
-    if len(offered) == 1:  # it is on the line then
-        assert f"{line.rpartition(' ')[0]} {offered[0]}" in typed
-    else:
-        assert {*offered} <= {*typed.split()}
-        assert "train" not in typed.split()
+    tabs = "\t\t" if shell == "bash" else "\t"
+    lines = list(OFFERED)[::2]
+    outputs = at_a_terminal(folder, [shell, *flags], [f"{line}{tabs}" for line in lines])
+    for line, output in zip(lines, outputs, strict=True):
+        offered = OFFERED[line]
+        if len(offered) == 1:  # it is on the line then
+            assert f"{line.rpartition(' ')[0]} {offered[0]}" in output
+        else:
+            assert {*offered} <= {*output.split()}
+            assert "train" not in output.split()
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
-@OFFERED
-def test_fish_offers_words(words: str, offered: list[str], folder: Path) -> None:
-    line = words.removesuffix("''")
+def test_fish_offers_words(folder: Path) -> None:
+    asked = "; ".join(f"complete -C '{line}'; echo the end" for line in OFFERED)
     done = subprocess.run(
-        ["fish", "--no-config", "-c", f"source ./fish; complete -C '{line}'"],
+        ["fish", "--no-config", "-c", f"source ./fish; {asked}"],
         capture_output=True, text=True, check=True, cwd=folder, timeout=60, env=environment(folder),
     )  # fmt: skip
-    found = [line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
-    assert sorted(found) == sorted(offered)
+    for output, offered in zip(
+        done.stdout.split("the end\n"), [*OFFERED.values(), []], strict=True
+    ):
+        found = [line.split("\t")[0].rstrip("/") for line in output.splitlines()]
+        assert sorted(found) == sorted(offered)
 
 
 @pytest.mark.parametrize("command", SETTINGS)

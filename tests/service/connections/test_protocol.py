@@ -446,7 +446,7 @@ def test_unread_reply_is_ended(
     hurried: Serving, large_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = ended(hurried, "unread")
-    with hurried.connect(receive_buffer=2048) as raw:
+    with hurried.connect(receive_buffer=65536) as raw:
         raw.sendall(request_bytes("/generate", LARGE))
         eventually(lambda: ended(hurried, "unread") == before + 1)
         assert len(drained(raw)) < large_size

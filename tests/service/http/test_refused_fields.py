@@ -334,9 +334,9 @@ def llm(checkpoint_path: Path) -> Iterator[LLM]:
         yield opened
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def it_goes_on(server: Serving) -> Iterator[None]:
-    """After every refusal the service answers as before."""
+    """After all refusals the service answers as before."""
     yield
     assert server.generate("a", max_tokens=1, seed=1)["choices"][0]["token_ids"]
 

@@ -96,7 +96,9 @@ def test_the_owners_code_has_no_network(write: Write, book: nn.Module) -> None:
 
 def test_a_code_that_does_not_end_is_stopped(write: Write, book: nn.Module) -> None:
     tensors = mapped(book)
-    code = write("class GPT(Base):\n    def __init__(self, cfg):\n        while True: pass\n")
+    code = write(
+        "import time\n\n\nclass GPT(Base):\n    def __init__(self, cfg):\n        time.sleep(600)\n"
+    )
     with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not return logits within 3 seconds"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 

@@ -76,7 +76,7 @@ CHANGES = (
 )
 
 AS_THEY_ARE = RowGroups(1, 33)
-POOL, MIXES = 14, 3
+POOL, MIXES = 14, 2
 """Requests, and engines that compute some of them together: enough that padded rows are missed."""
 
 

@@ -547,7 +547,7 @@ class Mix:
 
 @pytest.mark.parametrize("share_decoded", [False, True])
 @pytest.mark.parametrize(
-    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 45))]
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 45))]
 )
 def test_random_mixes(seed: int, share_decoded: bool) -> None:
     """Every rule of `Simulation.step` holds in every step, and everybody ends. Where what was

@@ -221,7 +221,7 @@ def changeable(gpt: GPT) -> list[str]:
     return [stage.name for stage in stages_of(gpt.config) if stage.kind.changes]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_intervention_at_any_stage_matches_a_change_by_hand(exact: GPT, count: int | None) -> None:
     """Positions, heads and values are drawn. All later stages are what the definition gives with
     the same change. The fast test takes some stages."""
@@ -292,7 +292,7 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
             stage="blocks.2.output", operation="scale", factor=1.5, positions=span
         )
         changes = (head, probs, stream)
-        request = generation("g", prompt, max_tokens=8, interventions=changes)
+        request = generation("g", prompt, max_tokens=4, interventions=changes)
         tokens = run(gpt, request)["g", 0].token_ids
         text = list(prompt)
         for token in tokens:
@@ -301,7 +301,7 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
             text.append(token)
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
     """Stages that the forward uses as they are keep every bit. The fast test takes some stages."""
     rng = random.Random(count)
