@@ -1,15 +1,15 @@
-"""Errors of inference that a request causes. Messages name the field, the numbers and the fix.
+"""Errors that a request causes. Messages name the field, the numbers and the fix.
 
-Errors of devices, checkpoints and kernels belong to the modules that raise them.
+Errors of devices, checkpoints and kernels are defined in the modules that raise them.
 """
 
 
 class InvalidRequest(ValueError):
     """A refused request.
 
-    param       the field to change
-    code        a word for programs, from a closed set
-    request_id  the engine request, if known
+    param       name of the field to change
+    code        error code for programs, from a fixed set
+    request_id  id of the engine request, if known
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -20,11 +20,11 @@ class InvalidRequest(ValueError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A text that does not fit into the model's context, with its completion."""
+    """A prompt that, with its completion, does not fit into the model's context."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")
 
 
 class ConstraintError(Exception):
-    """A constraint that cannot be compiled, or lets nothing follow."""
+    """A constraint that cannot be compiled, or a text that cannot continue under it."""

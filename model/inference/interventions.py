@@ -1,8 +1,8 @@
-"""Interventions: changes inside a forward pass, at a stage and at positions.
+"""Interventions: changes of a stage at some positions, inside the forward pass.
 
-Plain data, checked against the model's shape by `check_interventions`, carried out by
-`model/inference/kernels/eager/taps.py`. The caller computes the values (another prompt, a
-difference of two) before a request is queued.
+`check_interventions` checks them against the model's shape; `model/inference/kernels/eager/taps.py`
+applies them. The caller computes their values (those of another prompt, or a difference of two
+prompts) before it submits the request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,16 @@ PARAM = "interventions"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intervention:
-    """One change of a stage, wherever the stage is computed.
+    """One change of a stage, in every pass that computes the stage.
 
     stage      name of a stage that may be changed
-    positions  ascending positions of the prompt, or a span of all computed positions
-    heads      ascending; None: all, or the stage has none
+    positions  ascending positions of the prompt, or all positions of a span
+    heads      ascending heads; None: all, or the stage has no heads
     operation  zero; scale by `factor`; add `factor` times `values`; set to `values`
-    values     NumPy, float32: (1, ...) for every position, or (len(positions), ...), followed by
-               the stage's shape with the chosen `heads` only. A last axis T is as long as the
-               prompt
-    field      name of the caller's field, for messages; None: its place among the interventions
+    values     NumPy array of float32 (P, ...): P is 1 for the same values at every position, or
+               len(positions); the rest is the stage's shape with only the chosen `heads`. An axis
+               over keys (T) is as long as the prompt
+    field      the caller's name of the intervention, for messages; None: its index
     """
 
     stage: str
@@ -47,15 +47,16 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Stages to change, and the same heads of each; None: all heads, or the stages have none."""
+    """The stages to change, and the heads to change in each (None: all heads, or the stages have
+    none)."""
 
     stages: tuple[Stage, ...]
     heads: tuple[int, ...] | None
 
 
 def resolve_target(pattern: str, heads: Sequence[int] | None, config: GPTConfig) -> Target:
-    """The stages of a name or pattern, and heads, of which negative ones count from the end.
-    Raises InvalidRequest for stages and heads that do not exist or may not be changed."""
+    """The stages that a name or pattern matches, with the given heads; negative heads count from
+    the end. Raises InvalidRequest for stages and heads that do not exist or may not be changed."""
     try:
         stages = match_stages([pattern], config)
     except UnknownStage as error:
@@ -74,8 +75,7 @@ def resolve_target(pattern: str, heads: Sequence[int] | None, config: GPTConfig)
 def check_interventions(
     interventions: Sequence[Intervention], config: GPTConfig, prompt_length: int
 ) -> None:
-    """Raise InvalidRequest for interventions that cannot be carried out on a prompt of this
-    length."""
+    """Raise InvalidRequest if an intervention cannot be applied to a prompt of this length."""
     for index, intervention in enumerate(interventions):
         with about(intervention.field or f"{PARAM}[{index}]"):
             _check_intervention(intervention, config, prompt_length)
@@ -83,7 +83,8 @@ def check_interventions(
 
 @contextmanager
 def about(field: str) -> Iterator[None]:
-    """Prefix an InvalidRequest with the intervention that it is about: `interventions[3]: ...`."""
+    """Prefix the message of an InvalidRequest with the intervention's name, as `interventions[3]:
+    ...`."""
     try:
         yield
     except InvalidRequest as error:
@@ -111,7 +112,8 @@ def _check_intervention(intervention: Intervention, config: GPTConfig, length: i
 
 
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
-    """`shape` is that of the chosen part of the stage at one position."""
+    """Check the values of an intervention. `shape` is that of the chosen heads of its stage at one
+    position."""
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}
     if values is None:

@@ -1,15 +1,16 @@
-"""KV cache: slots, and attention over them.
+"""KV cache: the slots, and attention over their contents.
 
-A slot is one contiguous row of positions per layer. `prefill` and `decode` return the two `Attend`s
-that write new keys and values into slots and attend over their contents.
+A slot is one contiguous row of positions per layer. `prefill` and `decode` return functions
+(`Attend`) that write new keys and values into slots and attend over the slots' contents.
 
-A prefilled position depends only on its own block of 32 positions and the cache before it, a
-decoded one only on its slot up to its own position; neither depends on the number of other rows. So
-attention goes block by block and slot by slot, except `prefill_at_once`, whose bits may differ.
-`model/inference/engine/slots.py` decides who owns a slot and which positions may be shared.
+The result of a prefilled position depends only on its own block of 32 positions and the cache
+before it; that of a decoded position only on its slot up to the position. Neither depends on the
+number of other rows. So attention is computed block by block and slot by slot, except by
+`prefill_at_once`, whose bits may differ. `model/inference/engine/slots.py` records who owns a slot
+and which positions may be shared.
 
-Keys and values are kept in the dtype of attention, or in int8 with a scale for each head's key and
-value (`Cells`). Torch converts them to its dtype, the native decoder reads the bytes.
+Keys and values are stored in the dtype of attention, or in int8 with a scale for each key and value
+of a head (`Cells`). Torch converts int8 before it attends; the native decoder reads the bytes.
 
 Shapes: S slots, K = n_kv_head, D = head_dim, L = slot_length.
 """
@@ -34,17 +35,17 @@ from logitd.model.transformer.attention import (
 from logitd.model.transformer.config import BLOCK, GPTConfig
 
 Index = tuple[int | slice | Tensor, ...]
-"""Into (n_layer, S, K, L)."""
+"""An index into the axes (n_layer, S, K, L)."""
 
 
 class Cells:
     """The keys, or the values, of all slots.
 
     numbers  (n_layer, S, K, L, D)
-    scales   (n_layer, S, K, L) float32, factors of a position's numbers in int8; else None
+    scales   (n_layer, S, K, L) float32: in int8, the factor of each position's numbers; else None
 
-    In int8 a position's numbers are integers from -127 to 127, scaled to the largest of them. The
-    scale of a position with a number that is not finite is not finite either.
+    In int8 the numbers of a position are integers from -127 to 127; the largest magnitude is 127.
+    If a number is not finite, the scale of its position is not finite either.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Cells:
             self.numbers[index], self.scales[index] = quantized_rows(rows)
 
     def read(self, index: Index) -> Tensor:
-        """Rows (..., D): a view, or a copy of int8."""
+        """Rows (..., D) in the dtype of attention: a view, or a converted copy of int8."""
         numbers = self.numbers[index]
         if self.scales is None:
             return numbers
@@ -101,7 +102,7 @@ class KVCache:
         dtype: torch.dtype,
         kept: KVCacheDType = "auto",
     ) -> None:
-        # Prefill writes whole blocks.
+        # Rounded up, because prefill writes whole blocks.
         self.slot_length = -(-config.context_length // BLOCK) * BLOCK
         shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
         self._keys = Cells(shape, device, dtype, kept)
@@ -119,13 +120,13 @@ class KVCache:
         return self._keys.nbytes + self._values.nbytes
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions [0, end) of a slot in attention's dtype: (K, end, D)
+        """Keys and values of positions [0, end) of a slot, in the dtype of attention: (K, end, D)
         each."""
         index = (layer, slot, slice(None), slice(0, end))
         return self._keys.read(index), self._values.read(index)
 
     def prefill(self, slot: int, start: int, observe: Observer | None = None) -> Attend:
-        """Attention of whole blocks of new positions of one slot, the first at `start`."""
+        """Attention for whole blocks of new positions in one slot, from `start` on."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (1, H, T, D); k, v (1, K, T, D); T a multiple of BLOCK
@@ -137,7 +138,7 @@ class KVCache:
         return attend
 
     def prefill_at_once(self, slot: int, start: int) -> Attend:
-        """Like `prefill`, with all positions of the piece in one operation per layer."""
+        """Like `prefill`, but with one operation per layer for all positions of the piece."""
         bias: Tensor | None = None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,10 +151,10 @@ class KVCache:
         return attend
 
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> Attend:
-        """Attention of new positions in several slots, a row each. A slot may have several
-        successive positions: each sees the earlier ones.
+        """Attention for one new position per row. Several rows may be successive positions of the
+        same slot; each attends to the earlier ones.
 
-        The batch may have more rows than `slots` (padding): their result is zero.
+        The batch may have more rows than `slots`: the result of these padding rows is zero.
         """
         count = len(slots)
         slot_index = torch.tensor(slots, device=self.keys.device)
@@ -187,7 +188,8 @@ class KVCache:
     def _extend(
         self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values (K, T, D) at `start`; returns those of positions [0, start + T)."""
+        """Write keys and values (K, T, D) at `start`, and return those of positions [0, start +
+        T)."""
         end = start + keys.shape[1]
         index = (layer, slot, slice(None), slice(start, end))
         self._keys.write(index, keys)
@@ -196,23 +198,23 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros that on a CPU take memory only for written positions. `torch.zeros` writes all of them:
-    a server of 64 slots of GPT-2 held 2.3 GiB before its first request.
+    """Zeros that, on a CPU, take memory only when they are written to. `torch.zeros` writes all of
+    them: with it, a server of GPT-2 with 64 slots took 2.3 GiB before its first request.
 
-    On small pages: with large ones a step is 1 to 2 % faster (7 % of a small model), but the first
-    prompt in a slot takes half as long again, to touch them.
+    The memory is on small pages. Large ones would make a step 1 to 2 % faster (7 % for a small
+    model), but the first prompt in a slot 50 % slower.
     """
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
-    # Private: memory that processes could share would count as files do.
+    # Private, because shared memory would be accounted as files.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the memory
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps `memory` alive
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """A copy of (B, ...) in which every row begins on a cache line, like every slot: the bits of
-    stock kernels may depend on that (float32, head_dim not a multiple of 4)."""
+    """A copy of (B, ...) in which every row begins on a cache line, because the bits of torch's
+    kernels may depend on alignment (float32, head_dim not a multiple of 4)."""
     width, line = rows[0].numel(), 64 // rows.element_size()
     copy = rows.new_empty(len(rows), -(-width // line) * line)[:, :width]
     return copy.unflatten(1, rows.shape[1:]).copy_(rows)

@@ -1,8 +1,8 @@
-"""Load a checkpoint: from a folder and options to a model that is ready to decode.
+"""Load a checkpoint and choose its dtype and decoder. Engine and cache are made elsewhere.
 
-The order matters. The shape is checked against the header of the weights and the free memory
-first, because nothing may be allocated by a size that is not true. Then the weights are read in
-the dtype that is fastest for that shape, and the decoder is chosen. Makes no engine and no cache.
+The order matters. First the shape is checked against the header of the weights and the free memory,
+so that nothing is allocated for a false size. Then the dtype is chosen, the weights are read, and
+the decoder is chosen.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A checkpoint's weights on their device, its options, and what was chosen by them."""
+    """A checkpoint's weights on their device, the options, and the choices that follow from
+    them."""
 
     checkpoint: CheckpointInfo
     gpt: GPT
@@ -58,19 +59,19 @@ def load_model(
     slots: SlotBudget | None = None,
     log: Callable[[str], None],
 ) -> LoadedModel:
-    """Read a checkpoint and choose how to compute it. From then on this process keeps the memory
-    that it frees (`keep_freed_memory`). The thread that computes sets torch's threads
+    """Read a checkpoint and choose how to compute it. Also makes this process keep memory that it
+    frees (`keep_freed_memory`). The thread that computes must set the number of torch's threads
     (`use_threads`).
 
-    `log` gets the chosen checkpoint of a run, and the start of a build of native kernels. Raises
-    CheckpointError, KernelError, and DeviceError if the weights and the `slots` do not fit, before
-    it reads them.
+    `log` gets a line for the chosen checkpoint of a run, and one when native kernels are built.
+    Raises CheckpointError and KernelError; DeviceError, before it reads the weights, if they and
+    the `slots` do not fit.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
     if is_run(path):
         log(f"reading checkpoint {checkpoint.path.name} of the run {path}")
-    check_header(checkpoint)  # the sizes are those of the weights from here on
+    check_header(checkpoint)  # from here on the sizes in the config are known to be true
     choice = choose_dtype(checkpoint.config, choose_device(options.device), options, log=log)
     placement = choose_placement(options.device, choice.name, options.threads)
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
@@ -96,9 +97,9 @@ def load_replacement(
     *,
     log: Callable[[str], None],
 ) -> GPT:
-    """Read the weights of another checkpoint of the served model, which stays in memory, onto the
-    same device and in the same dtype. `log` gets their size before they are read. Raises
-    CheckpointError, and DeviceError if they do not fit."""
+    """Read another checkpoint of the served model, on the same device and in the same dtype. The
+    served weights stay in memory. `log` gets the size of the new weights before they are read.
+    Raises CheckpointError; DeviceError if they do not fit."""
     checkpoint = read_checkpoint(path)
     if checkpoint.weights_sha256 != weights_sha256:
         raise CheckpointError(f"{path} was replaced while it was being loaded")
@@ -114,13 +115,13 @@ def load_replacement(
 
 
 def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
-    """Raise CheckpointError unless a checkpoint has the shape of the served one, which the cache
-    depends on, and its vocabulary, in which prompts are encoded."""
+    """Raise CheckpointError unless a checkpoint has the shape of the served one, on which the cache
+    depends, and the same vocabulary, because prompts are encoded before the swap."""
     if other.config != served.config:
         ours, theirs = served.config.to_dict(), other.config.to_dict()
         name = next(name for name in theirs if ours.get(name) != theirs[name])
         raise CheckpointError(
-            f"{other.path} has another shape than the served {served.path} ({name} is "
+            f"{other.path} has a different shape from the served {served.path} ({name} is "
             f"{theirs[name]!r}, not {ours.get(name)!r}): start another server for it"
         )
     vocabularies = [
@@ -129,14 +130,14 @@ def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
     ]
     if vocabularies[0] != vocabularies[1]:
         raise CheckpointError(
-            f"{other.path} has another vocabulary than the served {served.path}: start another "
-            "server for it"
+            f"{other.path} has a different vocabulary from the served {served.path}: start "
+            "another server for it"
         )
 
 
 def choose_slots(loaded: LoadedModel, budget: SlotBudget) -> tuple[int, Available]:
-    """Slots of the KV cache of a loaded model, and the memory that its weights leave free. Raises
-    DeviceError if they do not fit."""
+    """Number of slots for a loaded model, and the memory that its weights leave free. Raises
+    DeviceError if the slots do not fit."""
     checkpoint, placement = loaded.checkpoint, loaded.placement
     memory = available(placement.device)
     return _count_slots(budget, checkpoint, placement, memory, loaded.options), memory

@@ -1,7 +1,9 @@
-"""Memory of slots: the size of a slot and of a step, and how many slots fit next to the weights.
+"""Memory of slots: the size of a slot and of a step, and the number of slots that fit next to the
+weights.
 
-Arithmetic on shapes. The memory of a device and of a model is in `model/memory.py`. Buffers of
-libraries and of single kernels are not counted; the unused share of a GPU has to hold them.
+These are computed from shapes. The memory of a device and of a model is in `model/memory.py`.
+Buffers of libraries and of single kernels are not counted; on a GPU the unused share of memory must
+hold them.
 """
 
 from collections.abc import Sequence
@@ -19,9 +21,9 @@ from logitd.model.memory import Available, format_bytes, free_of, model_bytes
 from logitd.model.transformer.config import BLOCK, GPTConfig
 
 MAX_SLOTS = 4096
-"""Limit of the slots that an amount of memory is divided into."""
+"""Most slots that an amount of memory is divided into."""
 SAMPLING_BYTES = 48
-"""Bytes for each logit of a row while a GPU samples: a row of float32, its filtered copy, its
+"""Bytes per logit while a GPU samples a row: the row in float32, its filtered copy, its sorted
 order, probabilities and their sums in float64, and masks."""
 SCALE_BYTES = 4
 """Bytes of the scale of a head's int8 key or value at one position."""
@@ -29,8 +31,8 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class SlotBudget:
-    """The slots of each model's KV cache: `slots`, or as many as fit into `memory`, the amount for
-    all models together; `default` if both are None. At most one of the two is set."""
+    """The number of slots of each model's KV cache: `slots`, or as many as fit into `memory`, which
+    is shared by all models. At most one of these is set; if none is, `default` applies."""
 
     slots: int | None = None
     memory: MemorySize | None = None
@@ -39,7 +41,8 @@ class SlotBudget:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a named model: elements have `item_bytes`, `kept` is the dtype of its cache."""
+    """The sizes of a model: its shape, the bytes of an element, and the dtype of its cache
+    (`kept`)."""
 
     name: str
     config: GPTConfig
@@ -51,37 +54,36 @@ class Shape:
         return model_bytes(self.config, self.item_bytes)
 
     def slot(self, *, gpu: bool) -> int:
-        """Bytes of one slot, with the working memory of a step on a GPU."""
+        """Bytes of one slot; on a GPU including its part of a step's working memory."""
         working = working_bytes(self.config, self.item_bytes) if gpu else 0
         return slot_bytes(self.config, self.item_bytes, self.kept) + working
 
 
 def slot_bytes(config: GPTConfig, item_bytes: int, kept: KVCacheDType = "auto") -> int:
-    """Bytes of the keys and values of all layers in one slot, in elements of `item_bytes` or as
-    `kept` says."""
+    """Bytes of the keys and values of all layers in one slot."""
     length = -(-config.context_length // BLOCK) * BLOCK
     row_bytes = config.head_dim + SCALE_BYTES if kept == "int8" else config.head_dim * item_bytes
     return 2 * config.n_layer * config.n_kv_head * length * row_bytes
 
 
 def working_bytes(config: GPTConfig, item_bytes: int) -> int:
-    """Bytes that a step on a GPU needs for each running sequence: a copy of a layer's keys and
-    values, and the memory of sampling."""
+    """Bytes that a step on a GPU needs per running sequence: a copy of one layer's keys and values,
+    and the memory of sampling."""
     return slot_bytes(config, item_bytes) // config.n_layer + SAMPLING_BYTES * config.vocab_size
 
 
 def divide_slots(
     shapes: Sequence[Shape], budget: SlotBudget, memory: Available, *, gpu: bool
 ) -> tuple[int, ...]:
-    """Slots of each of several models, if `memory.free` is free before any of them is loaded.
+    """Number of slots of each model. `memory.free` is the free memory before any model is loaded.
 
-    Raises DeviceError if the models do not fit together, or a model has no room for a slot."""
+    Raises DeviceError if the models do not fit together, or if a model has no room for a slot."""
     weights = sum(shape.weights for shape in shapes)
     if weights > memory.free:
         each = ", ".join(f"{shape.name} {format_bytes(shape.weights)}" for shape in shapes)
         raise DeviceError(
             f"the weights of {len(shapes)} models take {format_bytes(weights)} together ({each}), "
-            f"{free_of(memory)}: serve fewer, choose a narrower dtype, or free some"
+            f"{free_of(memory)}: serve fewer, choose a narrower dtype, or free memory"
         )
     return slots_for(shapes, budget, replace(memory, free=memory.free - weights), gpu=gpu)
 
@@ -89,10 +91,10 @@ def divide_slots(
 def slots_for(
     shapes: Sequence[Shape], budget: SlotBudget, memory: Available, *, gpu: bool
 ) -> tuple[int, ...]:
-    """Slots of each model, if the weights of all of them leave `memory.free`. Each model gets an
-    equal part of an amount of memory.
+    """Number of slots of each model. `memory.free` is the memory that the weights of all models
+    leave free. An amount of memory is divided equally between the models.
 
-    Raises DeviceError if the slots do not fit, or a model's part has no room for a slot."""
+    Raises DeviceError if the slots do not fit, or if a model's part has no room for a slot."""
     sizes = [shape.slot(gpu=gpu) for shape in shapes]
     if budget.memory is not None:
         slots = _slots_in_equal_parts(shapes, budget.memory, memory, gpu=gpu)
@@ -108,7 +110,7 @@ def slots_for(
             for shape, n, size in zip(shapes, slots, sizes, strict=True)
         )
         fit = max(0, memory.free // sum(sizes))
-        fix = "lower slots or kv_cache_memory" if fit else "free some, or lower context_length"
+        fix = "lower slots or kv_cache_memory" if fit else "free memory, or lower context_length"
         raise DeviceError(
             f"the KV cache takes {format_bytes(total)} ({each}), {free_of(memory)} next to the "
             f"weights; {fit} slots per model fit: {fix}"
@@ -125,8 +127,9 @@ def _default_slots(default: SlotDefault, slot: int, free: int) -> int:
 def _slots_in_equal_parts(
     shapes: Sequence[Shape], amount: MemorySize, memory: Available, *, gpu: bool
 ) -> tuple[int, ...]:
-    """Bytes are the size of the caches alone. A share is of all used memory on a GPU, weights
-    included, and of the free memory on a CPU."""
+    """Slots of each model for an amount of memory. An amount in bytes is the size of the caches
+    alone. On a GPU a share includes the weights and all other used memory; on a CPU it is a share
+    of the free memory."""
     is_share = isinstance(amount, MemoryShare)
     if not isinstance(amount, MemoryShare):
         whole = amount

@@ -1,4 +1,5 @@
-"""Options of computing and serving a model, and the texts of the command line. Without torch."""
+"""Options of computing a model, and the parsers of their texts on the command line. Imports no
+torch."""
 
 import math
 import re
@@ -20,12 +21,12 @@ TargetName = Literal[
 """Processor types that the native kernels can be built for."""
 KernelTarget = Literal["auto", TargetName]
 Quantization = Literal["none", "int8", "int4"]
-"""Quantization of the matrices; with int4 the head has int8."""
+"""Quantization of the weight matrices. With int4 the head is in int8."""
 KVCacheDType = Literal["auto", "int8"]
 """Dtype of keys and values: the model's, or int8 with a scale for each head and position."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
-"""Rows of a decode step with drafts, at most; with more, each draft costs what it saves."""
+"""Most rows of a decode step with drafts. Beyond that, a draft costs as much as it saves."""
 SECONDS = {"ms": 1e-3, "s": 1.0}
 """Units of time, in seconds."""
 UNITS = {
@@ -38,9 +39,9 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """Options of computing a checkpoint; the defaults are the best for this machine.
+    """Options of computing a checkpoint. The defaults choose the best for this machine.
 
-    threads  of torch and of the native decoder; 0: one per processor
+    threads  number of threads of torch and of the native decoder; 0: one per processor
     """
 
     device: str = "auto"
@@ -63,8 +64,8 @@ DEFAULTS = ComputeOptions()
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """A share of a device's memory: on a GPU of all of it, including the weights and other
-    processes; on a CPU of the memory that the weights leave free."""
+    """A share of a device's memory. On a GPU it is a share of all memory, of which weights and
+    other processes use a part; on a CPU, of the memory that the weights leave free."""
 
     fraction: float
 
@@ -78,22 +79,22 @@ MemorySize = int | MemoryShare
 
 @dataclass(frozen=True, slots=True)
 class SlotDefault:
-    """Slots of an empty budget: `most`, or with a `share` as many up to `most` as fit into it, at
-    least one. It is a share of the memory that the weights leave free."""
+    """Number of slots if the user sets none: `most`, or with a `share` as many as fit into that
+    share of the memory that the weights leave free, from 1 to `most`."""
 
     most: int
     share: MemoryShare | None = None
 
 
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
-"""Default of a server. A cache takes no memory before its slots are used
-(`model/inference/kv_cache.py`), and a quarter leaves most memory to others. 64 limits the slowdown
-of a stream when all slots are in use."""
+"""Default of a server. A quarter leaves most of the memory to others; slots take memory only once
+they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream when all slots are
+in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """A time, in durations of a step that only decodes."""
+    """A time, in multiples of the duration of a step that only decodes."""
 
     count: float
 
@@ -102,13 +103,13 @@ class DecodeSteps:
 
 
 TargetGap = float | DecodeSteps
-"""Limit of a step with prompts while others decode, in seconds or in decode steps
+"""Time limit of a step with prompts while sequences decode, in seconds or in decode steps
 (`model/inference/engine/budget.py`)."""
 
 
 def parse_target_gap(text: str) -> TargetGap | None:
-    """A gap from a text: "4x" is four decode steps, "150ms" or "0.2s" a time, "none" is None.
-    Raises ValueError with the valid forms."""
+    """Parse a gap: "4x" is four decode steps, "150ms" or "0.2s" a time, "none" is None. Raises
+    ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None
@@ -141,19 +142,20 @@ def format_target_gap(target: TargetGap | None) -> str:
 
 
 def head_quantization(quantize: Quantization) -> Quantization:
-    """Quantization of the head if other matrices have `quantize`. The head keeps eight bits: no
-    later layer compensates for its error, and a tied head is the embedding too."""
+    """Quantization of the head if the other matrices have `quantize`. The head keeps eight bits,
+    because no later layer compensates for its error, and because a tied head is also the
+    embedding."""
     return "none" if quantize == "none" else "int8"
 
 
 def parse_loss_limit(text: str) -> float:
-    """A limit of a loss from a text, as a share: 0.02 for "2%", infinity for "any". Raises
-    ValueError with the valid forms."""
+    """Parse the limit of an added loss: "2%" is 0.02, "any" is infinity. Raises ValueError with the
+    valid forms."""
     if text.strip().lower() == "any":
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%?", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a share in percent: use 2% or 0.5%, or any for no limit")
+        raise ValueError(f"{text!r} is not a percentage: use 2% or 0.5%, or any for no limit")
     return float(match[1]) / 100
 
 
@@ -171,7 +173,7 @@ def parse_memory(text: str) -> MemorySize:
     number = float(match[1])
     if match[2] == "%":
         if not 0 < number <= 100:
-            raise ValueError(f"{text} is not a share of the memory: use above 0%, at most 100%")
+            raise ValueError(f"{text} is not a share of the memory: use more than 0%, at most 100%")
         return MemoryShare(number / 100)
     unit = UNITS[match[2]]
     size = int(match[1]) * unit if match[1].isdigit() else int(number * unit)

@@ -1,7 +1,7 @@
-"""Reference: generation by its plain definition, the oracle of every engine test.
+"""Reference: generation by its plain definition, the oracle of the engine's tests.
 
-One sequence at a time, no cache, the whole text through the plain forward for every token, and the
-sampler's definitions on Python lists. Shares only the random numbers with the engine
+It computes one sequence at a time without a cache, running the whole text through the plain forward
+for every token, and samples on Python lists. It shares only the random numbers with the engine
 (`model/inference/sampling/philox.py`).
 """
 
@@ -17,7 +17,7 @@ from logitd.model.transformer.gpt import GPT
 
 @torch.inference_mode()
 def generate(gpt: GPT, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
-    """The completion's token ids, a stop token included."""
+    """Token ids of the completion, including a stop token."""
     tokens = list(prompt)
     matcher = params.constraint.matcher() if params.constraint else None
     device = gpt.token_embedding.weight.device
@@ -46,7 +46,7 @@ def sample_row(
     index: int = 0,
     allowed: Sequence[bool] | None = None,
 ) -> int:
-    """The next token of one sequence; steps numbered as in `sampling/sampler.py`."""
+    """The next token of one sequence. Steps are numbered as in `sampling/sampler.py`."""
     row = processed_row(logits, tokens, prompt_length, params, allowed)
     if params.temperature == 0:
         return max(range(len(row)), key=lambda i: (row[i], -i))
@@ -67,7 +67,7 @@ def processed_row(
     params: SamplingParams,
     allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """The logits to sample from: after steps 1 to 10, or 1 to 6 at temperature 0."""
+    """The logits to sample from: after steps 1 to 10, or after steps 1 to 6 at temperature 0."""
     row = penalised(logits, tokens, prompt_length, params, allowed)
     return filtered(row, params) if params.temperature else row
 
@@ -79,7 +79,7 @@ def penalised(
     params: SamplingParams,
     allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """Steps 1 to 6; `allowed` is the mask of a constraint."""
+    """The logits after steps 1 to 6. `allowed` is the mask of a constraint."""
     row = list(logits)
     completion = tokens[prompt_length:]
     for token_id, bias in params.logit_bias.items():
@@ -102,7 +102,7 @@ def penalised(
 
 
 def filtered(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """Steps 7 to 10."""
+    """The logits after steps 7 to 10."""
     row = [x / max(params.temperature, 1e-5) for x in logits]
     if 0 < params.top_k < len(row):
         kth = sorted(row, reverse=True)[params.top_k - 1]

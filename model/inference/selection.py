@@ -1,8 +1,8 @@
-"""Selection: the positions, layers, heads and stages that a request's indices and patterns choose.
+"""Selection: resolves a request's indices and patterns to positions, layers, heads and stages.
 
-Negative indices count from the end, `*` means all layers. An `InvalidRequest` says what there
-is instead of the missing thing. Not here: whether the model can compute the choice
-(`model/inference/engine/validation.py`).
+Negative indices count from the end, and `*` means all layers. The messages of `InvalidRequest` list
+the valid choices. `model/inference/engine/validation.py` checks if the model can compute the
+result.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ def resolve_indices(
     *,
     from_end: bool = True,
 ) -> tuple[int, ...]:
-    """Indices into `count` things; None: all of them. With `from_end`, negative indices count from
-    the end. `what` says in a message how many things there are. Raises InvalidRequest unless there
-    is at least one index and all are in range, ascending and distinct."""
+    """Resolve indices into a list of `count` items; None: all of them. With `from_end`, negative
+    indices count from the end. `what` states the number of items in messages. Raises InvalidRequest
+    unless there is at least one index and all are in range, ascending and distinct."""
     if indices is None:
         return tuple(range(count))
     for index in indices:
@@ -33,14 +33,15 @@ def resolve_indices(
     resolved = tuple(index % count for index in indices)
     if not resolved or list(resolved) != sorted(set(resolved)):
         raise InvalidRequest(
-            f"{param} {list(resolved[:20])} must be ascending, distinct and at least one", param
+            f"{param} is {list(resolved[:20])}; give at least one, ascending and distinct",
+            param,
         )
     return resolved
 
 
 def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages that names and patterns choose, in the order of computation. Raises InvalidRequest
-    for a pattern that matches none."""
+    """The stages that match names and patterns, in the order of computation. Raises InvalidRequest
+    if one matches no stage."""
     if not patterns:
         raise InvalidRequest("stages is empty; name at least one, GET /stages lists them", "stages")
     try:
@@ -52,8 +53,8 @@ def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, .
 def resolve_heads(
     heads: Sequence[int], stages: Sequence[Stage], config: GPTConfig
 ) -> tuple[int, ...]:
-    """Head indices from 0 that every stage with heads has; negative ones count from the end. Raises
-    InvalidRequest."""
+    """Resolve head indices for all stages that have heads; negative ones count from the end. Raises
+    InvalidRequest if a head does not exist, or is a different one in different stages."""
     resolved: dict[tuple[int, ...], None] = {}
     for stage in stages:
         if stage.heads_axis is not None:
@@ -65,8 +66,8 @@ def resolve_heads(
     if len(resolved) > 1:
         with_heads = [stage for stage in stages if stage.heads_axis]
         raise InvalidRequest(
-            f"heads count from the end, and {_names(with_heads)} have different numbers of heads: "
-            "ask for them one by one, or count from 0",
+            f"negative heads count from the end, and {_names(with_heads)} have different numbers "
+            "of heads: request them separately, or count from 0",
             "heads",
         )
     return next(iter(resolved))

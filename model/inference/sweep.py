@@ -1,8 +1,7 @@
-"""Sweep: the cells of a grid, and the part of an intervention in each of them.
+"""Sweep: divides an intervention into the cells of a grid over layers, heads and positions.
 
-Ablating each head in turn, or patching each layer and position in turn, is one intervention in one
-place after another, along the axes layers, heads and positions. Plain data; the caller makes a
-request of each cell.
+To ablate each head in turn, or to patch each layer at each position, means to apply the same
+intervention in one place after another. The caller makes a request of each cell.
 """
 
 import itertools
@@ -22,7 +21,7 @@ Axis = Literal["layers", "heads", "positions"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A place of the grid; None for an axis that is not swept."""
+    """A cell of the grid. A coordinate is None if its axis is not swept."""
 
     layer: int | None
     head: int | None
@@ -31,8 +30,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The places of each axis in the requested order, and the varied interventions by layer; all of
-    them under None."""
+    """A grid over some axes.
+
+    axes    the layers, heads or positions along each axis, in the requested order
+    varied  the interventions by layer; all of them under None"""
 
     axes: Mapping[Axis, tuple[int, ...]]
     varied: Mapping[int | None, Sequence[Intervention]]
@@ -42,8 +43,8 @@ class Grid:
         return math.prod(map(len, self.axes.values()))
 
     def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
-        """The cells, the last axis fastest, each with its interventions. Made lazily: all of them
-        at once take seconds."""
+        """The cells with their interventions; the last axis changes fastest. They are made lazily,
+        because all of them may take seconds."""
         for place in itertools.product(*self.axes.values()):
             at = dict(zip(self.axes, place, strict=True))
             cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))
@@ -53,9 +54,9 @@ class Grid:
 def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: GPTConfig
 ) -> Grid:
-    """The grid over some axes of an intervention, of which `varied` has one for each layer. An axis
-    that is not swept is changed as a whole in every cell. Raises InvalidRequest for interventions
-    that cannot be carried out, and for an axis that the stage does not have."""
+    """The grid over some axes of an intervention; `varied` holds it once for each layer. Every cell
+    changes all of an axis that is not swept. Raises InvalidRequest if an intervention cannot be
+    applied, or if its stage lacks a swept axis."""
     check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
@@ -75,7 +76,8 @@ def _places(
     prompt_length: int,
     config: GPTConfig,
 ) -> tuple[int, ...]:
-    """The places along an axis of interventions that differ in their stage alone."""
+    """The layers, heads or positions along an axis. The interventions differ only in their
+    stage."""
     match axis:
         case "layers":
             if stages[0].layer is None:

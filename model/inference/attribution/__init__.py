@@ -1,1 +1,1 @@
-"""Attribution: which tokens and which parts of the model a logit hangs on."""
+"""Attribution: how much each token and each part of the model contributes to a logit."""

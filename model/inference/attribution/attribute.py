@@ -1,9 +1,9 @@
-"""Attributing: one prompt's attributions by all requested methods, piece by piece.
+"""Attributing: computes the attributions of one prompt, by all requested methods, in pieces.
 
-A piece is a block forward, a block backward, or one pass over the head. The engine does other work
-between two pieces and may drop an attribution after any of them. Between pieces it keeps a stream
-before each block and a few more tensors of that size (`kept_elements` of `task.py`), for any number
-of steps.
+A piece is one block forward, one block backward, or one pass over the head. Between two pieces the
+engine can do other work, or drop the attribution. An attribution keeps the stream before each block
+and a few more tensors of that size (`kept_elements` of `task.py`); the number of steps does not
+matter.
 """
 
 from collections.abc import Generator, Sequence
@@ -24,7 +24,8 @@ from logitd.model.transformer.tap import UNTAPPED
 
 
 class Attributing:
-    """The attributions of one prompt, in progress. `watched` is the context of each block."""
+    """A computation of the attributions of one prompt, in progress. Each block runs in the context
+    that `watched` makes."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Attributing:
         self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
 
     def advance(self) -> Attribution | None:
-        """Compute one piece; returns the result after the last one. Do not call after that."""
+        """Compute one piece. The last call returns the result, all others None."""
         # The engine computes in inference mode, whose tensors autograd does not take.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -48,8 +49,8 @@ class Attributing:
 
 
 class _Prompt:
-    """A prompt and its task. Apart from `Attributing`, so that the tensors of a dropped attribution
-    are freed at once, not by the garbage collector."""
+    """A prompt and its task. If `Attributing` kept a generator of itself, the two would refer to
+    each other, and the tensors of a dropped attribution would wait for the garbage collector."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -100,8 +101,9 @@ class _Prompt:
     def _forward(
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
-        """The last stream (1, T, C) from the first, a piece for each block. Appends the stream
-        before each block to `streams`, and the row of each block to `rows`, if given."""
+        """Run the first stream `x` through all blocks, one per piece, and return the last stream
+        (1, T, C). Append the stream before each block to `streams`, and the row of each block to
+        `rows`, unless they are None."""
         for layer in self._layers:
             if streams is not None:
                 streams.append(x)
@@ -116,8 +118,8 @@ class _Prompt:
     def _backward(
         self, last: Tensor, streams: list[Tensor], direction: Tensor
     ) -> Generator[None, None, Tensor]:
-        """The gradient (1, T, C) with respect to the first stream, a piece for each block. Empties
-        `streams`."""
+        """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
+        C) with respect to the first stream. Empties `streams`."""
         gradient = self._passes.head_gradient(last, direction)
         for layer in reversed(self._layers):
             gradient = self._passes.backward(layer, streams.pop(), gradient)
@@ -154,12 +156,12 @@ class _Prompt:
         return bias[token_id].item() - minus
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
-        """Values of all tokens of the prompt; 0 behind the position."""
+        """Values of all tokens of the prompt; 0 for those after the position."""
         return (*values[: self._task.position + 1].tolist(), *[0.0] * self._behind)
 
 
 def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
-    """The attributions of a prompt, without stops."""
+    """Compute all pieces of a prompt's attributions."""
     attributing = Attributing(gpt, token_ids, task)
     while (result := attributing.advance()) is None:
         pass

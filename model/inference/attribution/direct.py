@@ -1,9 +1,9 @@
-"""Direct contributions: the addition of each part of a model to a logit.
+"""Direct contributions: the amount that each part of a model adds to a logit.
 
 The residual stream is the sum of the embedding and the outputs of each block's attention and MLP.
-Only the final norm and the head are between the last stream and the logit. A norm divides by a
-scale that depends on its input. With that scale s frozen at its value in this forward, a norm is
-a linear map and a bias (w if it has weights):
+Only the final norm and the head lie between the last stream and the logit. A norm divides by a
+scale s that depends on its input. If s is held at its value in this forward, the norm is linear
+except for its bias (w and b if it has them):
 
     LayerNorm(x) = w * (x - mean(x)) / s + b      RMSNorm(x) = w * x / s
 
@@ -14,11 +14,12 @@ So the logit of token v, with row h_v and bias c_v of the head, is an exact sum:
 
 The parts are the embedding and, of each block, the heads (each through its columns of the output
 projection), the bias of that projection, and the MLP with its bias. With `norm_position` "post"
-each norm applies to the whole sum before it, so g is taken through the norms from the last to the
-first, and the bias of each is a part too. The target of two tokens uses h_v - h_w and c_v - c_w.
+each norm applies to the whole sum before it, so g is propagated back through every norm, and the
+bias of each norm is a part too. For the difference of two tokens' logits, h_v - h_w and c_v - c_w
+replace h_v and c_v.
 
-Indirect effects belong to the later blocks that read a head's output. Computed in float64 from the
-values of the forward, so summing loses nothing.
+If a later block reads the output of a head, the effect counts as that block's. The products are
+computed in float64 from the values of the forward, so that the sum loses no precision.
 
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
@@ -36,7 +37,7 @@ RECORDED = ("attention.heads", "attention.out", "mlp.out")
 
 @dataclass(slots=True)
 class BlockRow:
-    """One position of a block's forward. The sums are the inputs of post norms."""
+    """Values of a block's forward at one position. The sums are the inputs of post norms."""
 
     heads: Tensor  # (H, D)
     mlp: Tensor  # (C,)
@@ -45,7 +46,7 @@ class BlockRow:
 
 
 class OneRow:
-    """A tap that keeps one position of a block's forward over a text."""
+    """A tap that keeps the values of one position."""
 
     def __init__(self, row: int) -> None:
         self._row = row
@@ -60,7 +61,7 @@ class OneRow:
         return value
 
     def row(self, before: Tensor) -> BlockRow:
-        """The position of the block that read the stream `before` (1, T, C)."""
+        """The kept values of the block whose input was the stream `before` (1, T, C)."""
         heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
         return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
 
@@ -73,7 +74,7 @@ def direct_parts(
     direction: Tensor,  # (C,): h_v, or h_v - h_w
     head_bias: float | None,  # c_v, or c_v - c_w
 ) -> tuple[Part, ...]:
-    """The parts of the target, in the order of the forward."""
+    """The contribution of each part to the target, in the order of the forward."""
     config = gpt.config
     parts: list[Part] = []  # the last first
 
@@ -108,8 +109,9 @@ def direct_parts(
 
 
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:
-    """The vector whose product with a norm's input x (C,) is that of g (C,) with its output, with
-    the scale of x, in float64; and the product of g with the norm's bias, if it has one."""
+    """Propagate g (C,) back through a norm with the input x (C,), whose scale is held. Returns the
+    vector, in float64, whose product with x is that of g with the norm's output without its bias;
+    and the product of g with that bias, if there is one."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     centred = isinstance(norm, nn.LayerNorm)
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None

@@ -1,22 +1,23 @@
 """Gradients of a logit with respect to the residual stream, block by block.
 
-`TextPasses` are the passes of one text, forward or backward through one block. The backward pass
-computes the block again with autograd for its vector-Jacobian product, so only one block's
-activations are kept, next to the stream before each block. The methods:
+`TextPasses` runs one text forward or backward through one block. The backward pass computes the
+block again with autograd, so only the stream before each block and the activations of one block are
+kept. The methods:
 
     gradient_times_input   a_t = <df/dx_t (x), x_t>
     integrated_gradients   a_t = <x_t - b_t, 1/m sum_k df/dx_t (b + (k + 1/2)/m (x - b))>
 
 f is the target, x_t the vector of token t in the stage `embedding`, which enters the first block,
-and b the baseline. The second is that of Sundararajan, Taly and Yan (2017), by the midpoint rule.
-Value embeddings, which a model reads by token id, stay those of the prompt along the path.
+and b the baseline. Integrated gradients are from Sundararajan, Taly and Yan (2017); the integral
+uses the midpoint rule. Value embeddings are looked up by token id, so they stay those of the prompt
+along the whole path.
 
-Computed in float32 from the served weights (the rounded ones of int8 models), in float64 for a
-float64 model. Parameters get no gradients. One text at a time with the same
-operations, so the bits depend on nothing else.
+All arithmetic is in float32 on the served weights (the rounded ones of int8 models), or in float64
+for a float64 model. Parameters get no gradients. Texts are computed one at a time by the same
+operations, so the bits of one do not depend on others.
 
-Shapes: T positions of the text, including padding behind the position of the target, which changes
-nothing; C = d_model, V = vocab_size.
+Shapes: T positions of the text, C = d_model, V = vocab_size. T includes padding after the position
+of the target, which changes no result.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,16 +34,16 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 Watch = Callable[[int], AbstractContextManager[None]]
-"""Context of a block's computation on a number of rows. May give torch fewer threads if
-`threads_keep_bits`."""
+"""Makes the context in which a block computes a number of rows. It may reduce torch's threads if
+`threads_keep_bits` is true."""
 
 HEAD_ROWS = 4096
-"""Rows of the head that are multiplied at a time, to avoid a wide copy of the whole head."""
+"""Rows of the head per multiplication, to avoid a float32 copy of the whole head."""
 
 
 class TextPasses:
-    """Passes of one text through a model, with the target in one `row`. Use outside of inference
-    mode, without autograd; the methods that need gradients turn them on."""
+    """Passes of one text through a model; the target is a logit of `row`. The caller turns
+    inference mode and autograd off; the methods that need gradients turn autograd on."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], row: int, watched: Watch | None = None
@@ -72,21 +73,22 @@ class TextPasses:
         return x
 
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
-        """The stream (1, T, C) after a block. Autograd is on, for the same operations as in
-        `backward`."""
+        """The stream (1, T, C) after a block. Autograd is on, so that torch runs the same
+        operations as in `backward`."""
         with self._watched(x.shape[1]), torch.enable_grad():
             return self._block(layer, x.detach().requires_grad_(), tap).detach()
 
     def backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient (1, T, C) with respect to a block's input `x`, from that of its output."""
+        """The gradient (1, T, C) with respect to a block's input `x`; `gradient` is with respect to
+        its output."""
         with self._watched(x.shape[1]), torch.enable_grad():
             x = x.detach().requires_grad_()
             (result,) = torch.autograd.grad(self._block(layer, x, UNTAPPED), x, gradient)
         return result
 
     def likeliest(self, x: Tensor) -> int:
-        """The id of the largest logit of the row, given the last stream (1, T, C); the lowest of
-        equals."""
+        """The id of the row's largest logit, given the last stream (1, T, C). The lowest id wins a
+        tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
         row = self._final_norm(x[0, self.row])
@@ -108,7 +110,8 @@ class TextPasses:
         return (logit if bias is None else logit + bias[token_id]).item()
 
     def direction(self, token_id: int, minus_id: int | None) -> Tensor:
-        """The factor of the target: a row of the head, or the difference of two (C,)."""
+        """The vector (C,) whose product with the final hidden state is the target: a row of the
+        head, or the difference of two."""
         weight, _ = self._gpt.head_parameters()
         row = _wide(weight[token_id], self.dtype)
         return row if minus_id is None else row - _wide(weight[minus_id], self.dtype)
@@ -135,8 +138,8 @@ class TextPasses:
 
 
 def threads_keep_bits(gpt: GPT, rows: int) -> bool:
-    """True if a block has the same bits with one thread as with all of torch's, forward and
-    backward over this number of rows."""
+    """True if one block, forward and backward over this number of rows, gives the same bits on one
+    thread as on all of torch's threads."""
     passes, layer = TextPasses(gpt, [0] * rows, 0), gpt.config.n_layer - 1
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, rows, gpt.config.d_model, generator=generator).to(passes.dtype)
@@ -152,7 +155,7 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
 
 
 def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of a module in a dtype; not copied if they have it."""
+    """The parameters of a module, converted to a dtype; not copied if they already have it."""
     return {name: _wide(value, dtype) for name, value in module.named_parameters()}
 
 
@@ -162,14 +165,15 @@ def per_token(vectors: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in a dtype. Tensors of inference mode are copied: autograd does not take them."""
+    """A tensor converted to a dtype. Tensors of inference mode are copied, because autograd rejects
+    them."""
     wide = tensor.detach().to(dtype)
     return wide.clone() if wide.is_inference() else wide
 
 
 def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention within the text (1, H, T, D). On a GPU by the only kernel whose backward
-    pass sums in a fixed order; it keeps the block's attention weights."""
+    """Causal attention within the text (1, H, T, D). A GPU uses the only kernel whose backward pass
+    sums in a fixed order, although it stores the block's attention weights."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (1, H, T, D)
     with nullcontext() if q.is_cpu else sdpa_kernel(SDPBackend.MATH):

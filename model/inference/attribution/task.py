@@ -21,11 +21,11 @@ DEFAULT_STEPS = 32
 class AttributionTask:
     """The target of an attribution and its methods.
 
-    position  of the prompt, from 0; its logits are for the next token
-    token_id  the token of the logit; None: the likeliest next token
+    position  position in the prompt, from 0; its logits are for the next token
+    token_id  token whose logit is attributed; None: the likeliest next token
     minus_id  token whose logit is subtracted
-    methods   each at most once
-    steps     of integrated gradients
+    methods   methods to apply, each at most once
+    steps     number of steps of integrated gradients
     baseline  start of integrated gradients: zero vectors (None), or the embedding of this token at
               every position
     """
@@ -39,8 +39,8 @@ class AttributionTask:
 
     @property
     def passes(self) -> int:
-        """Number of forward passes over the prompt. A backward pass, which computes every block
-        again, counts as two."""
+        """Cost in forward passes over the prompt. A backward pass counts as two, because it
+        computes every block again."""
         gradient = 2 if "gradient_times_input" in self.methods else 0
         path = 1 + 3 * self.steps if "integrated_gradients" in self.methods else 0
         return 1 + gradient + path
@@ -48,7 +48,8 @@ class AttributionTask:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The addition of one part of the model to the target; `head` is set for a head."""
+    """The amount that one part of the model adds to the target. `head` is None unless the part is a
+    head."""
 
     stage: str
     head: int | None
@@ -57,8 +58,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class IntegratedGradients:
-    """`values` of each token of the prompt, and the target at the baseline. The integral over the
-    path is target(prompt) - target(baseline); `gap` is the error of a finite number of steps."""
+    """A value for each token of the prompt, and the target at the prompt and at the baseline. With
+    infinitely many steps the values would sum to target(prompt) - target(baseline)."""
 
     values: tuple[float, ...]
     target: float
@@ -70,7 +71,7 @@ class IntegratedGradients:
 
     @property
     def gap(self) -> float:
-        """Sum of the attributions - (target(prompt) - target(baseline))."""
+        """Error of the finite number of steps: sum - (target(prompt) - target(baseline))."""
         return self.sum - (self.target - self.baseline_target)
 
 
@@ -78,9 +79,9 @@ class IntegratedGradients:
 class Attribution:
     """The target of one prompt, and its attributions by each requested method.
 
-    logit, minus_logit    of the tokens, in float32 arithmetic (float64 in a float64 model)
-    gradient_times_input  of each token of the prompt; 0 behind the position
-    direct                in the order of the forward; `direct_sum` is the target
+    logit, minus_logit    logits of the tokens, in float32 arithmetic (float64 in a float64 model)
+    gradient_times_input  a value for each token of the prompt; 0 after the position
+    direct                contributions in the order of the forward; their sum is the target
     """
 
     token_id: int
@@ -109,16 +110,17 @@ class Attribution:
 
 
 def padded_length(task: AttributionTask, config: GPTConfig) -> int:
-    """Number of computed rows: the text up to the position, in whole blocks, within the
+    """Number of computed rows: the text up to the position, rounded up to whole blocks, at most the
     context."""
     return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
 
 
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
-    """Elements that an attribution keeps at most: the stream before each block, six more tensors of
-    that size (prompt, baseline, sum, gradients), and autograd's share of one block."""
+    """Largest number of elements that an attribution keeps: the stream before each block, six more
+    tensors of that size (prompt, baseline, sum, gradients), and the values that autograd keeps of
+    one block."""
     units = config.d_ff * (4 if config.activation == "swiglu" else 2)
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values
-    # Twice, for the gradients of these.
+    # Doubled, for their gradients.
     return padded_length(task, config) * ((config.n_layer + 6) * config.d_model + 2 * block)

@@ -1,1 +1,1 @@
-"""Structured output: which tokens may come next, by regular expression, JSON Schema or grammar."""
+"""Structured output: limits the next token by a regular expression, a JSON Schema or a grammar."""

@@ -1,30 +1,33 @@
-"""Constraints: the token ids that may come next, so that the text matches a description.
+"""Constraints: limit the next token ids to those with which the text can still match a pattern.
 
-A regular expression, a JSON Schema, a list of choices or a grammar becomes a `Constraint`. Each
-sequence has a `Matcher` of it, which makes a mask over the vocabulary before sampling and advances
-after it. Matchers share no mutable state: the tokens of a sequence alone decide how far it gets.
-llguidance does the work, an optional dependency that only this module imports, on the checkpoint's
-own vocabulary and split pattern. Not here: applying masks (`model/inference/sampling/sampler.py`),
-protection from costly sources (`model/inference/constraints/sandbox.py`), the cache of compiled
-constraints (`service/models/constraints.py`).
+The compiler turns a regular expression, a JSON Schema, a list of choices or a grammar into a
+`Constraint`. Each sequence has its own `Matcher`, which computes a mask over the vocabulary before
+each sample and advances by the sampled token. Matchers share no mutable state, so a mask depends
+only on the tokens of its sequence. The masks come from llguidance, an optional dependency that only
+this module imports; it gets the checkpoint's vocabulary and split pattern. Not here: applying masks
+(`model/inference/sampling/sampler.py`), protection from costly sources
+(`model/inference/constraints/sandbox.py`), the cache of compiled constraints
+(`service/models/constraints.py`).
 
 The four kinds:
 
 regex        the whole text matches, in the syntax of Rust's `regex` crate
-json_schema  the text is one JSON value by the schema (`json_schema.py`), on one line as
-             Python's `json.dumps` writes it, properties in the order of the schema; names of
+json_schema  the text is one JSON value that the schema allows (`json_schema.py`), on one line as
+             Python's `json.dumps` writes it, with properties in the order of the schema; names of
              additional properties may repeat; sizes are bounded, so that the text ends
              (`json_bounds.py`)
 choice       the text is one of a list
 grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
 
-If a grammar leaves one way to continue, the tokens are those of the tokenized text, or any that
-spell it if the vocabulary lacks bytes (characters, words).
+If a grammar allows only one continuation, the model must use the tokens that encoding this text
+yields. If the vocabulary lacks bytes (characters, words), any tokens that spell the text are
+allowed.
 
-A constraint is about text; special tokens are never part of it. The end of text may be sampled if
-the text is complete and could also continue; if it could not, the sequence ends by itself.
-llguidance gets an end token of its own, one id beyond the vocabulary, so vocabularies with and
-without an end of text are one case. Without one, a text that could continue does.
+A constraint applies to text, so special tokens never match it. If the text is complete but could
+also continue, the end-of-text token is allowed too. If it cannot continue, the sequence ends
+without one. llguidance gets an end token of its own, one id beyond the vocabulary, so vocabularies
+with and without an end-of-text token need no separate code. Without one, a text that could continue
+always does.
 """
 
 import json
@@ -54,8 +57,8 @@ LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""Limits of llguidance: work of the lexer at first, of the lexer and the parser for one mask (about
-8 ms), and states that the lexer of one sequence keeps (about 1 KiB each)."""
+"""Limits of llguidance: the lexer's initial work, the work of lexer and parser for one mask (about
+8 ms), and the states that the lexer of one sequence keeps (about 1 KiB each)."""
 
 JSON_LAYOUT: Mapping[str, str | bool] = {
     "item_separator": ", ",
@@ -65,32 +68,33 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""One layout, because a small model gets lost in free white space. One spelling of each character,
-because a property `a` spelled `\\u0061` would count as another one."""
+"""A fixed layout, because a small model may generate white space without end. A fixed spelling of
+each character, because a property `a` spelled `\\u0061` would count as a different one."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
-"""Attributes of a grammar's rule that do nothing here, or not what they say."""
+"""Attributes of a grammar's rule that have no effect here, or a misleading one."""
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Line and column at the start of a compiler's message."""
 
 QUICK_SECONDS = 0.002
-"""Limit of the compile time of a constraint that is compiled while others generate."""
+"""Longest compile time of a constraint that may be compiled between two steps of the engine."""
 
 MASK_CACHE_SIZE = 256
-"""Number of unpacked masks that are kept: within a string, most masks are the same."""
+"""Number of unpacked masks in the cache. Most masks within a string are equal."""
 
 NOTHING_FOLLOWS = "no text matches from here on"
 
 
 class ConstraintsUnavailable(Exception):
-    """No constraint can be compiled here; the message has the reason and the fix."""
+    """Constraints cannot be compiled for this model or in this installation; the message has the
+    reason and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A client's constraint. `text` is the expression or the grammar, or the schema or the list of
-    choices as JSON."""
+    """A client's constraint. `text` holds the expression or the grammar; a schema or a list of
+    choices is in JSON."""
 
     kind: Kind
     text: str
@@ -99,14 +103,14 @@ class Source:
 class Compiler:
     """Makes constraints for one vocabulary. Thread-safe.
 
-    Raises ConstraintsUnavailable without llguidance, for a vocabulary that it cannot read, and for
-    a model without text.
+    Raises ConstraintsUnavailable if llguidance is missing or cannot read the vocabulary, or if the
+    model has no text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.has_text:
             raise ConstraintsUnavailable(
-                "this model has no vocabulary, and a constraint is about text: use "
+                "a constraint needs text, and this model has no vocabulary: use "
                 "allowed_token_ids to limit the ids"
             )
         try:
@@ -119,12 +123,12 @@ class Compiler:
         self.heap = Heap()
         self._llguidance = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        # llguidance looks ahead by encoding text, which needs all bytes.
+        # To look ahead, llguidance encodes text, which needs all 256 bytes in the vocabulary.
         self._looks_ahead = all(bytes([byte]) in tokenizer.tokens for byte in range(256))
         self.vocab_size = tokenizer.vocab_size
         self.ends = tokenizer.ends
         added = {text.encode(): i for text, i in tokenizer.added_tokens.items()}
-        tokens = tokenizer.tokens | added  # of equal texts, the id that encoding returns
+        tokens = tokenizer.tokens | added  # if texts are equal, the id that encoding returns
         try:
             self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
                 encoder=tokens,
@@ -138,13 +142,13 @@ class Compiler:
                 f"constraints cannot be compiled for this vocabulary: {error}"
             ) from error
         self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
-        # Special tokens, and the gaps in published encodings.
+        # Ids without text: special tokens, and the gaps in published encodings.
         self._no_text = np.ones(self.vocab_size, dtype=np.bool_)
         self._no_text[list(tokens.values())] = False
 
     def compile(self, source: Source) -> "Constraint":
-        """Compile a source. Raises ConstraintError, in the compiler's words, for an invalid or too
-        large one."""
+        """Compile a source. Raises ConstraintError with the compiler's message if it is invalid or
+        too large."""
         grammar = _grammar(source, looks_ahead=self._looks_ahead)
         began = time.thread_time()
         matcher = self.matcher(source, grammar)
@@ -155,20 +159,20 @@ class Compiler:
         return Constraint(source, self, grammar, allowed, seconds)
 
     def matcher(self, source: Source, grammar: str) -> Any:
-        """A new llguidance matcher, before the first token. Not a copy, which would share a lexer:
-        its states and costs depend on all of its users."""
+        """A new llguidance matcher, before the first token. It is not a copy of another, because
+        copies share a lexer, whose states and costs depend on all of them."""
         matcher = self._llguidance.LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=self._limits
         )
         if matcher.is_error():
             words = _readable(matcher.get_error())
-            # Locations in the grammar built around an expression or choices mean nothing.
+            # A client did not write the grammar around an expression or choices: drop locations.
             raise ConstraintError(words if source.kind == "grammar" else LOCATION.sub("", words))
         return matcher
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
-        """The mask of an llguidance matcher, booleans over the vocabulary that must not be changed,
-        and true if only the end may follow. Raises ConstraintError if nothing may follow."""
+        """The mask of an llguidance matcher, as read-only booleans over the vocabulary, and True if
+        only the end may follow. Raises ConstraintError if not even the end may."""
         bits = matcher.compute_bitmask()
         if matcher.is_error():
             raise ConstraintError(_readable(matcher.get_error()))
@@ -217,13 +221,14 @@ class Constraint:
         return Matcher(self)
 
     def without_starts(self) -> "Constraint":
-        """A copy for a request that compiles ahead for its own sequences (`prepare`)."""
+        """A copy for one request, which compiles matchers ahead for its own sequences
+        (`prepare`)."""
         one = copy(self)
         one._starts = []
         return one
 
     def prepare(self) -> None:
-        """Compile for one more sequence ahead, in a thread that does not generate."""
+        """Compile the matcher of one more sequence ahead, in a thread other than the engine's."""
         self._starts.append(self.compiler.matcher(self.source, self._grammar))
 
     def start(self) -> Any:
@@ -243,9 +248,9 @@ class Matcher:
         self._allowed: np.ndarray | None = constraint.allowed  # None: not computed yet
 
     def allowed(self) -> np.ndarray:
-        """Mask of the next token (V,), computed once after each token. If the text turns out to be
-        whole, no id is true and the matcher is `complete`. Raises ConstraintError if nothing can
-        follow an incomplete text."""
+        """Mask of the next token (V,), computed once after each token. If the text is complete and
+        cannot continue, the mask is all false and `complete` is set. Raises ConstraintError if an
+        incomplete text cannot continue."""
         if self._allowed is None:
             self._allowed, self.complete = self._look(self._state)
         return self._allowed
@@ -261,7 +266,7 @@ class Matcher:
         self._allowed = None
         if not self._state.consume_token(token_id):
             raise ConstraintError(_readable(self._state.get_error()))
-        if self._state.is_stopped():  # the text is whole, or a dead end
+        if self._state.is_stopped():  # the text is complete, or cannot continue
             self.allowed()
 
     def __del__(self) -> None:
@@ -271,8 +276,8 @@ class Matcher:
 
 
 def _grammar(source: Source, *, looks_ahead: bool) -> str:
-    """A source in llguidance's form. With `looks_ahead` it may encode forced text. Raises
-    ConstraintError for parts that llguidance would accept and not enforce."""
+    """The grammar that llguidance reads. `looks_ahead` lets it encode forced text. Raises
+    ConstraintError for parts that llguidance would accept but not enforce."""
     match source.kind:
         case "regex":
             lark = f"start: /{_quoted(source.text)}/"
@@ -290,13 +295,13 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
             lark = f"start: %json {json.dumps(schema)}"
     if not looks_ahead:  # at the end, to keep line numbers
         lark += '\n%llguidance {"no_forcing": true}'
-    # A bare text that begins like JSON would be read as a list of grammars.
+    # Wrapped in JSON, because llguidance would parse a grammar that begins like JSON as JSON.
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def _quoted(expression: str) -> str:
-    """A regular expression for use between slashes. Raises ConstraintError for one that ends in the
-    middle of an escape, which would include the closing slash."""
+    """A regular expression, escaped for use between slashes. Raises ConstraintError if it ends with
+    a lone backslash, which would escape the closing slash."""
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise ConstraintError("the expression ends with a backslash that escapes nothing")
     plain = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
@@ -317,7 +322,7 @@ def _check_lark(text: str) -> None:
 
 
 def _readable(message: str) -> str:
-    """A compiler's message in one line, without its excerpts, advice and file names."""
+    """The compiler's message in one line, without excerpts of the source, advice and file names."""
     if message.startswith("NoExtensionBias"):
         return NOTHING_FOLLOWS
     if message.startswith("lexer error: too many "):

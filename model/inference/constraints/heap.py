@@ -1,7 +1,7 @@
-"""Give memory that was freed in small pieces back to the system.
+"""Return memory that was freed in small pieces to the system.
 
-glibc keeps pieces that lie between others, such as those of ended lexers. Does nothing on systems
-without `malloc_trim` or `/proc`.
+glibc keeps freed pieces that lie between used ones, such as those of ended lexers. Systems without
+`malloc_trim` or `/proc` are left as they are.
 """
 
 import ctypes
@@ -9,9 +9,9 @@ import resource
 from pathlib import Path
 
 TRIM_BYTES = 2**25
-"""Growth of the process, in bytes, that is worth a trim: a trim takes about 0.1 s per GiB."""
+"""Growth of the process, in bytes, before a trim, which takes about 0.1 s per GiB."""
 ENDS = 64
-"""Ended lexers between two looks at the size of the process while others are in use."""
+"""Number of ended lexers between two checks of the process's size while other lexers are in use."""
 
 
 class Heap:
@@ -38,14 +38,14 @@ class Heap:
 
 
 def release_memory() -> None:
-    """Give all freed memory of this process back to the system."""
+    """Return all freed memory of this process to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 if the system does not tell."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return 0

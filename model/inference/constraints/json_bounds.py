@@ -1,20 +1,21 @@
 """Default bounds of a JSON schema, so that its texts end.
 
-A small model that may continue with a digit, a letter or an item often does, until no token is
-left. So these bounds are added to a schema:
+A small model often appends digits, letters or items until its tokens run out. So these bounds are
+added to a schema:
 
-strings   MAX_STRING characters, without maxLength, pattern, enum or const
-numbers   from -LARGEST to LARGEST, each side without a bound; numbers that are not integers have
-          DECIMALS decimals at most, without multipleOf or finer bounds
-arrays    MAX_ITEMS items, without maxItems
-objects   only the named properties, if there are any and neither additionalProperties nor
-          patternProperties; else MAX_ITEMS, without maxProperties; the names of a free object have
-          MAX_NAME characters
-any       an unrestricted value has DEPTH levels of lists and objects
+strings   at most MAX_STRING characters, unless it has maxLength, pattern, enum or const
+numbers   from -LARGEST to LARGEST, on each side that has no bound; at most DECIMALS decimals unless
+          they are integers or have multipleOf or finer bounds
+arrays    at most MAX_ITEMS items, unless it has maxItems
+objects   only the named properties if there are any, and neither additionalProperties nor
+          patternProperties; else at most MAX_ITEMS, unless it has maxProperties; names of at most
+          MAX_NAME characters if no property is named
+any       at most DEPTH levels of lists and objects in an unrestricted value
 
-Every text of the bounded schema is a text of the original. A schema with `allOf`, with an inner
-`$id`, or with `$ref`, `anyOf` or `oneOf` next to other keywords is not changed: its parts may bound
-each other. Does not check a schema (`json_schema.py`) and ignores what it does not know.
+Every text that the bounded schema allows is allowed by the original. A schema with `allOf`, with an
+inner `$id`, or with `$ref`, `anyOf` or `oneOf` next to other keywords is left unchanged, because
+its parts may bound each other. Checking a schema is left to `json_schema.py`; unknown keywords are
+ignored.
 """
 
 import re
@@ -42,7 +43,7 @@ Schema = Mapping[str, Any]
 
 
 def bounded(schema: Any) -> Any:
-    """The schema with default bounds; unchanged if its parts depend on each other."""
+    """A schema with the default bounds added; unchanged if its parts depend on each other."""
     if not isinstance(schema, Mapping | bool) or not _by_parts(schema, root=True):
         return schema
     whole = {} if isinstance(schema, bool) else schema
@@ -60,7 +61,7 @@ def bounded(schema: Any) -> Any:
 
 
 def _by_parts(schema: Any, *, root: bool = False) -> bool:
-    """True if each part of a schema can be bounded by itself."""
+    """True if each part of a schema can be bounded independently."""
     if isinstance(schema, Sequence) and not isinstance(schema, str):
         return all(map(_by_parts, schema))
     if not isinstance(schema, Mapping):
@@ -84,8 +85,8 @@ def _parts(schema: Schema) -> list[Any]:
 
 
 def _bounded(schema: Any, prefix: str) -> Any:
-    """A schema, or a list of schemas, with bounds. Unrestricted values refer to definitions whose
-    names begin with `prefix`."""
+    """A schema, or a list of schemas, with bounds. Unrestricted values become references to the
+    definitions named `prefix` and a level."""
     if schema is True or schema == {}:
         return {"$ref": f"#/$defs/{prefix}{DEPTH}"}
     if isinstance(schema, Sequence) and not isinstance(schema, str):
@@ -105,7 +106,7 @@ def _bounded_value(key: str, value: Any, prefix: str) -> Any:
 
 
 def _anything(level: int, prefix: str) -> dict[str, Any]:
-    """The schema of any value with `level` levels of lists and objects."""
+    """The schema of any value with at most `level` levels of lists and objects."""
     if not level:
         return {"type": list(SCALARS), **_bounds({"type": SCALARS}, {})}
     types = (*SCALARS, "array", "object")
@@ -114,7 +115,8 @@ def _anything(level: int, prefix: str) -> dict[str, Any]:
 
 
 def _bounds(schema: Schema, inner: Schema) -> dict[str, Any]:
-    """The keywords that bound a schema; `inner` is for unrestricted values in lists and objects."""
+    """The keywords that bound a schema. `inner` is the schema of unrestricted values in its lists
+    and objects."""
     types = schema.get("type", ("string", "number", "array", "object"))
     types = (types,) if isinstance(types, str) else types
     bounds: dict[str, Any] = {}

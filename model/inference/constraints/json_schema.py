@@ -1,14 +1,14 @@
 """Supported JSON Schema: a keyword is enforced, is an annotation, or is refused.
 
 llguidance enforces the keywords below (draft 2020-12), refuses others that it knows, and ignores
-unknown ones. Here unknown keywords are refused, because they may be misspelt or of another dialect,
-and so is a count of properties that repeated names could satisfy.
+unknown ones. This module refuses unknown keywords too, because they may be misspelt or belong to
+another dialect. It also refuses a minProperties that repeated names could satisfy.
 
-Strings have only the escapes of NAMED_CONTROLS, `\\"` and `\\\\` (`JSON_LAYOUT` in
+Strings have no escapes except NAMED_CONTROLS, `\\"` and `\\\\` (`JSON_LAYOUT` in
 `model/inference/constraints/compiler.py`), so other control characters cannot be written.
-llguidance 1.9.1 drops them silently, so a text that needs them is refused. If a class of characters
-holds all control characters, it also lets a quote and a backslash pass. So a negated class is made
-to lack NUL, and other expressions that could hold them all are refused.
+llguidance 1.9.1 drops them silently; this module refuses texts that need them. In llguidance a
+character class with all control characters also matches a bare quote and backslash. So NUL is
+removed from negated classes, and other classes that could hold all control characters are refused.
 """
 
 import re
@@ -29,10 +29,10 @@ ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "deprecated"),
     *("readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
 }
-"""Keywords without an effect on the value, like extensions (`x-...`)."""
+"""Keywords without an effect on the value. Extensions (`x-...`) have none either."""
 
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
-"""Keywords that hold schemas by name."""
+"""Keywords whose value maps names to schemas."""
 
 NAMED_CONTROLS = "\b\t\n\f\r"
 
@@ -41,14 +41,15 @@ TOKEN = re.compile(
     r"|[pP](?:\{[^}]*\}|.)|.)|\[\^[]-]?|\[:|\[\]?|&&|--|~~|.",
     re.DOTALL,
 )
-"""The tokens of a regular expression, as far as they matter here."""
+"""One token of a regular expression: an escape, the start of a class, a set operator, or a
+character."""
 CATEGORY = re.compile(r"\\p(?:[LMNPSZ]|\{[LMNPSZ][a-z]?\})")
 """Unicode categories without control characters."""
 
 
 def enforceable(schema: Any) -> Any:
-    """The schema in a form that the compiler enforces. Raises ConstraintError for parts that it
-    would not enforce. The compiler checks the values of keywords."""
+    """A schema that the compiler enforces completely. Raises ConstraintError for parts that it
+    would not enforce. Values of keywords are checked by the compiler."""
     if isinstance(schema, list):
         return [enforceable(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -91,7 +92,7 @@ def _check_count(schema: Mapping[str, Any]) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse strings, anywhere in a value, with characters that cannot be written."""
+    """Refuse a value if a string anywhere in it has a character that cannot be written."""
     if isinstance(value, list):
         for item in value:
             _check_text(item)
@@ -108,8 +109,8 @@ def _check_character(code: int) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern whose negated classes lack NUL. Refuses a pattern that names other control
-    characters, or could hold all of them."""
+    """A pattern with NUL removed from its negated classes. Refuses a pattern that names control
+    characters without a short escape, or that could match all control characters."""
     parts, in_class = [], False
     for token in TOKEN.findall(pattern):
         _check_token(token, in_class=in_class)

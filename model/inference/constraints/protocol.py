@@ -1,26 +1,26 @@
-"""Protocol of constraints for the engine, without the compiler (`compiler.py`).
+"""Protocols through which the engine uses constraints. `compiler.py` implements them.
 
-Standard library only, so that requests can cross threads and processes. Shapes: V = vocab_size.
+Imports only the standard library. Shapes: V = vocab_size.
 """
 
 from typing import Any, Protocol
 
 
 class TokenMatcher(Protocol):
-    """The state of one sequence in its constraint."""
+    """The progress of one sequence through its constraint."""
 
     @property
     def complete(self) -> bool:
-        """True if nothing may follow. Final only after `allowed`."""
+        """True if no token may follow. Up to date only after a call of `allowed`."""
 
     def allowed(self) -> Any:
-        """Mask of the next token: NumPy booleans (V,), which must not be changed. At least one is
-        true unless the matcher is complete now. Raises ConstraintError if nothing can follow an
-        incomplete text. May take time, once after each token."""
+        """Mask of the next token: read-only NumPy booleans (V,). At least one is true unless the
+        matcher is complete. Raises ConstraintError if an incomplete text cannot continue. The first
+        call after each token may take time."""
 
     def advance(self, token_id: int) -> None:
-        """Append an allowed token. Raises ConstraintError if it is known at once that nothing can
-        follow."""
+        """Append an allowed token. May raise ConstraintError if the incomplete text cannot
+        continue."""
 
 
 class TokenConstraint(Protocol):
@@ -28,11 +28,11 @@ class TokenConstraint(Protocol):
 
     @property
     def kind(self) -> str:
-        """The request's field."""
+        """Name of the request field that holds it."""
 
     @property
     def vocab_size(self) -> int:
-        """Size of its vocabulary."""
+        """Size of the vocabulary it was compiled for."""
 
     def matcher(self) -> TokenMatcher:
         """A matcher for one more sequence."""

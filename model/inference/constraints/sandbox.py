@@ -1,15 +1,17 @@
-"""Sandbox: a process for each trial of a constraint, which may crash, hang or grow.
+"""Sandbox: compiles each new constraint in a process of its own first, which may crash, hang or
+grow.
 
 llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
-overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and as many of `.?` take a
-gigabyte. A thread cannot be stopped, and its crash ends the server. So a source is first compiled
-on trial in a process, then where its masks are needed: a matcher cannot be sent.
+overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a few kilobytes of
+`.?` take a gigabyte. A thread cannot be stopped, and a crash in it ends the server. So each source
+is compiled twice: first on trial in a process, then in the server, because a matcher cannot be sent
+between processes.
 
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits of
-memory, stack and processor time, answers on its own socket, and ends when its client has gone.
-Trials run in parallel; one that has run for LONG_SECONDS gets the lowest priority when another
-begins. The limit is of its own processor time, so other trials do not decide whether a source is
-accepted.
+memory, stack and processor time. It answers on a socket of its own, and ends when its client
+disconnects. Trials run in parallel. When a trial begins, those that have run for LONG_SECONDS get
+the lowest priority. The limit counts a trial's own processor time, so other trials do not decide
+whether a source is accepted.
 """
 
 import base64
@@ -37,24 +39,26 @@ MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
 """Stack of a trial, smaller than that of a server's thread."""
 MEMORY_BYTES = 2**24
-"""Address space that a trial may add to its process. Ordinary sources take a tenth, and the server
-takes as much for each sequence. Bounds the time of most sources too, because slow ones grow."""
+"""Address space that a trial may add to its process. Ordinary sources need a tenth of it. The
+server needs as much as the trial for each sequence. This also bounds the time of most sources,
+because slow ones grow."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
-"""Number of random texts that are begun on trial, and their tokens."""
+"""Number of random texts that a trial generates, and tokens of each."""
 ANSWER_BYTES = 2**16
 SLOW = bytes([signal.SIGPROF])
-"""First byte of the answer when the time is over. The system writes it, because Python does not run
-until the compiler returns."""
+"""First byte of the answer of a trial that ran out of time. The system writes it, because Python
+code cannot run until the compiler returns."""
 
 
 class TooSlow(ConstraintError):
-    """A trial took more than its processor time."""
+    """A trial exceeded its limit of processor time."""
 
 
 class Sandbox:
-    """The process of one vocabulary. One thread starts and closes it; `begin` does not block."""
+    """The sandbox process of one vocabulary. A single thread must start and close it; `begin` does
+    not block."""
 
     def __init__(self, tokenizer: Tokenizer, memory: int = MEMORY_BYTES) -> None:
         self._memory = memory
@@ -65,7 +69,7 @@ class Sandbox:
         self._control: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process unless it runs. Raises ConstraintsUnavailable if it does not
+        """Start the process unless it is running. Raises ConstraintsUnavailable if it does not
         answer."""
         if self._process is not None and self._process.poll() is None:
             return
@@ -94,8 +98,9 @@ class Sandbox:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:
-        """The socket of a new trial, which reads a request (`request_of`) and writes an answer
-        (`check`). The trial ends with the context. Raises OSError if the process has ended."""
+        """Begin a trial and return its socket. The trial reads a request (`request_of`) from it,
+        writes an answer (`check`), and ends with the context. Raises OSError if the process has
+        ended."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         held, holds = os.pipe()
@@ -126,23 +131,23 @@ def request_of(source: Source, seconds: float) -> bytes:
 
 
 def check(answer: bytes) -> None:
-    """Raise ConstraintError for a source that was refused, or ended the trial without an answer;
-    TooSlow for one that ran out of time."""
+    """Raise ConstraintError if the source was refused or ended the trial without an answer; TooSlow
+    if the trial ran out of time."""
     if not answer:
-        raise ConstraintError("it is too large or too deeply nested to be compiled")
+        raise ConstraintError("the constraint is too large or too deeply nested to compile")
     if answer.startswith(SLOW):
-        raise TooSlow("it took more than its time to compile")
+        raise TooSlow("the constraint takes too long to compile")
     error: str | None = json.loads(answer)
     if error is not None:
         raise ConstraintError(error)
 
 
 def main(control: socket.socket, memory: int) -> None:
-    """The process: forks for each socket it receives, until its own is closed."""
+    """Run the sandbox process: fork for each socket received on `control` until that is closed."""
     vocabulary = json.load(sys.stdin.buffer)
     ranks = {base64.b64decode(token): rank for token, rank in vocabulary["ranks"].items()}
     compiler = Compiler(Tokenizer.described(vocabulary["description"], ranks))
-    with contextlib.suppress(ConstraintError):  # the vocabulary may lack it
+    with contextlib.suppress(ConstraintError):  # the vocabulary may lack letters
         _try(compiler, Source("regex", "[a-z]+"))  # warm up what all trials share
     _limit(memory)
     gc.freeze()  # a collection would copy pages into each fork
@@ -173,7 +178,8 @@ def _make_way(began: dict[int, float]) -> None:
 
 
 def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
-    """Try the requested source while the other end of the pipe `held` is open."""
+    """Try the requested source. The process ends when the other end of the pipe `held` is
+    closed."""
     # SIGIO ends this process when the pipe closes. Nothing is ever written to it.
     fcntl.fcntl(held, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(held, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
@@ -209,7 +215,7 @@ def _try(compiler: Compiler, source: Source) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Limit this process and its forks. Some systems have fewer limits."""
+    """Limit this process and its forks, as far as the system supports it."""
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_CORE: 0}
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -1,9 +1,9 @@
-"""Attributions: chooses the attribution that computes its next piece.
+"""Attributions: choose the attribution that computes the next piece.
 
-Attributions need no slot of the cache. They wait in a queue of their own, under the same rules.
-AT_ONCE of them are begun and take turns, a piece each, so that a long one does not delay a short
-one; their memory bounds their number. A step computes one piece at most, after everything else, and
-then others decode alone for a while (`scheduler.py`). Knows sequences, not tensors.
+Attributions need no slot of the cache. They wait in a queue of their own, under the rules of the
+main queue. Up to AT_ONCE attributions run at a time and take turns, one piece each, so that a long
+one does not delay a short one. A step computes at most one piece, after everything else. Then the
+engine only decodes for a while (`scheduler.py`).
 """
 
 from collections import deque
@@ -12,11 +12,12 @@ from logitd.model.inference.engine.queue import WaitingQueue
 from logitd.model.inference.engine.sequence import Sequence, State
 
 AT_ONCE = 2
-"""Attributions that are begun at once. Each keeps a residual stream before each block."""
+"""Number of attributions that run at a time. Memory limits it: each keeps the residual stream
+before each block."""
 
 
 class AttributionTurns:
-    """The attributions that wait, and those that take turns."""
+    """The waiting attributions, and the running ones, which take turns."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -27,7 +28,8 @@ class AttributionTurns:
         return bool(self.running) or any(self.waiting.firsts())
 
     def next(self, now: float) -> Sequence | None:
-        """Begin attributions up to AT_ONCE; returns the one that computes a piece."""
+        """Begin waiting attributions, up to AT_ONCE running. Returns the one that computes the next
+        piece."""
         while len(self.running) < AT_ONCE:
             first = next(self.waiting.firsts(), None)
             if first is None:

@@ -1,19 +1,19 @@
-"""Budget: the prompt positions that a step may compute while others decode, by measured costs.
+"""Budget: limits the prompt positions of a step while sequences decode, by measured costs.
 
-A stream's next token waits for the whole step. `target_gap` limits the step's time, in decode steps
-or in seconds; the time that decoding leaves is for prompts, in whole blocks, one at least. Short
-chunks are slow, though: each brings a decode step along, and products of few rows. If prompts
-arrive faster than they are computed, everybody waits for them. So a chunk is never so short that a
-prompt takes more than MOST_DELAY times as long as in whole chunks.
+The next token of every stream waits for the whole step. `target_gap` limits the time of a step, in
+decode steps or in seconds. The time that decoding leaves is for prompts, in whole blocks, at least
+one. But short chunks are slow: each adds a decode step and multiplies few rows. If prompts then
+arrive faster than they are computed, all requests wait for them. So a chunk is never so short that
+a prompt takes more than MOST_DELAY times as long as in whole chunks.
 
-Costs are medians of the last WINDOW decode parts, and of as many prompt parts divided by their
-work: a single slow step changes nothing. The chunks of a step are one pass, whose work is their
-blocks plus PASS_WORK. If chunks and decode were one pass, the chunks cost the time beyond a step
-that only decodes. A wrong cost changes the length of a step and no bits
-(`model/inference/kernels/README.md`).
+The cost of decoding is the median of the last WINDOW steps, and the cost of a unit of work the
+median of as many prompt parts, so a single slow step changes nothing. A step computes its chunks in
+one pass, whose work is their number of blocks plus PASS_WORK. If chunks and decode shared a pass,
+the chunks are charged the time beyond a step that only decodes. A wrong cost changes the length of
+steps but no bits (`model/inference/kernels/README.md`).
 
-Knows seconds and blocks, no clock and no sequences. Outputs are limited by their elements
-(`scheduler.py`) and are not in these costs.
+The budget has no clock and no sequences: it is given seconds and lengths. Outputs are limited by
+their elements (`scheduler.py`) and are not part of these costs.
 """
 
 import math
@@ -25,14 +25,13 @@ from logitd.model.inference.options import DecodeSteps, TargetGap
 from logitd.model.transformer.config import BLOCK
 
 WINDOW = 9
-"""Number of recent steps that the costs are taken from."""
+"""Number of recent steps in the median."""
 PASS_WORK = 0.5
-"""Cost of a pass in addition to its blocks, in blocks: weights are read once for all blocks, and
-fewer rows make slower products. An assumption; the measured cost of a block makes up for most of
-its error."""
+"""Fixed cost of a pass, in blocks: each pass reads the weights once, and products of few rows are
+slower. It is an assumption; the measured cost of a block compensates for most of its error."""
 MOST_DELAY = 1.75
-"""Time of a prompt relative to whole chunks, at most. Chosen by simulated costs, not measured: less
-lengthens gaps beyond the target, more lets prompts become what everybody waits for."""
+"""Limit of a prompt's time relative to whole chunks. Chosen by simulation, not measured: a lower
+value lengthens gaps beyond the target, a higher one delays prompts too much."""
 
 
 class PrefillBudget:
@@ -43,15 +42,15 @@ class PrefillBudget:
         self._chunk = chunk
         self._decode_seconds: deque[float] = deque(maxlen=WINDOW)
         self._work_seconds: deque[float] = deque(maxlen=WINDOW)  # prompt parts, divided by work
-        self._whole = True  # the latter are of whole blocks
+        self._whole = True  # all of `_work_seconds` are of whole blocks
 
     def decoded(self, seconds: float) -> None:
-        """Note the time of a step without its prompts."""
+        """Record the time of a step without its prompts."""
         self._decode_seconds.append(seconds)
 
     def prefilled(self, lengths: Sequence[int], seconds: float) -> None:
-        """Note the time of a step's chunks of these lengths. Incomplete blocks may cost much less
-        than whole ones, so they count only until whole ones were measured."""
+        """Record the time that a step took for chunks of these lengths. Incomplete blocks may cost
+        much less than whole ones, so they count only until whole ones have been measured."""
         whole = all(count % BLOCK == 0 for count in lengths)
         if whole and not self._whole:
             self._work_seconds.clear()
@@ -61,7 +60,7 @@ class PrefillBudget:
         self._work_seconds.append(seconds / _work(lengths))
 
     def together(self, lengths: Sequence[int], seconds: float) -> None:
-        """Note the time of a step whose chunks and decode were one pass."""
+        """Record the time of a step that computed its chunks and its decode in one pass."""
         if self._decode_seconds:
             decode = statistics.median(self._decode_seconds)
             self.prefilled(lengths, max(0.0, seconds - decode))
@@ -85,8 +84,8 @@ class PrefillBudget:
         return max((limit - decode) / each, self._least_work(decode / each))
 
     def _least_work(self, decode: float) -> float:
-        """Work of the shortest chunk that delays a prompt by MOST_DELAY, if a decode step costs
-        `decode` blocks."""
+        """Work of the shortest chunk that delays a prompt by at most MOST_DELAY. A decode step
+        costs as much as `decode` blocks."""
         overhead = decode + PASS_WORK
         in_whole_chunks = 1 + overhead / (self._chunk // BLOCK)  # cost of each block
         # A block of a chunk of n costs 1 + overhead / n.

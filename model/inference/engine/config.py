@@ -8,8 +8,8 @@ from logitd.model.inference.options import DecodeSteps, KVCacheDType, Speculatio
 from logitd.model.transformer.config import BLOCK
 
 SERVED_TARGET_GAP = DecodeSteps(4)
-"""Default of a server, whose clients wait for each token. With it the longest gaps of eight streams
-of GPT-2 124M in int8 were 5 times their usual length instead of 14, at the same tokens per second
+"""Default of a server, whose clients wait for each token. It cut the longest gaps of eight streams
+of GPT-2 124M in int8 from 14 to 5 times their usual length, at the same tokens per second
 (`benchmarks/closed_loop.py`)."""
 
 
@@ -18,15 +18,16 @@ class EngineConfig:
     """Sizes that bound the engine's memory and its steps.
 
     slots          number of sequences in the KV cache
-    prefill_chunk  prompt positions of a step at most, whole blocks of 32
-    target_gap     time of a step at most while others decode, and so between their tokens
-                   (`model/inference/engine/budget.py`). None: `prefill_chunk` alone bounds a step,
-                   for the most tokens per second. Needs a CPU, which computes synchronously
+    prefill_chunk  most prompt positions of a step, a multiple of 32
+    target_gap     longest time of a step while sequences decode, and so between their tokens
+                   (`model/inference/engine/budget.py`). None: only `prefill_chunk` bounds a step,
+                   for the most tokens per second. Needs a CPU, because only there the time of a
+                   prompt is known at the end of its step
     prefix_reuse   copy a prompt's prefix from any slot that holds it instead of computing it
-    kv_cache_dtype the model's dtype, or int8 (on a CPU), which rounds keys and values and is read
-                   in a quarter or half of the time
-    speculate      source of drafted tokens (`model/inference/engine/ngram.py`), which change the
-                   time of an answer, not the answer
+    kv_cache_dtype the model's dtype, or int8 (on a CPU), which rounds keys and values and takes a
+                   quarter or half of the time to read
+    speculate      source of drafted tokens (`model/inference/engine/ngram.py`); drafts change the
+                   time of a reply, never its tokens
     """
 
     slots: int = 16

@@ -1,17 +1,18 @@
 """Cost of a request: in memory, in one step, and in total.
 
-Memory is counted in elements of outputs: logits of the whole vocabulary, hidden states of some
-layers, attention weights of some heads, values of named stages, at each requested position. A
-digest of logits counts as those logits. Admission limits the elements of all requests.
+Memory is counted in elements of outputs, the numbers computed at each requested position: logits of
+the whole vocabulary, hidden states, attention weights or values of named stages. A digest of logits
+counts as the logits it is made from. Admission limits the elements of all requests.
 
-A step is counted in elements as well (`StepCost`): those of outputs and those that interventions
-change. The scheduler limits them.
+The work of a step is counted in elements too (`StepCost`): those of outputs and those that
+interventions change. The scheduler limits them.
 
-A whole request is counted in tokens (`prices`): those of a plain prompt that takes as long. An
-attribution counts as its tokens times the passes over them. Interventions and processing are added
-at the rates below. Admission limits the tokens of one request and of all waiting ones.
+The price of a whole request is counted in tokens (`prices`): the length of a plain prompt that
+takes as long to compute. An attribution costs its tokens times its passes over them. Interventions
+and processing are added at the rates below. Admission limits the price of one request and of all
+waiting ones.
 
-Pure functions of a request and the model's shape. Admission counts generations in sequences too.
+All functions are pure functions of a request and the model's shape.
 """
 
 import math
@@ -39,30 +40,30 @@ from logitd.model.transformer.config import BLOCK, GPTConfig
 from logitd.model.transformer.size import count_elements
 from logitd.model.transformer.stages import match_stages, stages_of
 
-# Rates, measured on a CPU with the bundled checkpoint, each in elements (about 1 ns) or tokens.
+# Rates measured on a CPU with the bundled checkpoint. An element takes about 1 ns.
 CHANGE_ELEMENTS = 2**14
-"""Elements for calling the operations of one change of one stage."""
+"""Elements of the fixed cost of one change of one stage."""
 PROCESSED_ELEMENTS = 2**6
-"""Elements for filtering one logit in the sampler."""
+"""Elements per logit that the sampler filters."""
 LISTED_ELEMENTS = 2**7
-"""Elements for one listed logprob of a prompt."""
+"""Elements per listed logprob of a prompt."""
 PRODUCTS_PER_ELEMENT = 2**5
-"""Multiplications of a matrix product per element."""
+"""Multiplications in a matrix product that take as long as one element."""
 TAPPED_PASSES = 2
-"""Plain passes for one tapped pass, without its changes."""
+"""Time of a tapped pass in plain passes, without its changes."""
 TAPPED_TOKEN = 12
-"""Tokens of a plain prompt for one token generated with interventions."""
+"""Price, in prompt tokens, of one token generated with interventions."""
 SHORTEST_PASS = 128
-"""Tokens of a plain prompt for a pass of an attribution over a single token."""
+"""Lowest price, in prompt tokens, of one pass of an attribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Elements of a sequence in a step, in addition to the model's own pass.
+    """Work for one position of a sequence in a step, in elements, without the model's own pass.
 
-    output    at each position with requested outputs
-    position  at each position of a prompt, for interventions and listed logprobs
-    row       at each generated position, for interventions
+    output    for the outputs of a requested position
+    position  for interventions and listed logprobs at a position of the prompt
+    row       for interventions at a generated position
     """
 
     output: int = 0
@@ -85,13 +86,13 @@ def step_cost(request: Request, config: GPTConfig) -> StepCost:
         everywhere = width + CHANGE_ELEMENTS / BLOCK
         if changed in ("all", "prompt"):
             position += everywhere
-        elif changed != "generated":  # listed ones, on average over the prompt
+        elif changed != "generated":  # listed positions, averaged over the prompt
             position += min(everywhere, len(changed) * (width + CHANGE_ELEMENTS) / length)
     return StepCost(output, math.ceil(position), row)
 
 
 def prices(request: Request, config: GPTConfig) -> list[int]:
-    """The price of each sequence: the tokens of a plain prompt that takes as long."""
+    """The price of each sequence of a request: the length of a plain prompt that takes as long."""
     if isinstance(request, AttributionRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)
@@ -110,7 +111,7 @@ def prices(request: Request, config: GPTConfig) -> list[int]:
 
 
 def _listed(request: Request) -> int:
-    """Number of likeliest tokens listed in the place of each token of a prompt."""
+    """Number of most likely tokens listed at each position of a prompt."""
     match request:
         case ScoreRequest(top=top) | GenerationRequest(prompt_logprobs=int(top)):
             return top
@@ -128,14 +129,15 @@ def _generated(request: Request) -> int:
 
 
 def _width(change: Intervention, config: GPTConfig, length: int) -> int:
-    """Elements of one position that a change reads."""
+    """Number of elements that a change reads at one position."""
     (stage,) = match_stages([change.stage], config)
     shape = stage.shape(config, length)
     return math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))
 
 
 def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
-    """Elements computed at one position, for logits of all columns."""
+    """Number of elements computed at one position. Logits count in full, even if only some columns
+    are returned."""
     match request.output:
         case Logits(columns=columns):  # an id may occur several times
             return max(config.vocab_size, len(columns or ()))
@@ -144,7 +146,7 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
         case Lens(layers=layers, top_k=top_k, named=named):
-            # The logits of each layer and of the last, plus their figures.
+            # Logits of each layer and of the last one, plus the figures made from them.
             distributions = {*layers, config.n_layer}
             figures = len(layers) * lens_width(top_k, named)
             return len(distributions) * config.vocab_size + figures
@@ -169,7 +171,7 @@ def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> lis
 def split_activations(
     rows: Any, asked: Activations, config: GPTConfig, length: int
 ) -> dict[str, Any]:
-    """The rows (P, elements) of a request as views (P, ...) by stage."""
+    """Views (P, ...) of the rows (P, elements) of a request, by name of stage."""
     values, start = {}, 0
     for name, shape in zip(asked.stages, activation_shapes(asked, config, length), strict=True):
         end = start + math.prod(shape)
@@ -179,8 +181,8 @@ def split_activations(
 
 
 def output_elements(request: Request, config: GPTConfig) -> int:
-    """Elements that a request hands out, scores tokens with, keeps for gradients or brings along as
-    values of interventions; 0 for plain generation."""
+    """Elements of memory that a request needs: returned values, logits for scores, tensors kept for
+    gradients, and its own values of interventions. 0 for plain generation."""
     brought = [change.values.size for change in request.interventions if change.values is not None]
     return sum(brought) + _computed_elements(request, config)
 

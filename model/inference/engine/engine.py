@@ -1,13 +1,13 @@
 """Engine: a synchronous object that one thread drives by calling `step`.
 
-Accepts requests, turns plans into events and ends sequences. A sequence ends by a stop token, a
-complete constraint, max_tokens, an abort, a deadline, a reader that is too far behind, or an error;
-an accepted sequence gets exactly one `FinishEvent`, its last event. The scheduler chooses the work
-of a step, the runner computes it.
+In each step the scheduler chooses the work, the runner computes it, and the engine turns the
+results into events. A sequence ends at a stop token, a complete constraint, max_tokens, an abort, a
+deadline or an error, or if its reader is too far behind. The last event of each accepted sequence
+is its only `FinishEvent`.
 
-A drafted token is accepted if the token sampled one position earlier is the same; then the sample
-after it is that of the sequence's next step. So drafts change the number of tokens of a step, never
-the tokens.
+A drafted token is accepted if it equals the token sampled at the position before it. Then the
+sample at the drafted token is the one that the next step would have made. So drafts change how many
+tokens a step yields, but never the tokens.
 """
 
 import math
@@ -78,8 +78,8 @@ class Engine:
         )
         if config.target_gap is not None and not self._runner.computes_at_once:
             raise InvalidRequest(
-                f"target_gap is {config.target_gap}, and the time of prompts on "
-                f"{self._runner.device} is not known: remove it, and set prefill_chunk",
+                f"target_gap is {config.target_gap}, but the time of prompts cannot be measured on "
+                f"{self._runner.device}: remove target_gap, and set prefill_chunk",
                 "target_gap",
             )
         share_decoded = self._runner.model.decoder.prefill_matches_decode
@@ -104,25 +104,25 @@ class Engine:
         return self._scheduler.config.target_gap
 
     def add(self, request: Request) -> None:
-        """Accept a request for the next steps, or raise InvalidRequest."""
+        """Check and queue a request. Raises InvalidRequest."""
         check_request(request, self.model_config)
         self.accept(request)
 
     def accept(
         self, request: Request, arrived: float | None = None, *, weights: int | None = None
     ) -> None:
-        """Accept a request that passed `check_request`.
+        """Queue a request that passed `check_request`.
 
         `arrived` is its time of arrival on the engine's clock (default: now). `weights` is the
-        version of the weights that computes it, the present one or the next, for which it then
-        waits (default: the newest). Raises InvalidRequest for another version, and for an id in
+        version of the weights that must compute it: the current one or the next, for which it waits
+        (default: the newest). Raises InvalidRequest for any other version, and for a request id in
         use.
         """
         if weights is None:
             weights = self.weights + self.swapping()
         if weights not in (self.weights, self.weights + 1):
             raise InvalidRequest(
-                f"version {weights} of the weights is not here; the present one is {self.weights}"
+                f"version {weights} of the weights is not loaded; the current one is {self.weights}"
             )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -144,28 +144,28 @@ class Engine:
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[Event]:
-        """End a request, or one of its sequences; its slot is free at the next step. An unknown or
-        finished id is not an error, because the two may cross. `reason` is STOP if the caller found
-        the end in the text."""
+        """End a request, or one of its sequences; its slot is free at the next step. Ignores an
+        unknown or finished id, because the request may have ended in the meantime. `reason` is STOP
+        if the caller found a stop string."""
         ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
         return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
-        """Allow one more chunk of an OutputsRequest: its reader took one."""
+        """Allow one more chunk of an OutputsRequest, after its reader has taken one."""
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
 
     def prepare_weights(self, gpt: GPT) -> ForwardModel:
-        """Prepare other weights for `swap_weights`; both are in memory from here on. Raises
-        ValueError for a model of another shape, device or dtype, which does not fit the cache."""
+        """Prepare new weights for `swap_weights`. Old and new weights are in memory until the swap.
+        Raises ValueError if the shape, device or dtype differs, because the cache would not fit."""
         return self._runner.prepare(gpt)
 
     def swap_weights(self, model: ForwardModel) -> None:
         """Compute all later requests with prepared weights.
 
-        Takes effect between two steps: earlier requests, waiting ones included, end on the old
-        weights; later ones wait for that. Then the contents of all slots are forgotten. Raises
-        ValueError until an earlier swap has taken effect.
+        All earlier requests, including waiting ones, end on the old weights; later ones wait until
+        then. The swap takes place between two steps and invalidates the contents of all slots.
+        Raises ValueError if an earlier swap is still pending.
         """
         if self._next is not None:
             raise ValueError("an earlier swap of weights has not taken effect yet")
@@ -173,7 +173,7 @@ class Engine:
         self._swap_when_idle()
 
     def swapping(self) -> bool:
-        """True while other weights wait for the last request of the present ones."""
+        """True while a swap waits for the last request of the current weights."""
         return self._next is not None
 
     def has_work(self) -> bool:
@@ -187,8 +187,8 @@ class Engine:
 
     def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
         """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
-        called when the step is planned: the rest is mostly native code, during which other threads
-        can use the interpreter."""
+        called after planning: most of the rest is native code, which leaves the interpreter to
+        other threads."""
         if self._closed:
             raise RuntimeError("the engine is closed and computes no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.
@@ -203,7 +203,7 @@ class Engine:
             try:
                 # 3) Compute it.
                 output = self._runner.run(plan)
-            except Exception as error:  # it ends the sequences of the plan, no others
+            except Exception as error:  # it ends only the sequences of the plan
                 events += self._fail(plan, error)
             else:
                 # 4) Turn the results into states and events.
@@ -298,7 +298,8 @@ class Engine:
             self._verify(sequence, draft, output.verified[sequence], events)
 
     def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
-        """The row of a position scores the token after it; no row scores a prompt's first token."""
+        """Events of the scores of a chunk. A row scores the token after its position, so a prompt's
+        first token has no score."""
         sequence, start, tokens = chunk.sequence, scores.start, scores.tokens
         assert sequence.scoring is not None
         if sequence.scoring.arrays:
@@ -312,10 +313,11 @@ class Engine:
         return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:
-        """Compute a piece of a sequence's attributions; after the last, their event and its end."""
+        """Compute one piece of a sequence's attributions. Returns its events: none before the last
+        piece."""
         try:
             attribution = self._runner.attribute(sequence)
-        except Exception as error:  # memory, for one; it ends this attribution, no other
+        except Exception as error:  # out of memory, for example; it ends only this attribution
             message = f"the attribution failed: {type(error).__name__}: {error}"
             return [self._finish_with_error(sequence, message)]
         if attribution is None:
@@ -327,8 +329,8 @@ class Engine:
         return [event, self._finish(sequence, FinishReason.STOP)]
 
     def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:
-        """Account for a sample: a token, which may end the sequence, or the reason why there is
-        none, which does."""
+        """Append a sampled token, which may end the sequence. If the sample is an error or the end
+        of a constraint, end the sequence."""
         match result:
             case int(token_id):
                 event = TokenEvent(sequence.request_id, sequence.index, token_id)
@@ -357,8 +359,8 @@ class Engine:
     def _verify(
         self, sequence: Sequence, draft: Draft, results: list[SampleResult], events: list[Event]
     ) -> None:
-        """Account for the samples after a draft's tokens, up to the first wrong token or the end of
-        the sequence. The rest is discarded, errors included."""
+        """Append the samples after the tokens of a draft, up to the first wrong token or the end of
+        the sequence. Later samples are discarded, including errors."""
         for token_id, result in zip(draft.token_ids, results, strict=True):
             if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
                 break
@@ -371,30 +373,31 @@ class Engine:
     def _end_of_constraint(
         self, sequence: Sequence, matcher: TokenMatcher, token_id: int
     ) -> Event | None:
-        """Advance a sequence's constraint; returns its last event if the constraint is complete or
-        fails."""
+        """Advance a sequence's constraint. If the constraint is complete or fails, end the sequence
+        and return its last event."""
         constraint = sequence.constraint
         assert constraint is not None
         try:
             matcher.advance(token_id)
-            if not sequence.tokens_left:  # no step will ask for a mask
+            if not sequence.tokens_left:  # no later step sets `complete`
                 matcher.allowed()
         except ConstraintError as error:
             return self._finish_with_error(sequence, str(error), constraint.kind)
-        except Exception as error:  # a bug of the matcher ends its own sequence, no other
+        except Exception as error:  # a bug of the matcher ends only its own sequence
             message = f"the constraint failed: {type(error).__name__}: {error}"
             return self._finish_with_error(sequence, message)
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        # The step may have written anything into the cache: nothing of it may be shared.
+        # The failed step may have written anything into the cache: no slot may be copied any more.
         self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
         return [self._finish_with_error(sequence, message) for sequence in computed]
 
     def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite, by its interventions or else by the model."""
+        """End a sequence whose logits are not finite. The error names its interventions if it has
+        any."""
         param = PARAM if sequence.request.interventions else None
         return self._finish_with_error(sequence, message, param)
 

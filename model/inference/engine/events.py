@@ -1,7 +1,7 @@
 """Events of the engine: those of sequences, the result of a step, and the state between steps.
 
-Frozen plain data of the standard library, so that it can cross a thread or a process. Token ids
-only: text is the caller's business.
+Events are immutable and hold only standard types, so that they can be passed between threads and
+processes. They hold token ids; the caller makes text of them.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
-    """The reason why a sequence ended. Only the first two are answers."""
+    """The reason why a sequence ended. Only after STOP and LENGTH is its result complete."""
 
     STOP = "stop"  # a stop token, a complete constraint, or all requested numbers computed
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # by the caller
     TIMEOUT = "timeout"  # its deadline passed, in the queue or later
-    UNREAD = "unread"  # its reader was the furthest behind, and others needed the memory
+    UNREAD = "unread"  # its reader was furthest behind, and the memory was needed
     REPLACED = "replaced"  # its weights were removed before its end
     ERROR = "error"  # described by the event
 
 
 class TokenEvent(NamedTuple):
-    """One generated token. A step may have several of one sequence, in order. `chosen` and `top`
-    are set if logprobs were requested. A tuple, because one is made for every token."""
+    """A generated token. A step may yield several of one sequence, in order. `chosen` and `top` are
+    set if logprobs were requested. It is a tuple for speed, because every token makes one."""
 
     request_id: str
-    index: int  # type: ignore[assignment]  # of the n sequences; hides a method of tuple
+    index: int  # type: ignore[assignment]  # 0 to n - 1; hides a method of tuple
     token_id: int
     chosen: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
@@ -38,8 +38,9 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """Logprobs of given tokens from position `start` on, if requested: of a generation's prompt,
-    once (index 0) and before its first token; of each sequence of a ScoreRequest."""
+    """Logprobs of the tokens of a prompt from position `start` on, if requested. A
+    GenerationRequest gets them once (index 0), before its first token; a ScoreRequest gets them for
+    each sequence."""
 
     request_id: str
     index: int
@@ -49,8 +50,8 @@ class PromptEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoresChunk:
-    """Logprobs of given tokens from position `start` on as arrays, for a ScoreRequest that asks for
-    arrays. The first token of a prompt is never among them."""
+    """Logprobs of the tokens from position `start` on, for a ScoreRequest with `arrays`. The first
+    token of a prompt has none."""
 
     request_id: str
     index: int
@@ -60,7 +61,7 @@ class ScoresChunk:
 
 @dataclass(frozen=True, slots=True)
 class OutputsChunk:
-    """Some rows of an OutputsRequest: a NumPy array, float32, (positions, ...)."""
+    """Rows of an OutputsRequest: a NumPy array (positions, ...) of float32."""
 
     request_id: str
     positions: tuple[int, ...]
@@ -76,11 +77,12 @@ class AttributionEvent:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """Times of a sequence in seconds of the engine's clock; None for stages it did not reach."""
+    """Times of a sequence, in seconds of the engine's clock; None for a stage that it did not
+    reach."""
 
     arrived: float
     admitted: float | None
-    prefilled: float | None  # prompt computed: the first token is there
+    prefilled: float | None  # end of the prompt, when the first token is sampled
     finished: float
 
 
@@ -92,17 +94,18 @@ class FinishEvent:
     index: int
     reason: FinishReason
     times: SequenceTimes
-    prompt_tokens: int  # of the request's prompt, the same for all of its sequences
+    prompt_tokens: int  # length of the request's prompt, the same for all of its sequences
     cached_tokens: int  # copied from another slot
     completion_tokens: int
     stop_token_id: int | None = None
     error: str | None = None
     param: str | None = None  # field of the request that caused the error
-    price: int | None = None  # tokens that it counted as in the queue; None: those of its prompt
+    price: int | None = None  # its price in the queue, in tokens; None: its prompt's length
 
     @property
     def counts_prompt(self) -> bool:
-        """True for one sequence of a prompt, whose tokens count once."""
+        """True for the first sequence of a prompt: usage counts a prompt once for all of its
+        sequences."""
         return self.index == 0
 
 
@@ -118,15 +121,15 @@ class StepResult:
     decoded_sequences: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    evicted_sequences: int = 0  # lost their slots, because their readers were behind
-    attribution_pieces: int = 0  # one at most
+    evicted_sequences: int = 0  # lost their slots because their readers were behind
+    attribution_pieces: int = 0  # at most one
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     waiting: int
     running: int
-    paused: int  # evicted, until their readers have caught up
+    paused: int  # evicted, and their readers have not caught up
     begun_tokens: int  # price of the running and paused sequences (`cost.py`)
     slots: int
     slots_used: int

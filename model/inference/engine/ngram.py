@@ -1,47 +1,49 @@
-"""Drafts: tokens that may come next in a text, guessed from the text itself.
+"""Drafts: guess the next tokens of a text from its own repetitions.
 
-If a text repeats itself, the tokens after the last occurrence are a good guess (prompt lookup
-decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each guessed token
-costs a row, and each right one saves a step. Every token is still sampled as without drafts, so a
-wrong guess costs its rows and changes no answer.
+If the last tokens of a text occurred before, the tokens that followed them are a good guess (prompt
+lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each
+guessed token costs a row, and each right one saves a step. Every token is still sampled as without
+drafts, so a wrong guess costs its rows but changes no reply.
 
-Each sequence records how often its guesses were right, by the length of the repetition, and drafts
-as many tokens as are worth their rows; if none is, it tries a single one from time to time. The
-scheduler limits the rows of all drafts; the engine verifies them
-(`model/inference/engine/engine.py`). Token ids only.
+Each sequence records how often its guesses were right, by the length of the repetition. It drafts
+as many tokens as are worth their rows; if none is, it tries a single token from time to time. The
+scheduler limits the rows of all drafts, and the engine verifies them
+(`model/inference/engine/engine.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHORTEST, LONGEST = 2, 4
-"""Lengths of a repetition, in tokens, from which a guess is made."""
+"""Shortest and longest repetition that is searched for, in tokens."""
 CANDIDATES = 16
 """Number of earlier occurrences compared with the end of a text, the latest first."""
 TOKEN_BITS = 32
-"""Bits of a token id. A pair of ids is one integer, which is looked up faster than a tuple."""
+"""Bits of a token id. A pair of ids is packed into one integer, whose look-up is faster than a
+tuple's."""
 MOST_TOKENS = 7
-"""Length of a draft. With the row of the last token that makes 8 rows, for which the native
-products read their weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
+"""Longest draft. With the row of the last token it makes 8 rows, for which native matrix products
+read the weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
 FIXED_ROWS = 2
-"""Fixed cost of a step, in rows. With one sequence a guess pays if it is right once in
-1 + FIXED_ROWS times; with more sequences it must be right more often. Lower than measured for any
-model, so that doubtful guesses are not made."""
+"""Fixed cost of a step, in rows. With one sequence a guess pays if it is right once in 1 +
+FIXED_ROWS times; with more sequences it must be right more often. The value is lower than that of
+any measured model, to avoid doubtful guesses."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
 """Initial rates of right guesses, by the length of the repetition."""
 RATE_STEP = 0.3
-"""Weight of one verified token in its rate."""
+"""Weight of the newest verified token in the rate of right guesses."""
 RETRY_TOKENS = 64
-"""Tokens between two attempts while guesses are wrong: at most 1.6 % of the rows."""
+"""Tokens between two attempts while guesses are wrong. Attempts then add at most 1.6 % of rows."""
 SEARCH_INTERVAL = 4
-"""Tokens between two searches without a repetition, while a guess would be doubtful. A search costs
-mostly cache misses, because a forward pass leaves the CPU caches cold."""
+"""Tokens between two searches, if the last one found no repetition and a guess would be doubtful.
+Most of a search is cache misses, because a forward pass evicts everything else from the CPU's
+caches."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Guessed tokens, the length of their repetition, and after verification the number of accepted
-    tokens."""
+    """Guessed tokens, the length of the repetition they come from, and the number of accepted
+    tokens, which is set by the verification."""
 
     token_ids: list[int]
     repeated: int
@@ -49,12 +51,12 @@ class Draft:
 
 
 class Repeats:
-    """Earlier occurrences of the end of a growing text.
+    """Finds earlier occurrences of the end of a growing text.
 
-    The ends of each pair of tokens are chained, the latest first; a longer run is searched among
-    the latest ends of its last pair. So a token that repeats nothing costs one look-up for any
-    length of the text, another one at most CANDIDATES more. Each token is entered once. `tokens`
-    may only grow at its end between two calls.
+    The occurrences of each pair of tokens form a chain, latest first. A longer run is searched
+    among the latest occurrences of its last pair. So a search takes one look-up if the last pair is
+    new, else at most CANDIDATES more, for any length of the text. Between two calls, `tokens` may
+    only grow at its end.
     """
 
     __slots__ = ("_before", "_last", "_tokens")
@@ -62,12 +64,12 @@ class Repeats:
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
         self._last: dict[int, int] = {}  # pair of tokens -> position after its last occurrence
-        self._before: list[int] = [0] * SHORTEST  # by end of a pair: its end before that one, or 0
+        self._before: list[int] = [0] * SHORTEST  # end of a pair -> end of the one before, or 0
 
     def find(self) -> tuple[int, int]:
-        """The length of the longest run, of SHORTEST to LONGEST tokens, that ends the text and
-        occurred before, and the position after its latest occurrence; (0, 0) if there is none.
-        Only the last CANDIDATES occurrences of the final pair are compared."""
+        """Find the longest run of SHORTEST to LONGEST tokens at the end of the text that occurred
+        before. Returns its length and the position after its latest occurrence; (0, 0) if there is
+        none. Compares only the last CANDIDATES occurrences of the final pair."""
         self._enter()
         end, length, best = self._before[-1], 0, 0
         if not end:
@@ -97,8 +99,8 @@ class Repeats:
             last[pair] = end
 
     def _repeated(self, end: int) -> int:
-        """Number of tokens before `end` that equal the text's last ones, up to LONGEST. The pair
-        does."""
+        """Number of tokens before `end`, up to LONGEST, that equal the last ones of the text. The
+        last pair is known to be equal."""
         tokens, length = self._tokens, SHORTEST
         while length < min(LONGEST, end) and tokens[end - length - 1] == tokens[-length - 1]:
             length += 1
@@ -106,7 +108,8 @@ class Repeats:
 
 
 class Drafter:
-    """The guesses of one sequence, and its record. `tokens` is its growing text."""
+    """Makes the guesses of one sequence, and records how often they were right. `tokens` is the
+    sequence's growing list."""
 
     __slots__ = ("_attempt_at", "_best", "_rates", "_repeats", "_tokens")
 
@@ -118,8 +121,8 @@ class Drafter:
         self._attempt_at = 0  # length of the text from which a doubtful guess is tried
 
     def guess(self, most: int, sequences: int) -> Draft | None:
-        """A draft of up to `most` tokens, in a step of this number of sequences; None if the text
-        repeats nothing, or a guess is not worth its rows."""
+        """A draft of up to `most` tokens for a step with this number of sequences; None if the text
+        has no repetition or no guess is worth its rows."""
         may_attempt = len(self._tokens) >= self._attempt_at
         doubtful = self._best < needed_rate(sequences)
         if most < 1 or (doubtful and not may_attempt):
@@ -135,7 +138,7 @@ class Drafter:
         return Draft(self._repeats.continuation(start, min(count, most)), repeated=length)
 
     def learn(self, draft: Draft) -> None:
-        """Enter a verified draft into the record. The text holds the accepted tokens."""
+        """Record a verified draft. The text already holds the accepted tokens."""
         rate = self._rates[draft.repeated]
         for _ in range(draft.accepted):
             rate += (1 - rate) * RATE_STEP
@@ -148,13 +151,14 @@ class Drafter:
 
 
 def needed_rate(sequences: int) -> float:
-    """Probability from which a token is worth its row, in a step of this number of sequences."""
+    """Lowest probability at which a guessed token is worth its row, in a step with this number of
+    sequences."""
     return sequences / (sequences + FIXED_ROWS)
 
 
 def worthwhile(rate: float, sequences: int) -> int:
-    """Number of tokens of a guess that are worth their rows, if each is right at this rate after
-    right ones."""
+    """Number of guessed tokens that are worth their rows. `rate` is the probability that a token is
+    right if all tokens before it are."""
     needed = needed_rate(sequences)
     likely, count = rate, 0
     while count < MOST_TOKENS and likely >= needed:
@@ -163,8 +167,8 @@ def worthwhile(rate: float, sequences: int) -> int:
 
 
 def split_evenly(counts: Sequence[int], total: int) -> list[int]:
-    """The counts, lowered as evenly as possible until their sum is `total` at most; the first ones
-    get the remainder."""
+    """Lower the counts as evenly as possible until their sum is at most `total`. The first ones get
+    the remainder."""
     if sum(counts) <= total:
         return list(counts)
     granted = [0] * len(counts)

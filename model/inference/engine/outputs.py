@@ -1,9 +1,10 @@
-"""Outputs: rows of logits, hidden states, attention weights and named stages of a chunk.
+"""Outputs: compute logits, hidden states, attention weights and named stages at requested
+positions.
 
-Computed at the positions that the request chose. With `runner.py` the only file of the engine that
-knows tensors. Tapped sequences are computed apart from the others (`TappedPasses`).
+Only this file and `runner.py` of the engine handle tensors. Sequences whose stages are recorded or
+changed (tapped) are computed one by one (`TappedPasses`).
 
-Shapes: P chosen positions, T positions of a chunk, V = vocab_size.
+Shapes: P requested positions, T positions of a chunk, V = vocab_size.
 """
 
 import math
@@ -39,13 +40,13 @@ from logitd.model.transformer.config import BLOCK, GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import match_stages
 
-NOT_FINITE = "the logits, or those of a layer, are not finite"
+NOT_FINITE = "the logits of the head or of a layer are not finite"
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs of an OutputsRequest at some positions: a NumPy array (len(positions), ...), float32.
-    `error` is the reason why they are invalid."""
+    """Outputs at some positions: a NumPy array (len(positions), ...) of float32. `error` is set if
+    they are invalid."""
 
     positions: tuple[int, ...]
     values: Any
@@ -55,16 +56,16 @@ class Outputs:
 def prefill_input(
     chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
 ) -> PrefillInput:
-    """A chunk as input of a decoder. Its slot must hold the prefix before it."""
+    """The input of a decoder for a chunk, whose slot must hold the prefix before it."""
     token_ids = chunk.sequence.tokens[chunk.start : chunk.end]
     return PrefillInput(token_ids, chunk.sequence.held_slot, chunk.start, states, weights)
 
 
 class TappedPasses:
-    """The passes of sequences whose stages are recorded or changed."""
+    """Passes of sequences whose stages are recorded or changed."""
 
     def __init__(self, gpt: GPT, cache: KVCache, prepare: Callable[[], None]) -> None:
-        """`prepare` restores all weights in memory."""
+        """`prepare` restores weights that the decoder holds only in a packed form."""
         self._prepare = prepare
         self._gpt = gpt
         self._decoder = TappedDecoder(gpt, cache)
@@ -73,8 +74,8 @@ class TappedPasses:
     def prefill(
         self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
     ) -> tuple[Tensor, PieceTap]:
-        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap that
-        recorded some stages at some rows of the chunk."""
+        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap with
+        the stages in `record` at the `rows` of the chunk."""
         self._prepare()
         sequence = chunk.sequence
         tap = PieceTap(
@@ -88,7 +89,7 @@ class TappedPasses:
         return self._decoder.prefill(token_ids, sequence.held_slot, chunk.start, tap), tap
 
     def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
-        """Logits (B, V) that follow the last token of each sequence."""
+        """Logits (B, V) after the last token of each sequence."""
         self._prepare()
         return self._decoder.decode(
             [sequence.tokens[sequence.computed] for sequence in sequences],
@@ -118,7 +119,7 @@ class OutputsComputer:
         self._tapped = tapped
 
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk, and its outputs that were not handed out before an eviction."""
+        """Compute a chunk and its outputs, without those that were delivered before an eviction."""
         output, error = request.output, None
         positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
@@ -126,7 +127,8 @@ class OutputsComputer:
         hidden, values = compute_pass(chunk, output, offsets)
         if isinstance(output, Logits):
             values = self._logits(chunk.sequence, output, positions, hidden)
-            # Processing drops ids by -inf; a maximum is NaN if any element is.
+            # Processing sets dropped ids to -inf, so isfinite does not do. A NaN makes the maximum
+            # NaN.
             error = NOT_FINITE if values.numel() and not values.amax() < math.inf else None
         elif isinstance(output, HiddenStates):
             values = values.transpose(0, 1)  # (P, layers, d_model)
@@ -140,8 +142,9 @@ class OutputsComputer:
     def _plain_pass(
         self, chunk: PrefillChunk, output: Output, offsets: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Final hidden states (P, d_model) of a chunk, and the stages that its output is made of:
-        streams (layers, P, d_model), or attention weights (P, layers, heads, T)."""
+        """Final hidden states (P, d_model) of a chunk, and the values for its output: streams
+        (layers, P, d_model), attention weights (P, layers, heads, T), or the hidden states
+        again."""
         states, weights = isinstance(output, HiddenStates | Lens), None
         if isinstance(output, AttentionWeights):
             length = len(chunk.sequence.request.token_ids)
@@ -158,7 +161,8 @@ class OutputsComputer:
     def _tapped_pass(
         self, chunk: PrefillChunk, output: Output, offsets: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The same of a tapped sequence; of activations the stages (P, elements), flattened."""
+        """The values of `_plain_pass` for a tapped sequence. The values of Activations are all
+        stages, flattened: (P, elements)."""
         record = list(_recorded(output, self._config))
         hidden, tap = self._tapped.prefill(chunk, record, offsets)
         hidden = values = hidden[offsets]
@@ -185,9 +189,9 @@ class OutputsComputer:
     def _lens(
         self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
     ) -> Tensor:
-        """Figures (P, layers, numbers) of streams (layers, P, d_model), next to the final hidden
-        states (P, d_model). A block of positions and a layer at a time: only the logits of two
-        layers are in memory."""
+        """Figures (P, layers, numbers) of streams (layers, P, d_model), which compare them with the
+        final hidden states (P, d_model). They are computed one block of positions and one layer at
+        a time, so that only the logits of two layers are in memory."""
         blocks = [
             self._lens_block(
                 asked,
@@ -206,7 +210,7 @@ class OutputsComputer:
         own = self._lens_logits(hidden)
         next_ids = None
         if asked.following:
-            padding = [0] * (len(own) - len(following))  # like the rows of logits
+            padding = [0] * (len(own) - len(following))  # to the number of rows of logits
             next_ids = torch.tensor([*following, *padding], device=own.device)
         digest = LensDigest(own, asked.top_k, asked.token_ids, next_ids)
         rows = []
@@ -217,15 +221,16 @@ class OutputsComputer:
         return torch.stack(rows, dim=1)[: len(hidden)]
 
     def _lens_logits(self, hidden: Tensor) -> Tensor:
-        """Logits in float32 of up to a block of final hidden states. Padded to a whole block on a
-        GPU, because the bits of a sum may depend on the number of rows there."""
+        """Logits of at most a block of final hidden states, in float32. On a GPU the rows are
+        padded to a whole block, because there the bits of a sum may depend on the number of
+        rows."""
         if hidden.is_cuda:
             hidden = F.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
         return self._decoder.head(hidden).float()
 
     def _normed(self, stream: Tensor) -> Tensor:
-        """The final norm of a stream (P, d_model) in the stream's dtype, which is float32 on the
-        native decoder for weights of any dtype."""
+        """The final norm of a stream (P, d_model), computed in the stream's dtype. The native
+        decoder's streams are float32 for weights of any dtype."""
         norm = self._final_norm
         parameters = {name: value.to(stream.dtype) for name, value in norm.named_parameters()}
         normed: Tensor = functional_call(norm, parameters, (stream,))
@@ -254,7 +259,8 @@ class OutputsComputer:
 
 
 def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Tensor) -> ListedIds:
-    """The lists of ids of a request, made when a row of `logits` (R, V) first needs them."""
+    """The lists of token ids in a request's parameters, made for the first row of `logits` (R, V)
+    that needs them."""
     if group.listed is None:
         group.listed = ListedIds(params, logits.shape[-1], logits.device)
     listed: ListedIds = group.listed
@@ -262,7 +268,7 @@ def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Ten
 
 
 def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
-    """The stages that an output is made of, except logits."""
+    """The stages that must be recorded for an output. Logits are not recorded."""
     match output:
         case Logits():
             return

@@ -1,23 +1,23 @@
-"""Overlap: launch the next decode step before the tokens of the present one are read.
+"""Overlap: launch the next decode step before the tokens of the current one are read.
 
-Launched one at a time, steps leave a GPU idle while the host reads tokens, makes events and plans.
-But the next step is known before: the same sequences, one position further, with random numbers
-that depend on no other token. Only the tokens are unknown to the host, and the device has those. So
-with step N in flight the host launches N + 1, and then waits:
+If steps are launched one by one, a GPU is idle while the host reads tokens, makes events and plans.
+But the next step is known in advance: the same sequences, one position further, with random numbers
+that depend on no token. Only the tokens are unknown to the host, and they are on the device
+already. So the host launches step N + 1 while step N runs, and then waits for N:
 
     host     plan N | launch N + 1 | wait for N | events of N | plan N + 1 | launch N + 2 | wait ...
     device   N ...........................| N + 1 .............................| N + 2 ...........
 
-`begin`, called once for each plan, takes over the step that was launched for it and launches the
-next one. Then the runner computes the prompts of the plan and collects the tokens.
+For each plan, `begin` returns the step that was launched early for it and launches the next one.
+Then the runner computes the prompts of the plan and collects the tokens.
 
-The scheduler does not know. Every step decodes all running sequences, so the decode of the next
-plan is in flight in any case, and a new prompt is computed after it. The row in N + 1 of a sequence
-that ended in N is discarded: it wrote its key behind the part of the slot that may be shared, the
-cache notes it as written, and it runs before the slot's next owner.
+The scheduler is not aware of this. Each step decodes all running sequences, so the early step
+always fits the next plan, and new prompts are computed after it. If a sequence ends in step N, its
+row in N + 1 is discarded. That is safe: the row's key lies after the part of the slot that may be
+shared, the cache counts it as written, and the row runs before the slot's next owner.
 
-Not overlapped: a step after one that computes prompts or verifies drafts, or has a row that needs
-logits processing (penalties, logprobs, a mask). Knows decoders by `Launcher`, and no tensors.
+A step is not launched early if the step before it computes prompts, verifies drafts, or has a row
+that needs logits processing (penalties, logprobs, a mask). Decoders are known only as `Launcher`.
 """
 
 from collections.abc import Iterable
@@ -33,41 +33,41 @@ from logitd.model.inference.sampling.state import SamplingState
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched decode step, with a row for each of some sequences."""
+    """A launched decode step, with one row for each of its sequences."""
 
     sequences: tuple[Sequence, ...]
     tokens: Collect
 
     def collect(self, sequences: Iterable[Sequence]) -> dict[Sequence, SampleResult]:
-        """Wait for the results of these sequences; discard those of others."""
+        """Wait for the step, and return the results of these sequences only."""
         results = dict(zip(self.sequences, sample_results(self.tokens()), strict=True))
         return {sequence: results[sequence] for sequence in sequences}
 
 
 class OverlapScheduler:
-    """The decode steps of an engine. Without a launcher nothing overlaps, and the caller computes
-    every step."""
+    """Launches the decode steps of an engine. Without a launcher the caller computes every step."""
 
     def __init__(self, launcher: Launcher | None, sampling: SamplingState) -> None:
         self._launcher = launcher
         self._sampling = sampling
-        # The error of a failed launch belongs to the next plan: the step in flight is good.
+        # An error of the early launch is raised with the next plan: the step in flight is
+        # unaffected.
         self._next: InFlightStep | Exception | None = None
 
     def begin(self, plan: StepPlan) -> InFlightStep | None:
-        """The decode of a plan, in flight, with the next step launched after it if possible. None
-        if the caller has to compute the decode. Raises the error of an early launch of this
-        step."""
+        """Return the decode step of a plan, in flight, and launch the next step if possible.
+        Returns None if the caller has to compute the decode. If the early launch of this step
+        failed, raises its error."""
         launcher = self._launcher
         if launcher is None:
             return None
-        # 1) Take over the step that the call before launched for this plan.
+        # 1) Take the step that the previous call launched for this plan.
         step, self._next = self._next, None
         if not plan.decode:
             return None  # every sequence in it has ended
         if isinstance(step, Exception):
             raise step
-        # 2) If there is none, launch this step now, if the next one can overlap with it.
+        # 2) If there is none and the next step can overlap, launch this step now.
         continuing = plan.continuing
         if step is None and continuing:
             step = self._launch(launcher, plan.decode)
@@ -92,7 +92,7 @@ class OverlapScheduler:
     def _launch_next(
         self, launcher: Launcher, step: InFlightStep, sequences: tuple[Sequence, ...]
     ) -> InFlightStep:
-        """Launch the step after one in flight, for some of its sequences."""
+        """Launch the step that follows `step`, for those of its sequences that continue."""
         row_of = {sequence: row for row, sequence in enumerate(step.sequences)}
         rows = [row_of[sequence] for sequence in sequences]
         slots = [sequence.held_slot for sequence in sequences]

@@ -1,15 +1,14 @@
-"""WaitingQueue: the sequences that wait for a slot, in the order of admission.
+"""WaitingQueue: sequences that wait for a slot, in the order of admission.
 
-By priority. Within a priority callers take turns, a sequence each turn, so nobody waits behind the
-thousand requests of another caller; a new caller waits for one turn of each other caller at most.
-Within a caller, first come, first served.
+Lower priorities are admitted first. Within a priority the callers take turns, one sequence each, so
+that nobody waits behind a thousand requests of another caller: a new caller waits for at most one
+turn of each other caller. The sequences of one caller are admitted in the order of arrival.
 
-An evicted sequence (`scheduler.py`) returns to a lane of its own of its caller's line. The lanes of
-new and of evicted sequences alternate, so neither can keep the other from going on. A third lane
-holds the sequences that wait for other weights.
+Each caller has a line of three lanes: new sequences, evicted ones that resume (`scheduler.py`), and
+those held until new weights are in place. New and evicted sequences alternate, so that neither lane
+blocks the other.
 
-Every operation except iteration takes the same time for any length. Does not know whether there is
-a slot.
+Every operation except iteration takes constant time. The queue does not know if a slot is free.
 """
 
 import bisect
@@ -67,13 +66,14 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Every sequence, a caller's together."""
+        """All sequences; those of a caller are adjacent."""
         for priority in self._priorities:
             for line in self._lines[priority].values():
                 yield from line
 
     def push(self, sequence: Sequence, *, held: bool = False) -> None:
-        """Queue behind all of the same caller and priority; `held` until `release`."""
+        """Append to the line of the sequence's caller and priority. A `held` sequence is not
+        admitted before `release`."""
         request = sequence.request
         if request.priority not in self._lines:
             bisect.insort(self._priorities, request.priority)
@@ -87,8 +87,8 @@ class WaitingQueue:
                 line.release()
 
     def firsts(self) -> Iterator[Sequence]:
-        """The next sequence of each caller, in the order of turns, of the first priority that has
-        any."""
+        """The next sequence of each caller, in the order of turns. All are of the lowest priority
+        in which a sequence is ready."""
         for priority in self._priorities:
             found = False
             for line in self._lines[priority].values():
@@ -99,7 +99,7 @@ class WaitingQueue:
                 return
 
     def take(self, sequence: Sequence) -> None:
-        """Admit a sequence of `firsts`; its caller's turn is over."""
+        """Remove a sequence of `firsts` and end its caller's turn."""
         lines, caller = self._lines[sequence.request.priority], sequence.request.caller
         lines[caller].take(sequence)
         lines.move_to_end(caller)
@@ -110,7 +110,7 @@ class WaitingQueue:
         self._forget_empty(sequence)
 
     def _forget_empty(self, sequence: Sequence) -> None:
-        """Account for a sequence that has left, and drop empty lines."""
+        """Count a removed sequence, and drop its line if that is empty."""
         self._length -= 1
         priority, caller = sequence.request.priority, sequence.request.caller
         lines = self._lines[priority]

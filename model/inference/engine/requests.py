@@ -1,7 +1,7 @@
 """Requests of the engine: generations, rows of computed values, scores and attributions.
 
-Frozen plain data of the standard library, so that it can cross a thread or a process. Token ids
-only: texts, stop strings and the end-of-text token are the caller's business.
+Requests are immutable and hold only standard types, so that they can be passed between threads and
+processes. They hold token ids: the caller handles texts, stop strings and the end of text.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from logitd.model.inference.sampling.params import SamplingParams
 class GenerationRequest:
     """Generate `n` sequences after one prompt.
 
-    prompt_logprobs  None: none; k: raw logprobs of the prompt's own tokens and of the k likeliest
-                     in the place of each. Needs the whole prompt to be computed
-    priority         lower is admitted earlier
-    caller           callers of one priority are admitted in turn, each one's requests in order of
-                     arrival
-    interventions    changes inside the forward, in this order; such a request neither copies a
-                     prefix nor leaves one
-    prefix_reuse     let the prompt copy a prefix from another slot
-    deadline         a time of the engine's clock
+    prompt_logprobs  None: none; k: raw logprobs of the prompt's tokens and of the k most likely
+                     tokens at each position. The whole prompt is then computed
+    priority         lower values are admitted first
+    caller           callers of one priority take turns; the requests of one caller are admitted in
+                     the order of arrival
+    interventions    changes inside the forward, applied in this order; the request neither copies
+                     a prefix nor offers one
+    prefix_reuse     allow the prompt to copy a prefix from another slot
+    deadline         time on the engine's clock
     """
 
     request_id: str
@@ -43,10 +43,10 @@ class GenerationRequest:
 class Logits:
     """Rows of logits (P, columns): of all ids, or of `columns` in their order.
 
-    processing        None: raw; else each row after these steps of the sampler, as if a token were
-                      sampled from it, with -inf for dropped ids
-    completion_start  position from which the prompt's tokens count as generated, for presence and
-                      frequency penalties (None: none of them)
+    processing        None: raw logits; else the logits from which the sampler would sample with
+                      these parameters, -inf for dropped ids
+    completion_start  first position of the prompt that counts as generated, for presence and
+                      frequency penalties (None: no position does)
     """
 
     columns: tuple[int, ...] | None = None
@@ -56,16 +56,16 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStates:
-    """Rows of the residual stream (P, layers, d_model). Layer 0 is after the embeddings, i after
-    block i, before the final norm."""
+    """Rows of the residual stream (P, layers, d_model), before the final norm. Layer 0 is the
+    stream after the embeddings, layer i the stream after block i."""
 
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """Rows of attention weights (P, layers, heads, T), T the prompt's length; later positions have
-    0. Layers count from 0, the first block."""
+    """Rows of attention weights (P, layers, heads, T); T is the length of the prompt. Weights of
+    later positions are 0. Layer 0 is the first block."""
 
     layers: tuple[int, ...]
     heads: tuple[int, ...]
@@ -73,9 +73,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Rows of named stages (P, elements): the values of each stage, flattened, in the order of
-    `stages` (names of `model/transformer/stages.py`). `heads` selects heads of the stages that have
-    any; None: all."""
+    """Rows of named stages (P, elements): the flattened values of all `stages` in their order
+    (`model/transformer/stages.py`). `heads` selects heads in the stages that have heads (None:
+    all)."""
 
     stages: tuple[str, ...]
     heads: tuple[int, ...] | None = None
@@ -83,10 +83,10 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lens:
-    """Rows (P, layers, numbers): figures of the head's logits on the stream after each of `layers`
-    (as in HiddenStates), defined in `model/inference/sampling/lens.py`. They cover the `top_k`
-    likeliest ids, the named `token_ids`, and with `following` the next token of the prompt, as the
-    last of the named ones."""
+    """Rows (P, layers, numbers): figures of the logits that the head computes from the stream after
+    each of `layers` (numbered as in HiddenStates). `model/inference/sampling/lens.py` defines them.
+    They cover the `top_k` most likely ids and the named `token_ids`; `following` adds the next
+    token of the prompt as the last named id."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -100,7 +100,7 @@ class Lens:
 
 
 LARGEST_LENS_VOCABULARY = 2**24
-"""Ids are sent as float32, which has every integer up to it."""
+"""Lens ids are returned as float32, which represents every integer up to this number."""
 
 
 Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
@@ -110,9 +110,9 @@ Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
 class OutputsRequest:
     """Compute `output` at the `positions` (ascending) of a prompt. Generates nothing.
 
-    Rows are computed in pieces, each handed out as an `OutputsChunk`. Two pieces can be on their
-    way; the next is computed after `Engine.grant`. So a slow reader pauses its own request, which
-    may lose its slot to waiting ones (`scheduler.py`).
+    Rows are computed in pieces, each delivered as an `OutputsChunk`. At most two delivered pieces
+    may be unread; the next one is computed after `Engine.grant`. So a slow reader pauses only its
+    own request, which may lose its slot to waiting ones (`scheduler.py`).
     """
 
     request_id: str
@@ -128,11 +128,12 @@ class OutputsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Raw logprobs of given texts: of each of `continuations` after the prompt, a sequence each, or
-    of the prompt itself without any. The prompt is computed once, up to its last whole block.
+    """Raw logprobs of given tokens: of each of `continuations` after the prompt, or of the prompt
+    if there are none. Each continuation is a sequence. The whole blocks of the prompt are computed
+    only once.
 
-    top     also list the k likeliest in the place of each token
-    arrays  in arrays (`ScoresChunk`) without ranks, instead of an object for each token
+    top     number of most likely tokens to list at each position
+    arrays  return arrays without ranks (`ScoresChunk`) instead of an object for each token
     """
 
     request_id: str
@@ -149,9 +150,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributionRequest:
-    """Attributions of a logit of a prompt (`model/inference/attribution/`), as one
-    `AttributionEvent`. Needs no slot, shares no prefix, and is computed a piece a step
-    (`attributions.py`)."""
+    """Attributions of a logit to the parts of a prompt or of the model
+    (`model/inference/attribution/`), returned as one `AttributionEvent`. Needs no slot, shares no
+    prefix, and computes one piece per step (`attributions.py`)."""
 
     interventions: ClassVar[tuple[Intervention, ...]] = ()
     prefix_reuse: ClassVar[bool] = False
@@ -168,7 +169,7 @@ Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest
 
 
 def sequence_lengths(request: Request) -> list[int]:
-    """Prompt tokens of each sequence of a request."""
+    """Number of prompt tokens of each sequence, continuations included."""
     length = len(request.token_ids)
     match request:
         case GenerationRequest(n=n):
@@ -180,6 +181,6 @@ def sequence_lengths(request: Request) -> list[int]:
 
 
 def is_tapped(request: Request) -> bool:
-    """True if stages of its sequences are recorded or changed."""
+    """True if a request records or changes stages of the forward."""
     records = isinstance(request, OutputsRequest) and isinstance(request.output, Activations)
     return records or bool(request.interventions)

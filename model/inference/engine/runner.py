@@ -1,9 +1,9 @@
-"""Runner: computes the work of a step plan. Together with `outputs.py` it is the only file of the
-engine that knows tensors.
+"""Runner: computes the plan of a step. Only this file and `outputs.py` of the engine handle
+tensors.
 
-A decoder makes the passes (`model/inference/kernels/`); the arithmetic of a row depends on its
-phase and position, never on the other rows. The runner knows sequences and plans, not queues or
-events, and decides nothing.
+A decoder computes the passes (`model/inference/kernels/`). The arithmetic of a row depends on its
+phase and position, never on other rows. The runner makes no decisions: queues and events are left
+to the scheduler and the engine.
 """
 
 import time
@@ -56,8 +56,8 @@ DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored tokens of a prompt from position `start` on: one by one in `tokens`, or as arrays of
-    each block in `rows`, as the request asks."""
+    """Scored tokens of a prompt from position `start` on: in `tokens`, or as arrays of each block
+    in `rows`, depending on the request."""
 
     start: int
     tokens: list[ScoredToken]
@@ -65,7 +65,7 @@ class Scores:
 
     @property
     def is_finite(self) -> bool:
-        """False if the model computed NaN. Processing makes logprobs of -inf."""
+        """False if a logprob is NaN. A logprob of -inf is valid."""
         logprobs = [token.chosen.logprob for token in self.tokens if token.chosen is not None]
         return not any(np.isnan(row).any() for row in (logprobs, *(r.logprobs for r in self.rows)))
 
@@ -74,9 +74,10 @@ class Scores:
 class StepOutput:
     """The results of one plan, by sequence.
 
-    verified         samples after each token of a draft, as if the draft were right up to there
-    prefill_seconds  time of the prompts; None if the device computes asynchronously, or in a pass
-                     `together` with the decode
+    verified         a sample after each token of a draft, on the assumption that all tokens up to
+                     it are right
+    prefill_seconds  time of the prompts; None if the device computes asynchronously, or if one
+                     pass computed them `together` with the decode
     """
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
@@ -89,8 +90,9 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class _RowsToSample:
-    """Rows of logits (R, V), in pieces. Each sequence has one row, followed by the rows of its
-    draft's tokens; `slots` and `positions` are those of the sampled tokens, one for each row."""
+    """Rows of logits (R, V), in one or more tensors. Each sequence has one row, followed by a row
+    for each token of its draft. `slots` and `positions` have one entry per row, those of the token
+    to be sampled."""
 
     sequences: tuple[Sequence, ...]
     slots: list[int]
@@ -100,7 +102,7 @@ class _RowsToSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """A model's weights and the passes that compute with them over one cache."""
+    """A model's weights, and the objects that compute with them on one cache."""
 
     gpt: GPT
     decoder: Decoder
@@ -142,13 +144,13 @@ class Runner:
 
     @property
     def computes_at_once(self) -> bool:
-        """True if an operation is computed when its call returns."""
+        """True if operations are complete when their calls return."""
         return self.device.type == "cpu"
 
     def prepare(self, gpt: GPT) -> ForwardModel:
-        """Prepare other weights for `replace` while the present ones compute; the cache is not
-        written. Raises ValueError unless `gpt` fits the cache, and the errors of making a
-        decoder."""
+        """Prepare new weights for `replace`, while the current ones compute. Does not write to the
+        cache. Raises ValueError unless `gpt` fits the cache, and the errors of the decoder's
+        constructor."""
         weight, old = gpt.token_embedding.weight, self.model.gpt.token_embedding.weight
         if gpt.config != self.model.gpt.config:
             raise ValueError("the new weights have another shape than the served model")
@@ -160,13 +162,15 @@ class Runner:
         return self._forward_model(gpt)
 
     def replace(self, model: ForwardModel) -> None:
-        """Compute with other weights from now on. The contents of the cache become invalid."""
+        """Use prepared weights from now on. The contents of the cache become invalid."""
         self.model.close()
         self.model = model
 
     def _forward_model(self, gpt: GPT) -> ForwardModel:
         if gpt.training:
-            raise ValueError("the model is in training mode and would drop out: call eval() on it")
+            raise ValueError(
+                "the model is in training mode and would apply dropout: call eval() on it"
+            )
         decoder = self._make_decoder(gpt, self.cache)
         tapped = TappedPasses(gpt, self.cache, decoder.restore_weights)
         return ForwardModel(
@@ -183,9 +187,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan. Its decode may be in flight already, or this call launches it."""
+        """Compute a plan. Its decode step may have been launched by an earlier call."""
         in_flight, rest = self.model.overlap.begin(plan), plan
-        if in_flight is not None:  # never has tapped rows
+        if in_flight is not None:  # a launched step has no tapped rows
             rest = replace(plan, decode=tuple(s for s in plan.decode if s.tapped))
         output = StepOutput()
         rows = self._compute(rest, output)
@@ -196,7 +200,8 @@ class Runner:
         return output
 
     def attribute(self, sequence: Sequence) -> Attribution | None:
-        """Compute the next piece of a sequence's attributions; return them after the last piece."""
+        """Compute the next piece of a sequence's attributions. Returns None before the last
+        piece."""
         request = sequence.attribution
         assert request is not None
         self.model.decoder.restore_weights()
@@ -210,8 +215,9 @@ class Runner:
         self._attributing.pop(sequence, None)
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _RowsToSample:
-        """All forward passes of a plan. The rows to sample are in this order: prompts that end,
-        plain sequences that decode, and tapped ones."""
+        """Compute all forward passes of a plan, except a decode in flight. Returns the rows to
+        sample: first of prompts that end, then of decoding sequences, the plain ones before the
+        tapped ones."""
         began = self._clock()
         decoder = self.model.decoder
         logits: list[Tensor] = []
@@ -254,7 +260,7 @@ class Runner:
 
     def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
         """Copy all shared prefixes first, in plan order: a later chunk may overwrite its source
-        slot behind the common prefix."""
+        slot after the common prefix."""
         for chunk in chunks:
             if chunk.copy_from is not None:
                 self.cache.copy_prefix(chunk.copy_from, chunk.sequence.held_slot, chunk.start)
@@ -267,8 +273,8 @@ class Runner:
                     output.outputs[chunk.sequence] = outputs
 
     def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
-        """The pass that computes the prompts of a plan together with these rows of its decode; None
-        if they are computed one after the other."""
+        """The pass that computes the prompts of a plan together with the `rows` of its decode; None
+        if they need separate passes."""
         mixed, count = self.model.decoder.mixed_pass, len(rows[0])
         if mixed is None or not plan.prefill or not count:
             return None
@@ -278,8 +284,7 @@ class Runner:
         return mixed if count <= mixed.most_rows else None
 
     def _hidden(self, chunks: Many[PrefillChunk]) -> list[Tensor]:
-        """Final hidden states (T, d_model) of each chunk. Plain chunks go through the model
-        together."""
+        """Final hidden states (T, d_model) of each chunk. Plain chunks are computed in one pass."""
         plain = [prefill_input(chunk) for chunk in chunks if not chunk.sequence.tapped]
         together = iter(self.model.decoder.prefill(plain) if plain else [])
         return [
@@ -320,11 +325,11 @@ class Runner:
     def _sample(
         self, rows: _RowsToSample, drafts: Mapping[Sequence, Draft], output: StepOutput
     ) -> None:
-        """Sample a token for each sequence, and one after each token of its draft."""
+        """Sample a token for each sequence, and another after each token of its draft."""
         sequences, logits = rows.sequences, rows.logits
-        # 1) The records of all rows, and which rows need logits processing.
+        # 1) Collect the sampling parameters of all rows, and the rows that need logits processing.
         sampling, processed = self._sampling.rows(rows.slots, rows.positions)
-        # 2) The texts and masks of these rows. A constraint may end its sequence here.
+        # 2) Collect the tokens and masks of these rows. A constraint may end its sequence here.
         contexts: dict[int, RowContext] = {}
         without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
         if processed:
@@ -342,7 +347,7 @@ class Runner:
         with self._apart_from_decoder() if torch_computes else nullcontext():
             together = logits[0] if len(logits) == 1 else torch.cat(logits)
             results = iter(sample(together, sampling, contexts, self.model.decoder.sample))
-        # 4) Each sequence's own result, or why it has none, then those after its draft's tokens.
+        # 4) Store the result of each sequence, then the results after the tokens of its draft.
         for sequence in sequences:
             result = next(results)
             output.sampled[sequence] = without_token.get(sequence, result)
@@ -350,12 +355,12 @@ class Runner:
                 output.verified[sequence] = list(islice(results, len(draft.token_ids)))
 
     def _apart_from_decoder(self) -> AbstractContextManager[None]:
-        """Keep torch to one thread next to a decoder with threads of its own."""
+        """A context that limits torch to one thread if the decoder has threads of its own."""
         return one_thread() if self.model.decoder.has_threads else nullcontext()
 
 
 def _is_sampled_from(chunk: PrefillChunk) -> bool:
-    """True if a chunk ends a prompt that is generated from."""
+    """True if a chunk ends the prompt of a generation."""
     return chunk.completes_prompt and chunk.sequence.tokens_left > 0
 
 
@@ -369,8 +374,7 @@ def _rows_to_decode(
     positions: list[int] = []
     for sequence in sequences:
         slot, position = sequence.held_slot, sequence.computed
-        # Entries of wrong drafts behind `computed` are overwritten before they are read, and never
-        # shared.
+        # Keys of wrong drafts after `computed` are never shared, and overwritten before any read.
         token_ids.append(sequence.tokens[position])
         slots.append(slot)
         positions.append(position)
@@ -385,8 +389,8 @@ def _rows_to_decode(
 def _masks(
     sequences: Iterable[Sequence],
 ) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
-    """Masks of the constraints, NumPy booleans (V,), by sequence; and the sequences that get no
-    token, because their constraint is complete or failed."""
+    """Masks of constraints, NumPy booleans (V,), by sequence; and the results of sequences that get
+    no token, because their constraint is complete or has failed."""
     masks: dict[Sequence, Any] = {}
     without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
     for sequence in sequences:
@@ -397,7 +401,7 @@ def _masks(
             allowed = matcher.allowed()
         except ConstraintError as error:
             without_token[sequence] = SampleError(str(error), constraint.kind)
-        except Exception as error:  # a bug of the matcher ends its own sequence, no other
+        except Exception as error:  # a bug of the matcher ends only its own sequence
             message = f"the constraint failed: {type(error).__name__}: {error}"
             without_token[sequence] = SampleError(message)
         else:
@@ -411,7 +415,8 @@ def _masks(
 def _contexts(
     sequence: Sequence, mask: Any, draft: Draft | None, logits: Tensor
 ) -> Iterator[RowContext]:
-    """The context of a sequence's own row, and of the rows after each token of its draft."""
+    """The contexts of a sequence's rows: after its last token, and after each token of its
+    draft."""
     request = sequence.generation
     assert request is not None
     drafted = [] if draft is None else draft.token_ids

@@ -1,29 +1,29 @@
 """Scheduler: chooses the sequences that the next step computes.
 
-Sequences are admitted by priority, callers in turn, each caller's in order of arrival
-(`queue.py`); prompts that are being computed take turns in the same way. A step prefills at most
-`prefill_chunk` positions, fewer while others decode (`budget.py`), shared by as many prompts as
-fit, and decodes every running sequence once. Running sequences are never preempted: an admitted
-sequence can finish. Knows tokens and slots, not tensors.
+Sequences are admitted by priority; within a priority the callers take turns (`queue.py`). Admitted
+prompts take turns in the same way. A step decodes every running sequence once and prefills at most
+`prefill_chunk` positions, fewer while sequences decode (`budget.py`), of as many prompts as fit.
+Running sequences are never preempted: an admitted sequence can finish.
 
-A sequence whose reader is behind computes nothing, and keeps its slot until another sequence waits
-for one. Then the sequence that has been behind the longest is evicted (PAUSED). When its reader has
-taken everything, it returns to the queue, and its prefix is copied or computed again in the same
-blocks, with the same bits. An eviction comes after at least CHUNKS_IN_FLIGHT new pieces and costs
-the prefill of one prompt at most, so everybody makes progress. Ending readers below some rate
-instead would need a rate that is right for every network. Rows of paused sequences take memory: at
-most as many sequences as there are slots are PAUSED; beyond that, those that have been behind the
-longest are given up.
+If the reader of a sequence's outputs is behind, the sequence computes nothing but keeps its slot.
+When another sequence needs the slot, the one that has been behind the longest is evicted (PAUSED).
+It returns to the queue when its reader has taken everything; then its prefix is copied, or computed
+again in the same blocks with the same bits. A sequence delivers at least CHUNKS_IN_FLIGHT pieces
+between two evictions, and an eviction costs at most the prefill of one prompt, so all sequences
+make progress. (To end slow readers instead would need a minimum rate that suits every network.) The
+unread rows of paused sequences take memory. So at most as many sequences are PAUSED as there are
+slots; of more, those that have been behind the longest are ended.
 
-Outputs and interventions cost elements (`cost.py`). The prompts of a step have at most
-STEP_ELEMENTS, and so have the rows of tapped sequences, whose stages are recorded or changed; the
-rest decodes in a later step, in turn. A step is heavy if it has LARGE elements or more, a tapped
-sequence, or a piece of an attribution. After a heavy step no such work runs next to decoding for
-COOLDOWN times its duration, so the time between two tokens of others about doubles at most.
+Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost STEP_ELEMENTS,
+and so may the rows of tapped sequences, whose stages are recorded or changed; other tapped
+sequences decode in a later step, in turn. A step is heavy if it has LARGE elements or more, a
+tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next to
+decoding for COOLDOWN times its duration. So it at most about doubles the time per token of other
+sequences.
 
-Attributions take no slot (`attributions.py`). With speculation, a decode step also verifies drafted
-tokens (`ngram.py`) while it has few rows. A sequence with a constraint has no drafts, because its
-mask depends on every token before.
+Attributions take no slot (`attributions.py`). With speculation, a decode step with few rows also
+verifies drafted tokens (`ngram.py`). A sequence with a constraint gets no drafts, because its mask
+depends on every earlier token.
 """
 
 import math
@@ -41,13 +41,13 @@ from logitd.model.inference.options import DRAFTED_ROWS
 from logitd.model.transformer.config import BLOCK
 
 STEP_ELEMENTS = 2**21
-"""Elements of the prompts of a step, and of its tapped rows, at most. A single block of positions,
-or a single row, may have more."""
+"""Limit of a step's elements, for its prompts and for its tapped rows. A single block of positions
+or a single row may exceed it."""
 LARGE = 2**20
-"""Elements from which a step is heavy."""
+"""Number of elements that makes a step heavy."""
 COOLDOWN = 2
-"""Duration of a cooldown, in durations of the heavy step. By itself it makes the time between two
-tokens at most 1 + 1 / COOLDOWN times as long; writing the reply takes processor time as well."""
+"""Duration of a cooldown relative to the heavy step. It limits the mean time between two tokens to
+1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PrefillChunk:
 class StepPlan:
     """The work of a step.
 
-    drafts       of sequences in `decode`
+    drafts       drafts of sequences in `decode`
     given_up     sequences to end, because their readers have been behind the longest
     evicted      number of sequences that lost their slots
     attribution  sequence whose piece is computed after everything else
@@ -83,22 +83,24 @@ class StepPlan:
     attribution: Sequence | None = None
 
     def __bool__(self) -> bool:
-        """True if there is a forward pass over the cache."""
+        """True if the runner has to compute a forward pass over the cache."""
         return bool(self.prefill or self.decode)
 
     @property
     def continuing(self) -> tuple[Sequence, ...]:
-        """Sequences that decode in the next step too, unless their next token ends them. Empty if
-        the next step cannot be launched ahead: with prompts, drafts or tapped sequences."""
+        """Sequences that also decode in the next step unless the next token ends them. Empty if
+        this step has prompts, drafts or tapped sequences, because then the next step cannot be
+        launched early."""
         if self.prefill or any(s.drafter is not None or s.tapped for s in self.decode):
             return ()
         return tuple(sequence for sequence in self.decode if sequence.tokens_left > 1)
 
 
 class Scheduler:
-    """Queue, running set and slots; makes one `StepPlan` after another.
+    """The queue, the running sequences and the slots. `plan` chooses the work of each step.
 
-    `share_decoded` lets prompts copy generated tokens as well as prompt tokens.
+    `share_decoded` lets prompts copy the keys of generated tokens as well as those of prompt
+    tokens.
     """
 
     def __init__(self, config: EngineConfig, *, share_decoded: bool = False) -> None:
@@ -113,9 +115,9 @@ class Scheduler:
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self._behind: dict[Sequence, None] = {}  # with a slot, longest behind first
         self._step = 0
-        self._began: dict[str, int] = {}  # the step of each caller's last first chunk
+        self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
         self._planned_at = 0.0
-        self._reserved_elements = 0  # of prompts, in the present step
+        self._reserved_elements = 0  # of prompts, in the current step
         self._cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
@@ -125,14 +127,15 @@ class Scheduler:
             self.waiting.push(sequence, held=held)
 
     def release(self) -> None:
-        """Let held sequences be admitted: their weights are loaded. Slots hold nothing of these."""
+        """Allow held sequences to be admitted, after their weights were loaded. The contents of all
+        slots are of the old weights, so they are forgotten."""
         self.slots.forget()
         self.waiting.release()
         self.attributions.waiting.release()
 
     def grant(self, sequence: Sequence) -> None:
-        """The reader of a sequence's outputs took a piece. A PAUSED sequence returns to the queue
-        when its reader has taken all pieces."""
+        """Record that the reader of a sequence's outputs took a piece. A PAUSED sequence returns to
+        the queue when its reader has taken all pieces."""
         sequence.credit += 1
         if sequence.may_compute:
             sequence.paused_at = None
@@ -143,7 +146,7 @@ class Scheduler:
             self.waiting.push(sequence)
 
     def charge(self, sequence: Sequence, rows: int, now: float) -> None:
-        """A piece with this number of rows of a sequence's outputs was handed out."""
+        """Record that a piece of a sequence's outputs, with this number of rows, was delivered."""
         sequence.credit -= 1
         sequence.handed_out += rows
         if not sequence.may_compute:
@@ -151,7 +154,7 @@ class Scheduler:
             self._behind[sequence] = None
 
     def has_work(self) -> bool:
-        """True if the next plan would have work: a sequence can compute, or can be admitted."""
+        """True if the next plan would not be empty: a sequence can compute or be admitted."""
         return (
             any(sequence.may_compute for sequence in self.running)
             or self.attributions.has_work()
@@ -187,8 +190,9 @@ class Scheduler:
         *,
         together: bool = False,
     ) -> None:
-        """Account for the time of a computed step. `prefill_seconds` is that of its prompts, if
-        known; `together` if these were one pass with the decode. A heavy step begins a cooldown."""
+        """Record the time of a computed step. `prefill_seconds` is the time of its prompts, if
+        known. `together` is true if one pass computed prompts and decode. A heavy step begins a
+        cooldown."""
         seconds = now - self._planned_at
         heavy = (
             self._reserved_elements >= LARGE
@@ -201,7 +205,7 @@ class Scheduler:
             return
         if plan.decode and prefill_seconds is not None:
             self._budget.decoded(seconds - prefill_seconds)
-        # Outputs and scores would make a prompt cost more than others.
+        # Prompts with outputs or scores cost more than plain ones: do not learn from them.
         prompts = [chunk.sequence for chunk in plan.prefill]
         if not prompts or any(s.outputs or s.scoring for s in prompts):
             return
@@ -212,7 +216,7 @@ class Scheduler:
             self._budget.together(lengths, seconds)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, in any state. Its slot is free for the next step."""
+        """Remove a sequence in any state. Its slot is free for the next step."""
         if sequence.attribution is not None:
             self.attributions.remove(sequence)
         elif sequence.state is State.WAITING:
@@ -227,7 +231,7 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def prefilled(self, chunk: PrefillChunk, now: float) -> None:
-        """Account for a computed chunk; its whole blocks can be shared from now on."""
+        """Record a computed chunk. Its whole blocks can be shared from now on."""
         sequence = chunk.sequence
         sequence.computed = chunk.end
         self._share(sequence, chunk.end)
@@ -239,8 +243,8 @@ class Scheduler:
                 sequence.drafter = Drafter(sequence.tokens)
 
     def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
-        """Drafts of the decoding sequences, within DRAFTED_ROWS. The last token that a sequence may
-        generate needs no row after it."""
+        """Drafts of the decoding sequences, within DRAFTED_ROWS. A draft ends before the last token
+        that its sequence may generate, because no row after that token is needed."""
         rows_left = DRAFTED_ROWS - len(decode)
         if rows_left <= 0:
             return {}
@@ -259,7 +263,7 @@ class Scheduler:
         return bool(self._behind) or self.slots.used < self.slots.total
 
     def _admit(self, now: float) -> int:
-        """Admit the sequences that there are slots for; returns the number of evicted ones."""
+        """Admit sequences while slots are available. Returns the number of evicted sequences."""
         evicted = 0
         while self._has_room() and (admitted := self._next()) is not None:
             sequence, source, length = admitted
@@ -276,8 +280,8 @@ class Scheduler:
         return evicted
 
     def _next(self) -> tuple[Sequence, int, int] | None:
-        """The next sequence to admit, a slot to copy from, and how many positions. A sequence that
-        should wait for a sibling is passed over, with its caller."""
+        """The next sequence to admit, a slot to copy its prefix from, and the length of the prefix.
+        A sequence that should wait for a sibling is skipped, and with it its caller."""
         for sequence in self.waiting.firsts():
             source, length = self._shared_prefix(sequence)
             if not self._sibling_computes_more(sequence, length):
@@ -285,7 +289,8 @@ class Scheduler:
         return None
 
     def _evict(self, sequence: Sequence) -> None:
-        """Take the slot of a sequence whose reader is behind. Its contents can still be copied."""
+        """Take the slot from a sequence whose reader is behind. The slot's contents can still be
+        copied."""
         del self._behind[sequence]
         self._leave_slot(sequence)
         sequence.state, sequence.computed = State.PAUSED, 0
@@ -297,15 +302,16 @@ class Scheduler:
         sequence.slot = None
 
     def _share(self, sequence: Sequence, length: int) -> None:
-        """Let other sequences copy the whole blocks of a sequence's first `length` tokens."""
+        """Allow others to copy the whole blocks of a sequence's first `length` tokens, unless it is
+        tapped."""
         if not sequence.tapped:
             whole = length - length % BLOCK
             self.slots.set_contents(sequence.held_slot, sequence.tokens[:whole])
 
     def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
-        """True if a sibling is still computing blocks of the prompt that this sequence can then
-        copy, more than the `length` shared now. Prompts are computed one by one anyway, so waiting
-        costs nothing."""
+        """True if a sibling is computing blocks of the same prompt, so that this sequence can soon
+        copy more than the `length` positions it can copy now. Waiting costs nothing, because
+        prompts are computed one by one anyway."""
         shareable = sequence.first_needed // BLOCK * BLOCK
         return (
             self._reuses_prefix(sequence)
@@ -314,7 +320,8 @@ class Scheduler:
         )
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
-        """A slot to copy from, and how many positions before the first needed one."""
+        """The slot with the longest shared prefix, and the prefix's length, at most up to the first
+        position that must be computed."""
         if not self._reuses_prefix(sequence):
             return 0, 0
         return self.slots.longest_prefix(sequence.tokens[: sequence.first_needed + 1])
@@ -326,7 +333,7 @@ class Scheduler:
     def _prefill_chunks(
         self, positions: int, tapped: int, *, cooldown: bool
     ) -> tuple[PrefillChunk, ...]:
-        """The next chunks of the prompts in turn, within a number of positions and a number of
+        """The next chunks of the prompts, in turn: at most `positions` positions and `tapped`
         tapped prompts."""
         chunks: list[PrefillChunk] = []
         for sequence in self._prompts_in_turn():
@@ -341,14 +348,15 @@ class Scheduler:
         return tuple(chunks)
 
     def _given_up(self) -> tuple[Sequence, ...]:
-        """PAUSED sequences beyond the number of slots; those that have been behind the longest."""
+        """The PAUSED sequences that have been behind the longest, if more are PAUSED than there are
+        slots."""
         excess = max(0, len(self.paused) - self.slots.total)
         return tuple(sorted(self.paused, key=_behind_since)[:excess])
 
     def _prompts_in_turn(self) -> list[Sequence]:
-        """The prompts that can be computed. Begun ones come first, in order of admission; then the
-        first of each caller, the second of each, and so on. The caller that began a prompt last
-        comes last."""
+        """The prompts that can be computed. Prompts already begun come first, in order of
+        admission; then the first prompt of each caller, the second of each, and so on. The caller
+        whose prompt was begun most recently comes last."""
         prompts = [s for s in self.running if s.state is State.PREFILL and s.may_compute]
         if len({sequence.request.caller for sequence in prompts}) <= 1:
             return prompts
@@ -365,17 +373,17 @@ class Scheduler:
         return sorted(prompts, key=places.__getitem__)
 
     def _chunk(self, sequence: Sequence, budget: int, *, cooldown: bool) -> PrefillChunk | None:
-        """The next chunk of a prompt, of `budget` positions at most; None if its elements do not
-        fit into this step. Reserves nothing."""
+        """The next chunk of a prompt, at most `budget` positions long; None if its elements do not
+        fit into this step."""
         # 1) Begin after the computed positions, or after the prefix of another slot.
         copy_from, start = None, sequence.computed
         if start == 0:
             source, start = self._shared_prefix(sequence)
             copy_from = source if start else None
-        # 2) End with the budget or the prompt,
+        # 2) End at the budget or at the end of the prompt.
         end = min(start + budget, sequence.prompt_length)
-        # 3) or earlier, after a whole block, if that has too many elements. The first block of a
-        # step may have too many: otherwise it could never be computed.
+        # 3) If that has too many elements, end earlier, after a whole block. The first block of
+        # a step may exceed the limit, because it could never be computed otherwise.
         left = max(0, self.step_elements - self._reserved_elements)
         first = min(start + BLOCK, end)
         while (elements := _elements(sequence, start, end)) > left and end > first:
@@ -387,8 +395,8 @@ class Scheduler:
     def _decode_in_turn(
         self, decode: tuple[Sequence, ...], *, cooldown: bool
     ) -> tuple[Sequence, ...]:
-        """All plain sequences; and, outside of a cooldown, the tapped ones that have waited the
-        longest, as many as fit into `step_elements`, at least one."""
+        """All plain sequences and some tapped ones: none during a cooldown, else those that have
+        waited the longest, as many as fit into `step_elements` but at least one."""
         elements = 0
         tapped = [] if cooldown else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
@@ -399,8 +407,8 @@ class Scheduler:
         return tuple(s for s in decode if not s.tapped or s.decoded_step == self._step)
 
     def _reserve(self, chunk: PrefillChunk) -> None:
-        """Charge a chunk's elements to the step. A prompt's first chunk declares that its slot
-        holds the copied prefix alone: chunks run in the order in which they are planned."""
+        """Charge a chunk's elements to the step. If it is the first chunk of a prompt, its slot now
+        holds the copied prefix only. That is valid because chunks run in the order of the plan."""
         sequence = chunk.sequence
         self._reserved_elements += _elements(sequence, chunk.start, chunk.end)
         if sequence.computed == 0:
@@ -412,14 +420,14 @@ class Scheduler:
 
     def _note_began(self, caller: str) -> None:
         self._began[caller] = self._step
-        if len(self._began) > len(self.running):  # some callers have left
+        if len(self._began) > len(self.running):  # some callers have nothing running any more
             callers = {sequence.request.caller for sequence in self.running}
             self._began = {name: step for name, step in self._began.items() if name in callers}
 
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:
-    """Elements of a prompt's positions [start, end): of interventions, and of outputs that were not
-    handed out yet."""
+    """Elements of a prompt's positions [start, end): those of interventions, and of outputs not
+    delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))
 

@@ -1,7 +1,8 @@
-"""Sequence: one running generation, or one prompt whose outputs or attributions are computed.
+"""Sequence: the state of one generation, or of one prompt whose outputs or attributions are
+computed.
 
-Holds its tokens, how many of them are in the cache, and the times of its life. Mutable, owned by
-the engine. Decides nothing: see `scheduler.py`.
+It holds the tokens, the number of those in the cache, and the times of its stages. The engine owns
+and changes it; the decisions are in `scheduler.py`.
 """
 
 import bisect
@@ -22,15 +23,15 @@ from logitd.model.inference.engine.requests import (
 )
 
 CHUNKS_IN_FLIGHT = 2
-"""Chunks of outputs on their way to a reader, at most."""
+"""Most chunks of outputs that a reader may leave unread."""
 
 
 class State(Enum):
     WAITING = "waiting"  # in the queue, without a slot
     PREFILL = "prefill"  # has a slot; part of the prompt is not computed yet
     PAUSED = "paused"  # evicted until the reader of its outputs has caught up
-    ATTRIBUTION = "attribution"  # begun; needs no slot, one piece a step
-    DECODE = "decode"  # prompt computed; one token a step, plus accepted drafts
+    ATTRIBUTION = "attribution"  # begun; needs no slot
+    DECODE = "decode"  # prompt computed; one token per step, plus accepted drafts
     FINISHED = "finished"
 
 
@@ -38,10 +39,10 @@ class State(Enum):
 class Scoring:
     """The scored tokens of a prompt.
 
-    start   first position whose row scores the token after it
-    whole   the prompt's first token is listed as well, without a logprob
-    top     number of likeliest ids listed in the place of each token
-    arrays  as arrays (`ScoresChunk`) instead of an object for each token
+    start   position of the first row; a row scores the token after its position
+    whole   also list the prompt's first token, which has no logprob
+    top     number of most likely ids to list at each position
+    arrays  return arrays (`ScoresChunk`) instead of an object for each token
     """
 
     start: int
@@ -52,7 +53,7 @@ class Scoring:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Shared by the sequences of one request. `weights` is the version of the weights."""
+    """The data shared by all sequences of a request. `weights` is the version of the weights."""
 
     request: Request
     weights: int = 0
@@ -65,7 +66,7 @@ class Sequence:
     group: Group
     index: int
     arrived: float
-    price: int = 0  # tokens that it counts as in the queue
+    price: int = 0  # in tokens, for admission (`cost.py`)
     request: Request = field(init=False)
     request_id: str = field(init=False)
     generation: GenerationRequest | None = field(init=False)  # the request, if it generates
@@ -76,15 +77,15 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     matcher: TokenMatcher | None = field(init=False)  # of its constraint
     tapped: bool = field(init=False)
-    """Its stages are recorded or changed: it is computed apart from the others, and nothing of its
-    slot can be copied."""
+    """True if its stages are recorded or changed. Then it is computed separately, and its slot
+    cannot be copied."""
     decoded_step: int = 0  # last step that decoded it
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
-    cached: int = 0  # of these, copied from another slot at the start
-    credit: int = CHUNKS_IN_FLIGHT
-    handed_out: int = 0  # number of positions whose outputs were handed out
+    cached: int = 0  # number of those that were copied from another slot
+    credit: int = CHUNKS_IN_FLIGHT  # chunks that may still be delivered before the next `grant`
+    handed_out: int = 0  # number of positions whose outputs were delivered
     paused_at: float | None = None  # time at which its reader fell behind
     admitted_step: int = 0  # step in which it got its slot
     drafter: Drafter | None = None  # while it decodes with drafts
@@ -115,7 +116,7 @@ class Sequence:
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that it may still generate."""
+        """Number of tokens that the sequence may still generate."""
         return self.longest - len(self.tokens)
 
     @property
@@ -124,12 +125,12 @@ class Sequence:
 
     @property
     def outputs(self) -> OutputsRequest | None:
-        """The request, if it asks for outputs."""
+        """The request if it is an OutputsRequest."""
         return self.request if isinstance(self.request, OutputsRequest) else None
 
     @property
     def attribution(self) -> AttributionRequest | None:
-        """The request, if it asks for attributions."""
+        """The request if it is an AttributionRequest."""
         return self.request if isinstance(self.request, AttributionRequest) else None
 
     @property
@@ -149,7 +150,7 @@ class Sequence:
         return self.outputs is not None and self.handed_out == len(self.outputs.positions)
 
     def positions_in(self, start: int, end: int) -> tuple[int, ...]:
-        """Positions in [start, end) whose outputs were not handed out yet."""
+        """Requested positions in [start, end) whose outputs were not delivered yet."""
         if self.outputs is None:
             return ()
         positions = self.outputs.positions
@@ -158,7 +159,8 @@ class Sequence:
 
 
 def _scoring(request: Request, index: int) -> Scoring | None:
-    """The first sequence of a generation scores the prompt on behalf of its siblings."""
+    """The scored tokens of a sequence. Only the first sequence of a generation scores the
+    prompt."""
     match request:
         case ScoreRequest(token_ids=prompt, continuations=continuations):
             start = len(prompt) - 1 if continuations else 0

@@ -1,9 +1,9 @@
 """SlotPool: the owner of each slot of the KV cache, and the tokens that each slot holds.
 
-A slot holds the keys and values of one sequence. A released slot keeps its contents:
-`longest_prefix` finds, among all slots, the one that shares the most whole blocks with a prompt.
-The scheduler says which blocks may be shared: those that prefill would compute with the same bits.
-Accounting only: the tensors are in `model/inference/kv_cache.py`, the runner copies.
+A slot holds the keys and values of one sequence. A released slot keeps its contents, so
+`longest_prefix` searches all slots for the one that shares the most whole blocks with a prompt. The
+scheduler decides which blocks may be shared: those that prefill would compute with the same bits.
+The tensors are in `model/inference/kv_cache.py`, and the runner copies them.
 """
 
 from collections.abc import Sequence as TokenIds
@@ -22,7 +22,7 @@ class Slot:
 
 
 class SlotPool:
-    """A fixed number of slots; the least recently used one is taken first."""
+    """A fixed number of slots. The least recently used free slot is taken first."""
 
     def __init__(self, slots: int) -> None:
         self._slots = [Slot() for _ in range(slots)]
@@ -36,9 +36,8 @@ class SlotPool:
         return len(self.owned())
 
     def longest_prefix(self, token_ids: TokenIds[int]) -> tuple[int, int]:
-        """The slot with the most leading blocks of a prompt, and their number of tokens: at most
-        len(token_ids) - 1, because the last token's logits are needed. (0, 0) if nothing is
-        shared."""
+        """The slot that shares the most leading blocks with a prompt, and the number of tokens in
+        them; (0, 0) if none does. The last token is never shared, because its logits are needed."""
         prompt = _blocks(token_ids[: len(token_ids) - 1])
         best, best_length = 0, 0
         for index, slot in enumerate(self._slots):
@@ -52,8 +51,8 @@ class SlotPool:
         return best, best_length * BLOCK
 
     def acquire(self, step: int, preferred: int | None = None) -> int:
-        """Take a free slot, of which there must be one: `preferred` if it is free, else the least
-        recently used. Its contents stay until `set_contents`."""
+        """Take a free slot: `preferred` if that is free, else the least recently used one. At least
+        one slot must be free. Its contents stay until `set_contents`."""
         free = [index for index, slot in enumerate(self._slots) if not slot.owned]
         if preferred is None or preferred not in free:
             preferred = min(free, key=lambda candidate: self._slots[candidate].last_used)
@@ -62,7 +61,7 @@ class SlotPool:
         return preferred
 
     def set_contents(self, index: int, token_ids: TokenIds[int]) -> None:
-        """Declare that a slot holds exactly these tokens, in whole blocks."""
+        """Record that a slot holds exactly these tokens, a whole number of blocks."""
         assert len(token_ids) % BLOCK == 0
         self._slots[index].blocks = _blocks(token_ids)
 

@@ -1,9 +1,9 @@
-"""Validation: checks a request against the model's shape, once, before it is queued.
+"""Validation: checks each request against the model's shape once, before it is queued.
 
-Covers the context length, token ids, counts, and lists of positions, layers and heads. Every error
+Checks the context length, token ids, counts, and lists of positions, layers and heads. Every error
 is an `InvalidRequest` with the field, the numbers and the fix. `Engine.add` calls `check_request`;
-a thread that passes requests on to the engine calls it first (`Engine.accept`). The smaller checks
-are for callers that know only a part of a request. Not here: the meaning of indices and patterns
+callers of `Engine.accept` call it themselves, in their own thread. The smaller checks are for
+callers that have only a part of a request. Not here: the meaning of indices and patterns
 (`model/inference/selection.py`), the bounds of sampling parameters
 (`model/inference/sampling/params.py`) and the limits of the queue (admission).
 """
@@ -34,8 +34,7 @@ from logitd.model.transformer.config import GPTConfig
 
 
 def check_request(request: Request, config: GPTConfig) -> None:
-    """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute the
-    request."""
+    """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute it."""
     try:
         _check(request, config)
     except InvalidRequest as error:
@@ -60,8 +59,8 @@ def _check(request: Request, config: GPTConfig) -> None:
 
 
 def check_generation_fits(length: int, max_tokens: int, context_length: int) -> None:
-    """Raise ContextLengthExceeded unless a prompt and `max_tokens` after it fit into the
-    context."""
+    """Raise ContextLengthExceeded unless a prompt of `length` tokens and `max_tokens` more fit into
+    the context."""
     if not max_tokens:
         check_prompt_fits(length, context_length)
     elif length >= context_length:
@@ -83,7 +82,8 @@ def check_generation_fits(length: int, max_tokens: int, context_length: int) -> 
 
 
 def check_prompt_fits(length: int, context_length: int, *, continued: bool = False) -> None:
-    """Raise ContextLengthExceeded unless a prompt, `continued` or not, fits into the context."""
+    """Raise ContextLengthExceeded unless a prompt fits into the context. `continued`: its length
+    includes a continuation."""
     if length > context_length:
         subject = "a prompt with its continuation has" if continued else "the prompt has"
         raise ContextLengthExceeded(
@@ -94,8 +94,10 @@ def check_prompt_fits(length: int, context_length: int, *, continued: bool = Fal
 
 
 def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise InvalidRequest for an id outside the vocabulary."""
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):  # fast: long lists
+    """Raise InvalidRequest if an id is outside the vocabulary."""
+    if not token_ids or (
+        min(token_ids) >= 0 and max(token_ids) < vocab_size
+    ):  # fast for long lists
         return
     outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(
@@ -106,7 +108,8 @@ def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> 
 
 
 def check_count(param: str, count: int | None, vocab_size: int, least: int = 0) -> None:
-    """Raise InvalidRequest for a number of ids (top_k, logprobs) above the vocabulary's size."""
+    """Raise InvalidRequest if a number of ids (top_k, logprobs) is below `least` or exceeds the
+    vocabulary's size."""
     if count is not None and not least <= count <= vocab_size:
         raise InvalidRequest(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
 
@@ -115,7 +118,7 @@ def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
     params = request.params
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
     if params.seed < 0:
-        raise InvalidRequest(f"seed is {params.seed}; draw one from 0 to 2^64 - 1", "seed")
+        raise InvalidRequest(f"seed is {params.seed}; it must be from 0 to 2^64 - 1", "seed")
     _check_positive("n", request.n)
     _check_params(params, config)
     check_count("logprobs", params.logprobs, config.vocab_size)
@@ -142,7 +145,8 @@ def _check_params(params: SamplingParams, config: GPTConfig) -> None:
         )
     if params.min_tokens and len(params.stop_token_ids) == config.vocab_size:
         raise InvalidRequest(
-            f"stop_token_ids holds all {config.vocab_size} ids, which min_tokens forbids",
+            f"stop_token_ids holds all {config.vocab_size} ids, so min_tokens leaves no token to "
+            "sample: remove one of the two",
             "min_tokens",
         )
 
@@ -183,8 +187,8 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
             _check_lens(lens, config)
             if lens.following and request.positions[-1] == length - 1:
                 raise InvalidRequest(
-                    f"positions end with {length - 1}, the prompt's last token, which no token "
-                    "follows: leave it out, or ask without the following token",
+                    f"positions end with {length - 1}, the prompt's last token, which has no "
+                    "following token: leave it out, or do not ask for the following token",
                     "positions",
                 )
         case Activations(stages=stages, heads=heads):
@@ -249,7 +253,9 @@ def _check_activations(
             "stages",
         )
     if heads is not None and resolve_heads(heads, stages, config) != heads:
-        raise InvalidRequest(f"heads {list(heads[:20])} must be counted from 0", "heads")
+        raise InvalidRequest(
+            f"heads {list(heads[:20])} must be numbered from 0, without negative numbers", "heads"
+        )
 
 
 def _check_indices(param: str, indices: tuple[int, ...], count: int, what: str) -> None:

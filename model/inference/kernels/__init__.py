@@ -1,1 +1,2 @@
-"""Decoders of prompts and steps: plain torch, native CPU code, and CUDA graphs."""
+"""Decoders, which compute prompts and decode steps: plain torch, native CPU code, and CUDA
+graphs."""

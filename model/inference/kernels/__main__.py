@@ -7,7 +7,7 @@ def main() -> None:
     try:
         load_library(print)
     except KernelsUnavailable as reason:
-        print(f"plain torch will decode, which is slower: {reason}")
+        print(f"decoding will use plain torch, which is slower: {reason}")
 
 
 if __name__ == "__main__":

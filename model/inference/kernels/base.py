@@ -1,8 +1,8 @@
-"""The interface of a decoder: it computes prompts into slots, decode steps, and samples.
+"""The interface of a decoder, which prefills slots, computes decode steps and samples.
 
-`eager/`, `cpu/` and `cuda/` implement it, `select.py` chooses one of them.
+`eager/`, `cpu/` and `cuda/` implement it; `select.py` chooses the implementation.
 
-Shapes: T positions of a piece, R rows, V = vocab_size.
+Shapes: T positions of a piece of a prompt, R rows, V = vocab_size.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from logitd.model.inference.sampling.sample import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class AttentionSelection:
-    """Attention weights of some layers and heads, each row with room for `length` keys."""
+    """The layers and heads whose attention weights are returned, in rows of `length` keys."""
 
     layers: Sequence[int]
     heads: Sequence[int]
@@ -25,8 +25,8 @@ class AttentionSelection:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
-    """A piece of a prompt: its tokens, for a slot that holds the positions before `start`, a
-    multiple of BLOCK; and the outputs to return next to the final hidden states."""
+    """A piece of a prompt, and the outputs to return in addition to the final hidden states. The
+    slot holds the positions before `start`, which is a multiple of BLOCK."""
 
     token_ids: Sequence[int]  # (T,)
     slot: int
@@ -42,21 +42,21 @@ class PrefillInput:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The outputs of a piece; the optional ones are None unless requested."""
+    """The outputs of a piece of a prompt. `states` and `weights` are None unless requested."""
 
     hidden: Tensor  # (T, d_model): the final hidden states
     states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
-    weights: Tensor | None = None  # (T, layers, heads, length): 0 for keys that are not seen
+    weights: Tensor | None = None  # (T, layers, heads, length): 0 for later keys
 
 
 Collect = Callable[[], list[int | None]]
-"""Wait for the tokens of a launched step, and for no later one; None for a row that is not finite.
-Call it before the second launch after it, or never."""
+"""Waits for a launched step, but not for later ones, and returns its tokens; None for a row that is
+not finite. After the second launch that follows it, it may no longer be called."""
 
 
 class Launcher(Protocol):
-    """Launch decode steps with their sampling without waiting: two may be in flight. No slot has
-    several rows. `sampling` is read before a call returns."""
+    """Launches decode steps, including sampling, without waiting for their end. Two steps may be in
+    flight. A slot has at most one row in a step. `sampling` is read before a call returns."""
 
     def launch(
         self,
@@ -65,7 +65,7 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch the step of these tokens: `Decoder.decode`, then `sample` of its logits."""
+        """Launch a step with these tokens: `Decoder.decode`, then `sample` on its logits."""
 
     def launch_next(
         self,
@@ -74,68 +74,71 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch the step of tokens that are not known yet: those that the previous launch samples
-        in these `rows` of its own. The results that follow a row without a token are undefined."""
+        """Launch a step whose tokens are not known yet: those that the previous launch samples in
+        these of its `rows`. The result is undefined for a row whose previous row gets no token."""
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Token ids, slots and positions."""
+"""Token ids, slots and positions of the rows of a step."""
 
 
 class MixedPass(Protocol):
-    """Compute prompts and a decode step in one pass, which reads weights once for both. Every row
-    has the bits of `Decoder.prefill`, `head` and `decode`."""
+    """Computes prompts and a decode step in one pass, which reads the weights only once. Every row
+    has the same bits as by `Decoder.prefill`, `head` and `decode`."""
 
     most_rows: int
-    """Limit of a pass, in tokens of prompts and of the step together."""
+    """Most rows of a pass: prompt positions plus rows of the decode step."""
 
     def mixed(
         self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the final hidden states (T, d_model) of each piece, and logits (E + B, V): those
-        after the last token of the pieces with the indices `ends`, then those after each row of
-        the step. The pieces are plain, and share no slot with the step. The next call may overwrite
-        the logits."""
+        """Return the final hidden states (T, d_model) of each piece, and logits (E + B, V). The
+        first E are the logits after the last token of the pieces with the indices `ends`; the
+        others are those of the B rows of the step. Pieces must be plain and share no slot with the
+        step. The next call may overwrite the logits."""
 
 
 class Decoder(Protocol):
     """A GPT over its KV cache."""
 
     has_threads: bool
-    """True if it decodes with threads of its own instead of torch's."""
+    """True if the decoder computes with its own threads instead of torch's."""
     prefill_matches_decode: bool
-    """True if the same code computes a prompt's position and a decoded one, with the same bits:
-    then the cache may hold either for the other."""
+    """True if prefill and decode compute the keys and values of a position with the same bits, so
+    that a prompt may reuse those of generated tokens."""
 
     @property
     def launcher(self) -> Launcher | None:
-        """Launches a step before the tokens of the last one are known; None if it cannot."""
+        """Launches steps before the tokens of the previous one are known; None if unsupported."""
 
     @property
     def mixed_pass(self) -> MixedPass | None:
-        """Computes prompts together with a step; None if it cannot or gains nothing."""
+        """Computes prompts together with a step; None if unsupported or not faster."""
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        """Compute pieces of prompts into their slots, one piece per slot. Several pieces must be
-        plain; they may share products, and each has the bits that it has alone."""
+        """Compute pieces of prompts into their slots, at most one piece per slot. If there is more
+        than one piece, all must be plain. Matrix products may cover several pieces, but a piece has
+        the same bits as if computed alone."""
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         """Write keys and values of the tokens into the cache and return the logits (B, V) after
-        each. The next call may overwrite them.
+        each token. The next call may overwrite the logits.
 
-        Rows of one slot are adjacent, at consecutive positions, and have the bits of calls of one
-        row each. The limit is the number of slots, or DRAFTED_ROWS if that is more."""
+        Rows of one slot must be adjacent, at consecutive positions; their bits are the same as if
+        each were a call of its own. B is at most the larger of the number of slots and
+        DRAFTED_ROWS."""
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32, as `sample_tokens` chooses it."""
+        """Sample a token from each row of `logits` (R, V), float32, as `sample_tokens` does. NaN
+        and infinity are looked for in `computed`, the logits before processing."""
 
     def restore_weights(self) -> None:
-        """Bring all weights of the GPT back into memory, before torch computes with it."""
+        """Load all weights of the GPT back into memory, so that torch can compute with it."""
 
     def close(self) -> None:
-        """Free the decoder. It decodes nothing afterwards."""
+        """Free the decoder, which must not be used afterwards."""

@@ -1,7 +1,7 @@
-"""Choose the dtype that a model computes in and the decoder that runs it on this machine.
+"""Choose the dtype and the decoder of a model on this machine.
 
-Both follow from the settings and the hardware, never from a measurement at start-up: the same
-configuration always computes the same bits. Each choice comes with a reason to show to people.
+Both depend on the settings and the hardware, never on a measurement at start-up, so the same
+configuration always computes the same bits. Each choice comes with a reason to show to the user.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class KernelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DTypeChoice:
-    """The dtype that a model computes in, and a reason that can follow its name in a sentence."""
+    """The dtype that a model computes in, and the reason, worded to follow the dtype's name."""
 
     name: FloatName
     why: str
@@ -44,13 +44,13 @@ class DTypeChoice:
 
 @dataclass(frozen=True, slots=True)
 class DecodePath:
-    """The kind of decoder that computes prompts and decode steps.
+    """The chosen type of decoder.
 
-    make_decoder  make a decoder that leaves the GPT's weights in memory
-    make_owner    make a decoder for a GPT that nothing else computes with: weights that the decoder
-                  does not read leave memory until `restore_weights`
+    make_decoder  makes a decoder that leaves the GPT's weights in memory
+    make_owner    makes a decoder for a GPT that nothing else computes with: weights that the
+                  decoder does not read are freed until `restore_weights`
     name          "native (AVX-512 BF16)", "CUDA graphs" or "torch"
-    note          the reason for torch if torch was not requested, else None
+    note          the reason for torch if it was not requested, else None
     kernels       the loaded native kernels, such as "x86-64-v3, prebuilt", or None
     """
 
@@ -64,7 +64,7 @@ class DecodePath:
     def plain(
         cls, make: Callable[[GPT, KVCache], Decoder], name: str, note: str | None = None
     ) -> "DecodePath":
-        """A path whose decoders read all of a GPT's weights as they are."""
+        """A path whose decoders never free weights."""
         return cls(make, make, name, note)
 
 
@@ -75,12 +75,11 @@ def choose_dtype(
     *,
     log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
-    """Return the dtype of the options. "auto" is the fastest one that the processor, or the kernel
-    target, multiplies without a noticeable loss: bfloat16 on CUDA and in the native decoder, else
-    float32, because a decode step of plain torch rounds the residual stream as well. `log`
-    receives a line if kernels are built."""
+    """Choose the dtype. "auto" means bfloat16 on CUDA, and in the native decoder if the processor
+    or the kernel target has dot products of bfloat16; else float32, because plain torch would round
+    the residual stream to bfloat16 too. `log` gets a line if kernels are built."""
     if options.dtype != "auto":
-        return DTypeChoice(options.dtype, "as asked")
+        return DTypeChoice(options.dtype, "as requested")
     if device.type == "cuda":
         return DTypeChoice("bfloat16", "auto: on CUDA")
     if options.kernel_target == "auto":
@@ -98,7 +97,7 @@ def choose_dtype(
 
 
 def check_kv_cache_dtype(asked: KVCacheDType, device: torch.device) -> None:
-    """Raise KernelError if the device cannot keep keys and values in this dtype."""
+    """Raise KernelError if the device cannot store keys and values in this dtype."""
     if asked != "auto" and device.type != "cpu":
         raise KernelError(
             f"kv_cache_dtype is {asked}, which needs a CPU, and the device is {device}: "
@@ -116,9 +115,10 @@ def choose_decode_path(
 ) -> DecodePath:
     """Choose the decoder of a GPT: CUDA graphs on a GPU, native kernels on a CPU, else plain torch.
 
-    `threads` is the number of native threads. `batch_invariant` concerns CUDA; on a CPU every
-    decoder is invariant. With a `kernel_target` torch is no substitute, since its bits depend on
-    the processor. Raises KernelError if the options rule out every decoder.
+    `threads` is the number of native threads. `batch_invariant` matters only on CUDA; on a CPU
+    every decoder is batch-invariant. If a `kernel_target` is set, torch is no substitute for the
+    kernels, because its bits depend on the processor. Raises KernelError if no decoder satisfies
+    the options.
     """
     weight, native_only = gpt.token_embedding.weight, _native_only_setting(options)
     if options.kernels == "torch" and native_only is not None:
@@ -135,7 +135,7 @@ def choose_decode_path(
     except KernelsUnavailable as error:
         if native_only is not None:
             raise KernelError(
-                f"{native_only}, but there are no native kernels for this: {error}"
+                f"{native_only}, but the native kernels cannot be used: {error}"
             ) from error
         requested = options.kernels == "torch"
         return DecodePath.plain(PlainDecoder, "torch", None if requested else str(error))
@@ -143,7 +143,8 @@ def choose_decode_path(
 
 
 def _native_only_setting(options: ComputeOptions) -> str | None:
-    """The setting, with its value, that only the native kernels can satisfy."""
+    """The first setting that only the native kernels support, with its value; None if there is
+    none."""
     if options.kernels == "native":
         return "kernels is native"
     if options.kernel_target != "auto":
@@ -158,8 +159,9 @@ def cuda_path(
     batch_invariant: bool,
     make: Callable[..., Decoder] = GraphDecoder,
 ) -> DecodePath:
-    """Choose the decoder on a GPU: `make` if its decoders pass the self-check, else plain torch
-    with the fault as the note. Raises KernelError if plain torch cannot be `batch_invariant`."""
+    """Choose the decoder on a GPU: that of `make` if it passes the self-check, else plain torch
+    with the fault as a note. Raises KernelError if `batch_invariant` is set and leaves only plain
+    torch, or if the self-check broke the device."""
     if kernels == "torch":
         if batch_invariant:
             raise KernelError(
@@ -170,7 +172,7 @@ def cuda_path(
     make = partial(make, batch_invariant=batch_invariant)
     fault = find_fault(gpt, make, batch_invariant=batch_invariant)
     try:
-        torch.cuda.empty_cache()  # frees what the check used; fails if the check broke the device
+        torch.cuda.empty_cache()  # fails if the check broke the device
     except RuntimeError as error:
         raise KernelError(
             f"the self-check of CUDA graphs left the device unusable for this process ({fault}); "
@@ -181,8 +183,8 @@ def cuda_path(
         return DecodePath.plain(make, name)
     if batch_invariant:
         raise KernelError(
-            f"CUDA graphs failed their self-check ({fault}), and in plain torch bits depend on the "
-            "batch on CUDA; unset batch_invariant, or set device to cpu"
+            f"CUDA graphs failed their self-check ({fault}), and the bits of plain torch depend on "
+            "the batch on CUDA; unset batch_invariant, or set device to cpu"
         )
     return DecodePath.plain(PlainDecoder, "torch", f"CUDA graphs failed their self-check: {fault}")
 
@@ -190,8 +192,8 @@ def cuda_path(
 def _native_path(
     library: NativeLibrary, dtype: torch.dtype, options: ComputeOptions, threads: int
 ) -> DecodePath:
-    """The path of these kernels. They compute prompts too if they are fast at that, or if their
-    target was requested."""
+    """The path of these kernels. They also compute prompts if they are fast at it or if the user
+    chose their target."""
     quantize, named = options.quantize, options.kernel_target != "auto"
     prefills = named or prefills_natively(dtype, quantize=quantize, features=library.features)
 
@@ -226,7 +228,7 @@ def _load_native(
     options: ComputeOptions,
     log: Callable[[str], None],
 ) -> NativeLibrary:
-    """Load the native kernels for a model of this shape. Raises KernelsUnavailable."""
+    """Load the native kernels for a model. Raises KernelsUnavailable if they do not support it."""
     if options.kernels == "torch":
         raise KernelsUnavailable("kernels is torch")
     reason = not_covered(config, device, dtype)
@@ -236,7 +238,7 @@ def _load_native(
     library = load_library(log, target=target)
     if target != "auto" and "amx_tile" in library.features and not library.has_tiles:
         raise TargetRefused(
-            f"kernel_target is {target}, and this system does not let a process use AMX, though "
-            "the processor has it: set kernel_target to x86-64-v4-bf16 or auto"
+            f"kernel_target is {target}, but this system does not allow a process to use the "
+            "processor's AMX: set kernel_target to x86-64-v4-bf16 or auto"
         )
     return library

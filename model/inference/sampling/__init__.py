@@ -1,1 +1,1 @@
-"""From a row of logits to a token."""
+"""Sampling: turns a row of logits into a token."""

@@ -1,7 +1,7 @@
-"""Distribution: probability, logprob, rank, entropy and mass of next tokens, for every reply.
+"""Distribution: probabilities, logprobs and ranks of tokens, and the mass and entropy of a row.
 
-In float64, from the rows of logits of the engine, which are NumPy arrays. Logprobs have the bits
-of the sampler's (`sampler.py`).
+All replies get these numbers here, computed in float64 from the engine's rows of logits (NumPy
+arrays). Logprobs have the same bits as in the sampler (`sampler.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenProb:
-    """One id of a distribution. Rank 1 is the likeliest; equals share the better rank."""
+    """One token of a distribution. Rank 1 is the most likely token; ties share the better rank."""
 
     token_id: int
     prob: float
@@ -26,7 +26,8 @@ class TokenProb:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Some ids of a distribution, their total mass, and the entropy (nats) of the whole."""
+    """Some tokens of a distribution, their total probability (`mass`), and the entropy (nats) of
+    the whole distribution."""
 
     tokens: tuple[TokenProb, ...]
     mass: float
@@ -34,30 +35,31 @@ class Summary:
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Logprobs of a row (V,) of logits. The -inf of a dropped id stays -inf."""
+    """Logprobs of a row (V,) of logits; -inf for dropped ids, whose logits are -inf."""
     row = torch.from_numpy(logits.astype(np.float64))
     result: npt.NDArray[np.float64] = row.log_softmax(dim=-1).numpy()
     return result
 
 
 def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
-    """Indices of the `count` largest of a row, descending; equals in the order of their index."""
+    """Indices of the `count` largest values of a row, in descending order of value. Ties are in the
+    order of their indices."""
     row = torch.from_numpy(values)[None]
     indices: npt.NDArray[np.int64] = largest_ids(row, min(count, len(values)))[0].numpy()
     return indices
 
 
 def largest_ids(rows: Tensor, count: int) -> Tensor:
-    """Ids (R, count) of the largest of each row (R, V), descending; equals in the order of their
-    ids, which torch.topk does not promise."""
+    """Ids (R, count) of the largest values of each row (R, V), in descending order of value. Ties
+    are in the order of their ids, which torch.topk does not guarantee."""
     if not count:
         return rows.new_empty((len(rows), 0), dtype=torch.int64)
-    # 1) The ids of topk, sorted by id, then stably by value; and the value of the next one.
+    # 1) Take the ids of topk, and sort them by id, then stably by value. Keep the next value too.
     values, ids = rows.topk(min(count + 1, rows.shape[1]), dim=1)
     ids = ids[:, :count].sort(dim=1).values
     order = rows.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
     ids = ids.gather(1, order)
-    # 2) If the next one equals the last, topk chose between equals: sort that row whole.
+    # 2) If the next value equals the last one, topk chose between ties: sort the whole row.
     if count < rows.shape[1]:
         for row in (values[:, count] == values[:, count - 1]).nonzero()[:, 0].tolist():
             ids[row] = rows[row].sort(descending=True, stable=True).indices[:count]
@@ -67,8 +69,8 @@ def largest_ids(rows: Tensor, count: int) -> Tensor:
 def summarise(
     logits: npt.NDArray[Any], *, top_k: int | None = None, token_ids: Sequence[int] | None = None
 ) -> Summary:
-    """The `top_k` likeliest ids of a row (V,) without dropped ones (-inf), or the given ids in the
-    given order."""
+    """Summarise a row (V,) of logits: its `top_k` most likely ids, without dropped ones (-inf), or
+    the given ids in the given order."""
     logprobs = log_softmax(logits)
     if token_ids is None:
         ids = largest(logprobs, top_k or 0)
@@ -84,7 +86,7 @@ def summarise(
         for i, prob, logprob, rank in zip(ids, probs, chosen, ranks, strict=True)
     )
     everything = np.exp(logprobs)
-    mass = everything[np.unique(ids)].sum()  # an id counts once, however often it is named
-    possible = everything > 0  # p log p tends to 0 at 0
+    mass = everything[np.unique(ids)].sum()  # an id that is named several times counts once
+    possible = everything > 0  # p log p counts as 0 for p = 0
     entropy = -(everything[possible] * logprobs[possible]).sum()
     return Summary(tokens, float(mass), float(entropy))

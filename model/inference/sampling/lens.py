@@ -1,17 +1,17 @@
-"""Lens: figures of the head's logits on a layer's residual stream.
+"""Lens: the figures of a logit lens, computed from the logits of a layer's residual stream.
 
 The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens") applies the final norm and
-the head to the stream after each layer. The figures of a row of such logits are its likeliest ids,
-the rank and logprob of named ids and of the following token, its entropy, and the divergence of the
-model's own answer. Definitions as in `distribution.py`, here for many rows in torch. Not here: the
-streams and the logits (`model/inference/engine/outputs.py`).
+the head to the stream after each layer. The figures of such a row of logits are its most likely
+ids, the logprob and rank of named ids and of the following token, its entropy, and its divergence
+from the model's output. They are defined as in `distribution.py`, and computed in torch for many
+rows at once. Not here: the streams and the logits (`model/inference/engine/outputs.py`).
 
-Returns logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are in
-float64: float32 sums over a large vocabulary lose the small divergences of late layers. A row's
-bits do not depend on the number of rows: torch splits a single sum between threads, so three are
-always computed together.
+Figures are logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are
+in float64, because float32 sums over a large vocabulary lose the small divergences of late layers.
+A row's bits do not depend on the number of rows: torch would split a single sum between threads, so
+three are always computed together.
 
-Shapes: P rows, G of them at a time, V ids, K likeliest, N named.
+Shapes: P rows, G rows of a group, V ids, K most likely ids, N named ids.
 """
 
 from collections.abc import Sequence
@@ -26,26 +26,27 @@ from torch import Tensor
 from logitd.model.inference.sampling.distribution import largest_ids
 
 GROUP_ELEMENTS = 2**20
-"""Logits that are summed at once, in 32 MiB of float64."""
+"""Logits per group of rows. Four work arrays of this size take 32 MiB in float64."""
 COUNTED_IDS = 16
-"""Named ids that are ranked by counting larger logits, at most; more by sorting the row."""
+"""Most named ids that are ranked by counting larger logits. If there are more, the row is
+sorted."""
 
 
 def lens_width(top_k: int, named: int) -> int:
-    """Number of figures of a row: id and logprob of the likeliest, logprob and rank of each named
-    id (including the following token), the entropy and the divergence."""
+    """Number of figures of a row: id and logprob of each of the `top_k` most likely ids, logprob
+    and rank of each named id (including the following token), the entropy and the divergence."""
     return 2 * top_k + 2 * named + 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums of rows of logits, with s = logit - largest: (G, 1) each, in float64. A logprob is
-    s - log_total."""
+    """Sums over rows of logits, (G, 1) each, in float64. With s = logit - largest, a logprob is s -
+    log_total."""
 
     largest: Tensor
-    log_total: Tensor  # of the sum of exp(s)
+    log_total: Tensor  # log of the sum of exp(s)
     entropy: Tensor
-    weighted: Tensor  # the sum of s, weighted by other probabilities
+    weighted: Tensor  # sum of s, weighted by the model's own probabilities
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Logprobs of some logits (G, ...) of the rows."""
@@ -53,12 +54,13 @@ class _Sums:
 
 
 class LensDigest:
-    """Figures of rows of logits (P, V), next to the model's `own` logits, all float32. `following`
-    (P,) are the next ids of the text, if they are named too.
+    """Computes the figures of rows of logits (P, V). `own` (P, V) are the model's own logits, those
+    of its last layer; all logits are float32. `following` (P,) are the next ids of the text, as
+    additional named ids.
 
-    The divergence is the Kullback-Leibler divergence of the own answer from a layer's, in nats:
-    sum p_own (log p_own - log p). Keeps P x V own probabilities in float64, and four times
-    GROUP_ELEMENTS; with `following` twice more.
+    The divergence is the Kullback-Leibler divergence from a layer's distribution to the model's
+    own, in nats: sum p_own (log p_own - log p). In memory are P x V probabilities in float64 and
+    four times GROUP_ELEMENTS; with `following` six times.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class LensDigest:
             self._entropy[group] = sums.entropy
 
     def numbers(self, logits: Tensor) -> Tensor:
-        """Figures (P, width) in float32 of a layer's logits (P, V), which may be the own ones. Ids
-        and ranks of a row that is not finite are undefined, the rest is NaN."""
+        """Figures (P, width) in float32 of a layer's logits (P, V), which may be `own`. If a row is
+        not finite, its ids and ranks are undefined and its other figures are NaN."""
         return torch.cat([self._of_group(logits, group) for group in self._groups])
 
     def _of_group(self, logits: Tensor, group: slice) -> Tensor:
@@ -101,7 +103,7 @@ class LensDigest:
         if self._following is not None:
             following = self._following[group]
             chosen = logits.gather(1, following)
-            if is_own:  # with the operations, and so the bits, of `sampler.score`
+            if is_own:  # the operations, and so the bits, of `sampler.score`
                 logprobs.append(logits.double().log_softmax(dim=-1).gather(1, following))
             else:
                 logprobs.append(sums.logprobs(chosen))
@@ -129,7 +131,7 @@ class LensDigest:
 
 
 def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
-    """Ranks (G, N) of ids (N,) in each row; equals share the better rank."""
+    """Ranks (G, N) of ids (N,) in each row. Ties share the better rank."""
     chosen = logits[:, ids]  # (G, N)
     if len(ids) > COUNTED_IDS:
         ascending = logits.sort(dim=1).values
@@ -142,8 +144,8 @@ def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LensRow:
-    """The figures of a row. Logprobs and entropy are in nats; rank 1 is the likeliest, and equals
-    share the better rank."""
+    """The figures of a row. Logprobs, entropy and divergence are in nats. Rank 1 is the most likely
+    id; ties share the better rank."""
 
     top_ids: npt.NDArray[np.int64]  # (K,)
     top_logprobs: npt.NDArray[np.float32]  # (K,)
@@ -154,7 +156,7 @@ class LensRow:
 
 
 def read_lens(numbers: npt.NDArray[Any], top_k: int, named: int) -> LensRow:
-    """A row (width,) of `LensDigest.numbers`."""
+    """Unpack a row (width,) of `LensDigest.numbers`."""
     top, rest = numbers[: 2 * top_k], numbers[2 * top_k :]
     return LensRow(
         top_ids=top[:top_k].astype(np.int64),

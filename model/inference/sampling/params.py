@@ -1,7 +1,7 @@
-"""Parameters of sampling, for the engine and as fields of a request body.
+"""Sampling parameters, for the engine and as fields of a request body.
 
-Checks the bounds that hold for every model. `model/inference/engine/validation.py` checks those
-that depend on the model.
+This module checks the bounds that are the same for every model;
+`model/inference/engine/validation.py` checks those that depend on the model.
 """
 
 import math
@@ -27,29 +27,29 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-100, 100),
     "repetition_penalty": (0.01, 100),
 }
-"""Bounds of parameters."""
+"""Smallest and largest value of each parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request. `model/inference/sampling/sampler.py` defines each step.
 
-    max_tokens         limit of generated tokens; 0 computes the prompt only
-    seed               key of the random numbers (0 to 2^64 - 1); the same seed, the same tokens.
-                       -1: the LLM draws one for each prompt; the engine refuses it
+    max_tokens         most tokens to generate; 0 computes only the prompt
+    seed               key of the random numbers (0 to 2^64 - 1): the same seed gives the same
+                       tokens. -1: LLM draws a seed for each prompt; the engine refuses it
     temperature        0 is greedy
-    top_k              keep the k likeliest (0: all)
-    top_p, min_p       keep the likeliest with total mass p; those at least min_p as likely as the
-                       likeliest
+    top_k              keep the k most likely tokens (0: all)
+    top_p              keep the most likely tokens whose total probability reaches top_p
+    min_p              keep tokens at least min_p times as likely as the most likely one
     repetition_penalty, presence_penalty, frequency_penalty   off at 1, 0 and 0
-    logit_bias         added to the logits of ids
-    allowed_token_ids  only these can be sampled (None: all)
-    constraint         rule for the whole text; ends the sequence when nothing may follow, and may
-                       be cut short by max_tokens
-    stop_token_ids     end the sequence, as its last token
-    min_tokens         number of tokens before which no stop token is sampled
-    logprobs           None: none; k: of each token, and of the k likeliest
-    logprobs_stage     raw or processed
+    logit_bias         values to add to the logits of some ids
+    allowed_token_ids  the only ids that can be sampled (None: all)
+    constraint         pattern of the whole text; ends the sequence when no token may follow.
+                       max_tokens may cut the text short
+    stop_token_ids     ids that end the sequence; the sampled one is its last token
+    min_tokens         number of tokens that must be generated before a stop token
+    logprobs           None: none; k: logprobs of each token and of the k most likely ones
+    logprobs_stage     raw or processed logprobs
     """
 
     max_tokens: int
@@ -82,47 +82,48 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0)
         if self.top_p == 0:
-            raise InvalidRequest("top_p is 0; it must be above 0 (1 keeps all)", "top_p")
+            raise InvalidRequest("top_p is 0; it must be above 0 (1 keeps all tokens)", "top_p")
         allowed = self.allowed_token_ids
         if allowed is not None and not allowed:
             raise InvalidRequest(
-                "allowed_token_ids is empty; nothing could be sampled", "allowed_token_ids"
+                "allowed_token_ids is empty; give at least one id", "allowed_token_ids"
             )
         if self.min_tokens and allowed is not None and self.stop_token_ids.issuperset(allowed):
             raise InvalidRequest(
-                "allowed_token_ids holds only stop tokens, which min_tokens forbids", "min_tokens"
+                "allowed_token_ids has only stop tokens, so min_tokens leaves no token to sample: "
+                "remove one of the two",
+                "min_tokens",
             )
         if self.constraint is not None and (allowed is not None or self.min_tokens):
             name = "min_tokens" if allowed is None else "allowed_token_ids"
             raise InvalidRequest(
-                f"{name} and {self.constraint.kind} could forbid every token together; leave one "
-                "out",
+                f"{name} and {self.constraint.kind} together could forbid every token; remove one",
                 name,
             )
 
 
 class SamplingFields(BaseModel):
-    """Fields that bodies share with `SamplingParams`, under the same names. A new field here is in
-    every body, OpenAI's endpoints and the client."""
+    """The fields of `SamplingParams` that request bodies have under the same names. A field added
+    here is accepted by all bodies, OpenAI's endpoints and the client."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(1.0, description="0 is greedy.")
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        0, description="Sample from the k likeliest. 0: all."
+        0, description="Sample from the k most likely tokens. 0: all."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Sample from the likeliest that make up p."
+        1.0, description="Sample from the most likely tokens whose total probability reaches top_p."
     )
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Sample from those at least p times as likely as the likeliest."
+        0.0, description="Sample from tokens at least min_p times as likely as the most likely one."
     )
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="Divides the logits of tokens seen so far. 1: off."
     )
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] = Field(
-        0.0, description="Taken once from tokens generated so far."
+        0.0, description="Subtracted once from the logits of tokens generated so far."
     )
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] = Field(
-        0.0, description="Taken from generated tokens as often as they occurred."
+        0.0, description="Subtracted from the logits of generated tokens, once per occurrence."
     )
 
     @property
@@ -133,7 +134,7 @@ class SamplingFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """An id with its log probability (nats) and its rank (1: the likeliest)."""
+    """An id with its log probability (nats) and its rank (1: the most likely)."""
 
     token_id: int
     logprob: float

@@ -1,11 +1,11 @@
 """Philox4x32-10: random numbers as a pure function of a key and a counter.
 
-The uniform number of a token depends only on its seed, its position and its index among the n of
-its prompt, so it is the same in any batch and after any restart.
+The uniform number of a token depends only on the seed, the position of the token, and the index of
+its sequence among the n of its prompt. So it is the same in any batch and after any restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
-tests compare with the known answers of the authors' Random123 library. Implemented on Python's
-integers for a few numbers, and on arrays for many, with the same bits.
+tests compare with the known answers of the authors' Random123 library. A few numbers are computed
+on Python's integers, many on arrays, with the same bits.
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Numbers that are computed one by one, at most. Arrays of any size take about 150 small
-operations, as long as this many numbers."""
+"""Up to this many numbers are computed one by one. On arrays of any size they take about 150 small
+operations, as long as this many numbers take."""
 
 Integers = npt.NDArray[np.uint64]
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Four 32-bit words of a 128-bit counter under a 64-bit key."""
+    """The four 32-bit words for a 128-bit counter and a 64-bit key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -44,7 +44,8 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def uniform(seed: int, position: int, index: int) -> float:
-    """The number for the token at an absolute position of sequence `index`: [0, 1), 53 bits."""
+    """A number in [0, 1) with 53 random bits, for the token at an absolute position of sequence
+    `index`."""
     first, second, _, _ = philox((position, index, 0, 0), (seed & _MASK, seed >> 32))
     return ((first >> 5) * 2**26 + (second >> 6)) / 2**53
 
@@ -52,8 +53,8 @@ def uniform(seed: int, position: int, index: int) -> float:
 def philox_words(
     counter: tuple[Integers, Integers], key: tuple[Integers, Integers]
 ) -> tuple[Integers, Integers]:
-    """The first two words of `philox` of counters (c0, c1, 0, 0). All arrays are uint64 of one
-    shape with words in [0, 2^32)."""
+    """The first two words of `philox` for counters (c0, c1, 0, 0). All arrays have the same shape
+    and hold words in [0, 2^32) as uint64."""
     c0, c1 = counter
     c2, c3 = np.zeros_like(c0), np.zeros_like(c1)
     k0, k1 = key
@@ -74,7 +75,7 @@ def philox_words(
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[Any], indices: npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
-    """`uniform` of several keys; arguments (R,), unsigned integers."""
+    """`uniform` for several rows. All arguments are unsigned integers (R,)."""
     if len(seeds) <= FEW:
         keys = zip(seeds.tolist(), positions.tolist(), indices.tolist(), strict=True)
         return np.array([uniform(*key) for key in keys])

@@ -1,6 +1,6 @@
-"""Results of sampling a row: a token, an error, or a complete text.
+"""Results of sampling a row: a token, an error, or the end of a constraint.
 
-Plain data of the standard library. A token without logprobs is a plain int, because most are.
+A token without logprobs is a plain int, for speed, because most tokens have none.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from logitd.model.inference.sampling.params import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A sampled or given token, its logprob, and the likeliest ids in its place. `chosen` is None
-    for the first token of a prompt, which nothing predicts."""
+    """A sampled or given token, its logprob, and the most likely ids at its position. `chosen` is
+    None for the first token of a prompt, which has no prediction."""
 
     token_id: int
     chosen: TokenLogprob | None = None
@@ -21,11 +21,11 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Logprobs of given tokens in NumPy arrays, for callers that store columns: an object for each
-    token would be most of the cost.
+    """Logprobs of given tokens in NumPy arrays. Callers that store columns save the time of making
+    an object for each token.
 
-    logprobs (R,), float64
-    counts   (R,), number of likeliest ids of each row in `top_ids` and `top_logprobs` (N,)
+    logprobs  (R,), float64
+    counts    (R,), number of each row's most likely ids in `top_ids` and `top_logprobs` (N,)
     """
 
     logprobs: Any
@@ -44,7 +44,8 @@ class SampleError:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintComplete:
-    """No token: the text is complete, the sequence's constraint lets nothing follow."""
+    """No token was sampled, because the text is complete and the constraint allows no further
+    token."""
 
 
 SampleResult = int | ScoredToken | SampleError | ConstraintComplete

@@ -1,12 +1,12 @@
-"""Sample: from a row of logits to a token, by temperature, filters and one uniform number.
+"""Sample: turns rows of logits into tokens by temperature, filters and one uniform number per row.
 
-Steps 7 to 11 of `model/inference/sampling/sampler.py` in plain torch, for all rows at once; an
-argmax at temperature 0. The native decoder has its own copy
-(`model/inference/kernels/cpu/native/sample.h`). Knows neither requests nor texts: the steps that
-depend on the text were applied before.
+It computes steps 7 to 11 of `model/inference/sampling/sampler.py` in plain torch, for all rows at
+once; at temperature 0 the token is the argmax. The native decoder has its own implementation
+(`model/inference/kernels/cpu/native/sample.h`). The steps that depend on the text come before, in
+the sampler.
 
-The parameters of a step's rows are one structured array, a record per row. Only the position
-changes from one token of a sequence to the next, so records are copied and not built again.
+The parameters of all rows are one structured array with a record per row. From one token of a
+sequence to the next only the position changes, so records are reused instead of built anew.
 """
 
 import math
@@ -21,10 +21,10 @@ from torch import Tensor
 from logitd.model.inference.sampling.philox import uniform
 
 LARGEST_LOGIT = 1e30
-"""Logits up to this size stay within float32 with any parameters."""
+"""Largest magnitude of a logit that stays within float32 under all parameters."""
 
 COLDEST = 1e-5
-"""Lower bound of a temperature above 0, which prevents overflow and is practically greedy."""
+"""Smallest temperature except 0. It prevents overflow and is practically greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ SAMPLING_ROW = np.dtype(
         ("index", np.uint32),
     ]
 )
-"""A `SamplingRow` as a record. The middle of cpu/native/sample.h's `SampleRow`, field by field."""
+"""A `SamplingRow` as a record. It is part of `SampleRow` in cpu/native/sample.h, with the same
+layout."""
 
 SamplingRows = npt.NDArray[np.void]
 """Records of several rows: SAMPLING_ROW (R,)."""
@@ -80,9 +81,10 @@ def sampling_rows(rows: Iterable[SamplingRow]) -> SamplingRows:
 
 
 def sample_tokens(logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-    """A token of each row of `logits` (R, V), float32. None if the row of `computed` (R, V), the
-    model's logits before processing, is not finite or exceeds LARGEST_LOGIT."""
-    usable = (computed.abs().amax(dim=-1) <= LARGEST_LOGIT).tolist()  # NaN fails it too
+    """Sample a token from each row of `logits` (R, V), float32. `computed` (R, V) are the model's
+    logits before processing: if a row of them is not finite or exceeds LARGEST_LOGIT, its token is
+    None."""
+    usable = (computed.abs().amax(dim=-1) <= LARGEST_LOGIT).tolist()  # false for NaN too
     token_ids = [0] * len(sampling)
     greedy = np.flatnonzero(sampling["divisor"] == 0).tolist()
     if greedy:
@@ -104,7 +106,7 @@ def filtered(logits: Tensor, sampling: SamplingRows) -> Tensor:
     if (sampling["divisor"] != 1).any():
         logits = logits / _column(sampling, "divisor", device)
     if (sampling["top_k"] > 0).any() or (sampling["top_p"] < 1).any():
-        # One stable sort for both: equals stay in the order of their ids.
+        # One stable sort for both. Ties stay in the order of their ids.
         values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
         top_k = _column(sampling, "top_k", device).long()
         count = torch.where(top_k == 0, width, top_k).clamp(max=width)
@@ -112,7 +114,7 @@ def filtered(logits: Tensor, sampling: SamplingRows) -> Tensor:
         values = values.masked_fill(values < kth, -math.inf)
         probs = values.double().softmax(dim=-1)
         top_p = _column(sampling, "top_p", device)
-        mass_before = probs.cumsum(dim=-1) - probs  # of likelier ids
+        mass_before = probs.cumsum(dim=-1) - probs  # of more likely ids
         outside = (mass_before >= top_p) & (top_p < 1)
         dropped = (values == -math.inf) | outside
         logits = logits.masked_fill(
@@ -130,7 +132,7 @@ def _column(sampling: SamplingRows, name: str, device: torch.device) -> Tensor:
 
 
 def _invert_cdf(logits: Tensor, sampling: SamplingRows) -> list[int]:
-    """Step 11 on rows (R, V)."""
+    """Step 11 for rows (R, V): the sampled ids."""
     cumulated = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V)
     total = cumulated[:, -1:].contiguous()  # (R, 1)
     keys = sampling[["seed", "position", "index"]].tolist()

@@ -1,4 +1,4 @@
-"""Sampler: from rows of logits to tokens, all rows of a step at once.
+"""Sampler: turns rows of logits into tokens, for all rows of a step at once.
 
 The definitions, in the order in which they are applied:
 
@@ -11,23 +11,23 @@ The definitions, in the order in which they are applied:
 6. frequency_penalty, presence_penalty
                        l[i] -= f * count[i] + p * (count[i] > 0), counts of the completion so far
                                                                                    (OpenAI API)
-   temperature 0: the token is argmax l, the lowest id among equals; what follows is skipped
+   temperature 0: the token is argmax l, the lowest id of a tie; steps 7 to 11 are skipped
 7. temperature         l[i] /= t
 8. top_k               keep l[i] >= the k-th largest (ties are all kept)      (Fan et al., 2018)
-9. top_p               of what is left, keep the likeliest ids, equals by id, until their mass
-                       reaches p                                        (Holtzman et al., 2020)
-10. min_p              of what is left, keep prob[i] >= min_p * the largest   (Nguyen et al., 2024)
+9. top_p               of the rest, keep the most likely ids until their mass reaches p; ties are
+                       in the order of ids                              (Holtzman et al., 2020)
+10. min_p              of the rest, keep prob[i] >= min_p * the largest       (Nguyen et al., 2024)
 11. sample             the first id, in the order of ids, at which the cumulated probability in
                        float64 exceeds u times the total; u of `model/inference/sampling/philox.py`
 
-Logprobs are the log softmax in float64: `raw` of the model's logits, `processed` after the last
-step that applied (6 for temperature 0, else 10). `rank` is 1 plus the number of strictly likelier
-ids, so equals share a rank.
+Logprobs are the log softmax in float64: `raw` of the model's logits, `processed` of the logits
+after step 10 (after step 6 at temperature 0). `rank` is 1 plus the number of strictly more likely
+ids, so ties share a rank.
 
-A row's result depends on that row alone. Most rows need steps 7 to 11 only, which
+A row's result depends on that row alone. Most rows need only steps 7 to 11, which
 `model/inference/sampling/sample.py` and the native decoder compute from the records of
-`SamplingState`. The sampler gets the text (`RowContext`) of the others. Not here: stop strings,
-and the masks of a constraint (`model/inference/constraints/compiler.py`).
+`SamplingState`. For the other rows the sampler gets the text (`RowContext`). Not here: stop
+strings, and the masks of a constraint (`model/inference/constraints/compiler.py`).
 """
 
 import math
@@ -58,8 +58,8 @@ from logitd.model.inference.sampling.state import row_of
 
 
 class ListedIds:
-    """The lists of ids of one request as tensors. Made once per request: every row needs them in
-    every step, and they may be as long as the vocabulary."""
+    """The lists of ids in a request's parameters, as tensors. They are made once per request,
+    because every row needs them in every step and they may be as long as the vocabulary."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
         def ids(values: Iterable[int]) -> Tensor:
@@ -77,11 +77,11 @@ class ListedIds:
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """The sequence behind a row that needs logits processing."""
+    """The parameters and tokens of the sequence whose row needs logits processing."""
 
     params: SamplingParams
     listed: ListedIds
-    index: int  # among the n sequences of its prompt
+    index: int  # index of the sequence among the n of its prompt
     tokens: list[int]  # prompt and completion so far; not changed
     prompt_length: int
     allowed: Any = None  # the mask of its constraint: NumPy booleans (V,)
@@ -96,9 +96,9 @@ def sample(
     contexts: Mapping[int, RowContext],
     sample_fn: SampleFn = sample_tokens,
 ) -> list[SampleResult]:
-    """The next token of each row of `logits` (R, V), of any float dtype; they are not changed.
-    `contexts` holds the rows that need logits processing, by index. `sample_fn` computes steps 7
-    to 11."""
+    """Sample the next token of each row of `logits` (R, V), of any float dtype. `contexts` has an
+    entry, by row, for each row that needs logits processing. `sample_fn` computes steps 7 to 11.
+    `logits` stay unchanged."""
     raw = logits if logits.dtype is torch.float32 else logits.float()  # (R, V)
     final = _biased_and_penalised(raw, contexts) if contexts else raw
     token_ids = sample_fn(final, raw, sampling)
@@ -117,13 +117,14 @@ def sample(
 
 
 def sample_results(token_ids: Iterable[int | None]) -> list[SampleResult]:
-    """A decoder's tokens as results; None, the token of a row that is not finite, is an error."""
+    """The results for a decoder's tokens. None marks a row that is not finite and becomes an
+    error."""
     return [NOT_FINITE if token_id is None else token_id for token_id in token_ids]
 
 
 def process(logits: Tensor, contexts: Sequence[RowContext]) -> Tensor:
     """Logits (R, V) in float32 after steps 1 to 10, or 1 to 6 at temperature 0; -inf for dropped
-    ids. `logits` are not changed."""
+    ids. `logits` stay unchanged."""
     values = _biased_and_penalised(logits.float(), dict(enumerate(contexts)))
     random = [i for i, row in enumerate(contexts) if row.params.temperature > 0]
     if not random:
@@ -136,9 +137,9 @@ def process(logits: Tensor, contexts: Sequence[RowContext]) -> Tensor:
 
 
 def _biased_and_penalised(raw: Tensor, contexts: Mapping[int, RowContext]) -> Tensor:
-    """Logits (R, V) after steps 1 to 6; `raw` itself if no row needs any."""
+    """Logits (R, V) after steps 1 to 6; `raw` itself if none applies."""
     values = raw
-    # Constraints first, for all rows at once: -inf stays -inf through the other steps.
+    # Constraints come first, for all rows at once: -inf stays -inf in the other steps.
     if any(row.allowed is not None for row in contexts.values()):
         values = raw.masked_fill(_forbidden(contexts, raw), -math.inf)
     changed = [i for i, row in contexts.items() if _changes_logits(row)]
@@ -162,7 +163,7 @@ def _changes_logits(row: RowContext) -> bool:
 
 
 def _forbidden(contexts: Mapping[int, RowContext], raw: Tensor) -> Tensor:
-    """Ids that constraints forbid: booleans (R, V)."""
+    """Booleans (R, V), true for ids that the row's constraint forbids."""
     forbidden = np.zeros(raw.shape, np.bool_)
     for i, row in contexts.items():
         if row.allowed is not None:
@@ -171,7 +172,7 @@ def _forbidden(contexts: Mapping[int, RowContext], raw: Tensor) -> Tensor:
 
 
 def _bias_and_penalise(values: Tensor, row: RowContext) -> None:
-    """Steps 1, 2 and 4 to 6 on one row (V,), in place."""
+    """Apply steps 1, 2 and 4 to 6 to one row (V,), in place."""
     params, listed, device = row.params, row.listed, values.device
     completion = row.tokens[row.prompt_length :]
     if params.logit_bias:
@@ -192,8 +193,8 @@ def _bias_and_penalise(values: Tensor, row: RowContext) -> None:
 
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[ScoredToken]:
-    """Raw logprobs of given tokens under rows of logits (R, V), and of the `count` likeliest of
-    each row, equals in the order of their ids. A row has the same bits alone and among others."""
+    """Logprobs of one given token per row of logits (R, V), and of the `count` most likely ids of
+    each row, ties in the order of their ids. The bits of a row do not depend on other rows."""
     logprobs, own = _logprobs(logits, token_ids)
     ranks = (logprobs > own).sum(dim=1) + 1
     ids = largest_ids(logprobs, count)
@@ -217,7 +218,7 @@ def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[ScoredTo
 
 
 def score_rows(logits: Tensor, token_ids: Sequence[int], count: int) -> ScoredRows:
-    """The logprobs of `score`, to the bit, without ranks and without an object for each token."""
+    """The same logprobs as `score`, in arrays and without ranks."""
     logprobs, own = _logprobs(logits, token_ids)
     ids = largest_ids(logprobs, count)
     values = logprobs.gather(1, ids)
@@ -227,7 +228,7 @@ def score_rows(logits: Tensor, token_ids: Sequence[int], count: int) -> ScoredRo
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Logprobs (R, V) in float64, and those of one id of each row (R, 1)."""
+    """Logprobs (R, V) in float64, and those of the given id of each row (R, 1)."""
     logprobs = logits.float().double().log_softmax(dim=-1)
     ids = torch.tensor(token_ids, device=logprobs.device)[:, None]
     return logprobs, logprobs.gather(1, ids)

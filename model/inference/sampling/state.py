@@ -1,9 +1,9 @@
-"""SamplingState: the sampling record of the sequence in each slot.
+"""SamplingState: holds the sampling record of the sequence in each slot.
 
-Everything in a record except the position is known when a sequence begins to decode, so it is
-written once, and a step fills in positions only. Mostly the same sequences decode from step to
-step, and the array of the last step is reused: the CPU caches are cold after a forward pass, and
-rebuilding it would cost more.
+All of a record except the position is known when a sequence begins to decode. So records are
+written once, and a step sets only the positions. If the same sequences decode as in the last step,
+which is usual, its array is reused: rebuilding it would be slow, because a forward pass leaves the
+CPU's caches cold.
 """
 
 import numpy as np
@@ -27,14 +27,15 @@ class SamplingState:
         self._last_rows: tuple[SamplingRows, tuple[int, ...]] = self._records[:0], ()
 
     def begin(self, slot: int, params: SamplingParams, index: int) -> None:
-        """Set how the slot's tokens are sampled, for sequence `index` of its prompt."""
+        """Store the sampling parameters of the sequence in a slot, which is number `index` of its
+        prompt."""
         self._records[slot] = sampling_rows([row_of(params, index, position=0)])[0]
         self._processed[slot] = needs_logits_processing(params)
         self._last_slots = None
 
     def rows(self, slots: list[int], positions: list[int]) -> tuple[SamplingRows, tuple[int, ...]]:
-        """Records of the tokens at these positions of these slots, a row each, and the indices of
-        the rows that need logits processing. The array is valid until the next call."""
+        """The records of a step's rows, each a position of a slot, and the indices of the rows that
+        need logits processing. The next call may change the array."""
         if self._last_slots != slots:
             processed = tuple(row for row, slot in enumerate(slots) if self._processed[slot])
             self._last_slots, self._last_rows = slots, (self._records[slots], processed)
@@ -55,8 +56,8 @@ def row_of(params: SamplingParams, index: int, position: int) -> SamplingRow:
 
 
 def needs_logits_processing(params: SamplingParams) -> bool:
-    """True if rows with these parameters may need steps 1 to 6 of the sampler, or logprobs; then
-    `sample` needs their texts (`RowContext`)."""
+    """True if rows with these parameters may need logprobs or steps 1 to 6 of the sampler, so that
+    `sample` needs their `RowContext`."""
     return bool(
         params.logprobs is not None
         or params.constraint is not None

@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         name: (
             {one.kind: one.text if one.kind != "json_schema" else json.loads(one.text)},
             one.kind,
-            f"{one.kind}: it is too large or too deeply nested",
+            f"{one.kind}: the constraint is too large or too deeply nested",
         )
         for name, one in HOSTILE.items()
         if len(one.text) < 2**15

@@ -190,8 +190,8 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
         ("best/../step-2", "is not a checkpoint next to"),
         ("", "is not a checkpoint next to"),
         ("damaged", "model.safetensors"),
-        ("wider", "has another shape than"),
-        ("words", "has another vocabulary than"),
+        ("wider", "has a different shape from"),
+        ("words", "has a different vocabulary from"),
     ],
 )
 def test_refused_checkpoint_changes_nothing(

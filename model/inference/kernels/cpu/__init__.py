@@ -1,1 +1,1 @@
-"""The native decoder: C++ that is compiled for the processor at hand."""
+"""The native decoder: C++ code compiled for this machine's processor."""

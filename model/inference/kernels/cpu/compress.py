@@ -1,7 +1,7 @@
-"""Compress: a bfloat16 matrix in three quarters of its bytes, without loss.
+"""Compress: store bfloat16 matrices in three quarters of their bytes, without loss.
 
-Calls native/compressed.h, which describes the layout and the reason for its size. `describe.py`
-chooses the matrices.
+Calls native/compressed.h, which describes the layout and explains its size. `describe.py` chooses
+the matrices.
 """
 
 import ctypes
@@ -17,13 +17,14 @@ SIDE, STEP = 16, 32
 """Rows and columns of a block."""
 STRIP_ROWS = 2 * SIDE
 WORTH_IT = 0.9
-"""Largest share of a matrix's own bytes at which it is compressed."""
+"""Largest compressed size, relative to the matrix, at which a matrix is compressed."""
 
 
 @dataclass(frozen=True)
 class CompressedMatrix:
-    """A matrix (rows, width): its strips, uint8 (bytes,), and the line at which each of them begins
-    and the last one ends, int32 (strips + 1,)."""
+    """A compressed matrix (rows, width). `stored` holds its strips, uint8 (bytes,). `strips` holds
+    the cache line at which each strip begins and that at which the last one ends, int32 (strips +
+    1,)."""
 
     stored: Tensor
     strips: Tensor
@@ -31,7 +32,7 @@ class CompressedMatrix:
     width: int
 
     def described(self) -> Matrix:
-        """The matrix for the native code, without a bias."""
+        """The structure that describes the matrix to the native code, without a bias."""
         return Matrix(
             weights=self.stored.data_ptr(),
             strips=self.strips.data_ptr(),
@@ -42,8 +43,9 @@ class CompressedMatrix:
 
 
 def compress_matrix(library: ctypes.CDLL, weight: Tensor, room: Tensor) -> CompressedMatrix | None:
-    """Compress a bfloat16 matrix (rows, width) into the beginning of `room`, uint8, which starts on
-    a cache line. None if the library has no tiles, or the result would exceed WORTH_IT."""
+    """Compress a bfloat16 matrix (rows, width) into the beginning of `room` (uint8, aligned to a
+    cache line). Returns None if the library has no AMX tiles, or the result would exceed
+    WORTH_IT."""
     library.logitd_compress.restype = c_int64
     library.logitd_compress.argtypes = (
         c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p
@@ -64,12 +66,12 @@ def compress_matrix(library: ctypes.CDLL, weight: Tensor, room: Tensor) -> Compr
 
 
 def most_bytes(rows: int, width: int) -> int:
-    """The limit of a compressed matrix, in bytes."""
+    """Largest size of a compressed matrix, in bytes."""
     return int(WORTH_IT * 2 * rows * width)
 
 
 def decompress_matrix(library: ctypes.CDLL, matrix: CompressedMatrix, weight: Tensor) -> None:
-    """Write a matrix back to a bfloat16 tensor (rows, width)."""
+    """Decompress a matrix into the bfloat16 tensor `weight` (rows, width)."""
     library.logitd_decompress.argtypes = (c_void_p, c_void_p)
     assert weight.dtype is torch.bfloat16
     assert weight.is_contiguous()

@@ -1,12 +1,13 @@
-"""NativeDecoder: one native call computes tokens of one or several sequences through the whole GPT.
+"""NativeDecoder: computes a step of all sequences through the whole GPT in one native call.
 
-Calls native/decoder.cpp. Covers every shape of `GPTConfig` on a CPU in float32 and bfloat16 whose
-head_dim is a multiple of 16, with weights in int8 and int4 too (`not_covered`). The plain twin is
-`PlainDecoder`: equal within the tolerance of the dtype, since the residual stream is float32 here.
+It calls native/decoder.cpp, which runs on a CPU in float32 and bfloat16, with weights optionally in
+int8 or int4, and supports every shape of `GPTConfig` whose head_dim is a multiple of 16
+(`not_covered`). Its plain twin is `PlainDecoder`. Because the residual stream is float32 here, the
+two agree only within the tolerance of the dtype.
 
-A prompt goes through the same code and has the bits of decoding it token by token. If the kernels
-lack the instructions that make this fast (`prefills_natively`), torch computes prompts instead,
-unless the kernel target was requested.
+Prompts run through the same code, with the same bits as if they were decoded token by token. If the
+kernels lack the instructions that make this fast (`prefills_natively`), torch computes prompts
+instead, unless the user chose the kernel target.
 """
 
 import ctypes
@@ -41,15 +42,15 @@ from logitd.model.transformer.gpt import GPT
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
-"""Positions of a prompt that go through the model together: the size of the buffers. No bit
-depends on it."""
+"""Prompt positions that are computed together, which is the size of the buffers. It changes no
+bits."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
-"""The processor feature that makes products of many rows at least as fast as torch's: 32 registers
-of 16 floats, and dot products of narrow dtypes."""
+"""The processor feature, by dtype, with which native products of many rows are at least as fast as
+torch's: 32 registers of 16 floats, or dot products of narrow dtypes."""
 
 
 def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why the native decoder cannot run a model of this shape; None if it can."""
+    """The reason why the native decoder cannot run this model; None if it can."""
     if device.type != "cpu":
         return f"the model is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -65,7 +66,7 @@ def prefills_natively(
     """True if kernels for these processor features compute prompts as fast as torch.
 
     bfloat16 and quantized products need only AVX2. Processors with AVX-512 but without its dot
-    products are excepted: there int8 has plain loops, and bfloat16 was never measured.
+    products are an exception: there int8 uses plain loops, and bfloat16 was never measured.
     """
     narrow = quantize != "none" or dtype == torch.bfloat16
     if narrow and "avx2" in features and "avx512f" not in features:
@@ -74,8 +75,8 @@ def prefills_natively(
 
 
 class NativeDecoder:
-    """A GPT over its KV cache in native code. The GPT's parameters move into an arena and must not
-    be replaced during the life of the decoder."""
+    """Computes a GPT on its KV cache in native code. The GPT's parameters are moved into an arena
+    and must not be replaced while the decoder exists."""
 
     has_threads = True
     launcher = None
@@ -91,9 +92,11 @@ class NativeDecoder:
         prefills: bool = True,
         owns_weights: bool = False,
     ) -> None:
-        """`prefills`: compute prompts natively, else by torch. `owns_weights`: nothing else
-        computes with the GPT before `restore_weights`, so matrices that the decoder has in another
-        form leave memory. Raises ValueError for a model that is not covered."""
+        """Raises ValueError if the model is not supported.
+
+        prefills      compute prompts natively, else by torch
+        owns_weights  nothing else computes with the GPT before `restore_weights`, so matrices that
+                      the decoder holds in another form are freed"""
         weight = gpt.token_embedding.weight
         reason = not_covered(gpt.config, weight.device, weight.dtype)
         if reason is not None:
@@ -105,8 +108,8 @@ class NativeDecoder:
         )
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
-        # A processor that is slow at products of many rows is slow at those of the head too: 8
-        # times as slow as torch in a measurement. Torch has none in bfloat16 or quantized.
+        # If native products of many rows are slow, so is the native head of a prompt: 8 times as
+        # slow as torch in a measurement. Torch's head supports only float32.
         plain = quantize == "none" and weight.dtype is torch.float32
         self.torch_head = TorchHead(gpt) if plain and not prefills else None
         self._config = gpt.config
@@ -128,7 +131,7 @@ class NativeDecoder:
 
     @property
     def contended(self) -> bool:
-        """True while other processes hold the cores, so that the decoder computes alone."""
+        """True while other processes use the cores, so that the decoder computes on one thread."""
         return bool(self._library.logitd_contended(self._handle))
 
     def decode(
@@ -138,7 +141,7 @@ class NativeDecoder:
         count = len(token_ids)
         if count > len(self._logits):
             raise ValueError(
-                f"the step has {count} rows, and this decoder has buffers for {len(self._logits)}"
+                f"the step has {count} rows; this decoder has buffers for {len(self._logits)}"
             )
         for argument, values in zip(self._where, (token_ids, slots, positions), strict=True):
             argument[:count] = list(values)
@@ -215,8 +218,8 @@ class NativeDecoder:
         return logits
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32, as `sample_tokens` chooses it, up to the
-        rounding of a sum."""
+        """Sample a token from each row of `logits` (R, V), float32, as `sample_tokens` does except
+        for the rounding of a sum."""
         count = len(sampling)
         where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
         rows = self._sample_rows
@@ -227,14 +230,13 @@ class NativeDecoder:
         return [None if token_id < 0 else token_id for token_id in rows.token_ids[:count].tolist()]
 
     def time_stages(self, enabled: bool) -> None:
-        """Start or stop timing the stages. Costs one look at a clock per stage and changes no
-        bit."""
+        """Start or stop timing the stages. It reads a clock once per stage and changes no bits."""
         total = self._nanoseconds if enabled else None
         self._library.logitd_time_stages(self._handle, total)
 
     def take_stage_seconds(self) -> dict[str, float]:
-        """Seconds of each stage of native/clocks.h since the last call, including the wait for the
-        last thread."""
+        """Seconds of each stage of native/clocks.h since the last call, including the wait for its
+        slowest thread."""
         taken = {name: 1e-9 * ns for name, ns in zip(self._stages, self._nanoseconds, strict=True)}
         for index in range(len(self._stages)):
             self._nanoseconds[index] = 0
@@ -244,7 +246,7 @@ class NativeDecoder:
         self._description.originals.restore()
 
     def close(self) -> None:
-        """End the threads. The decoder decodes nothing afterwards."""
+        """End the threads. The decoder must not be used afterwards."""
         if self._handle is not None:
             self._library.logitd_decoder_delete(self._handle)
             self._handle = None
@@ -255,10 +257,10 @@ class NativeDecoder:
 
 
 class TorchHead:
-    """The head of prompts by torch, with the bits that one thread of torch gives.
+    """The head of prompts in torch, with the same bits as on one thread.
 
-    A few rows use one thread, since the decoder's own threads run next to torch's. Those of a
-    prompt are worth all of torch's threads.
+    A few rows are computed on one thread, because the decoder's own threads are running too. The
+    many rows of a prompt are worth all of torch's threads.
     """
 
     def __init__(self, gpt: GPT) -> None:
@@ -279,8 +281,8 @@ class TorchHead:
             return decode_row_groups(self._gpt)
 
     def threads_keep_bits(self, rows: int) -> bool:
-        """True if torch's threads can divide the head's product of this many rows and keep its
-        bits. Tried with random rows, as in `eager/contention.py`."""
+        """True if the head gives the same bits for this number of rows on one and on all of torch's
+        threads. Tested with random rows, as in `eager/contention.py`."""
         if rows not in self._keeps_bits:
             generator = torch.Generator().manual_seed(0)
             hidden = torch.randn(rows, self._gpt.config.d_model, generator=generator)
@@ -321,7 +323,7 @@ def _rows_of(pieces: Sequence[PrefillInput]) -> tuple[list[int], list[int], list
 
 
 def _output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
-    """For each of `count` layers or heads its index among the chosen ones, or -1."""
+    """For each of `count` layers or heads, its index in `chosen`, or -1."""
     indices = (c_int32 * count)(*([-1] * count))
     for position, index in enumerate(chosen):
         indices[index] = position

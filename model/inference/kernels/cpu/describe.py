@@ -1,7 +1,8 @@
-"""Describe: a GPT and its KV cache as the structures of the native code.
+"""Describe: builds the structures that describe a GPT and its KV cache to the native code.
 
-Collects the address of every tensor, quantizes or compresses matrices, and keeps alive what the
-structures point to. The GPT's parameters move into an arena, so a step reads them as one stream.
+It collects the address of every tensor, quantizes or compresses matrices, and keeps all tensors
+alive that the structures point to. The GPT's parameters are moved into an arena, so that a step
+reads memory in order.
 """
 
 import ctypes
@@ -43,14 +44,14 @@ from logitd.model.transformer.rotary import rotary_tables
 class Description:
     """The structures of one native decoder and the memory they point to.
 
-    model      the GPT, whose parameters must not be replaced during the life of this
-    originals  the GPT's own matrices that the decoder has in another form
+    model      structure of the GPT, whose parameters must not be replaced while this object exists
+    originals  the GPT's own matrices that the decoder holds in another form
     """
 
     def __init__(
         self, library: ctypes.CDLL, gpt: GPT, quantize: Quantization, *, owns_weights: bool = False
     ) -> None:
-        """`owns_weights`: matrices that the decoder has in another form leave memory."""
+        """`owns_weights`: free the GPT's matrices that the decoder holds in another form."""
         self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
         self._library = library
         self._quantize = quantize
@@ -58,7 +59,7 @@ class Description:
         self._tiles = bool(library.logitd_has_tiles())
         self._quantized = None
         if quantize != "none":
-            # Contiguous like the weights themselves, so a step reads one stream.
+            # Contiguous like the weights themselves, so that a step reads memory in order.
             sizes = quantized_bytes(gpt, quantize, tiles=self._tiles)
             self._quantized = Arena(sum(map(room_for_bytes, sizes)))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
@@ -158,7 +159,8 @@ class Description:
     def _head(self, gpt: GPT) -> Matrix:
         weight = head_matrix(gpt)
         matrix, restore = self._matrix(weight, head_bias(gpt), head_quantization(self._quantize))
-        # An embedding is read as it is, and only the original has rows beyond the vocabulary.
+        # Keep the original if the embedding uses it, or if it has padding rows, which `restore`
+        # lacks.
         stays = gpt.config.tied_head or len(weight) < len(gpt.head.weight)
         if restore is not None and not stays:
             self.originals.add(gpt.head, restore)
@@ -167,8 +169,8 @@ class Description:
     def _matrix(
         self, weight: Tensor, bias: Tensor | None, quantize: Quantization
     ) -> tuple[Matrix, Restore | None]:
-        """Describe a matrix in the form that is computed with. The second result restores the
-        original if the form is another one."""
+        """Convert a matrix to the form that the native code computes with, and describe it. The
+        second result restores the original; None if the form is the original."""
         rows, width = weight.shape
         described = Matrix(
             bias=None if bias is None else self._floats(bias), rows=rows, width=width
@@ -180,7 +182,7 @@ class Description:
         assert self._quantized is not None
         form = quantized_form(quantize, tiles=self._tiles)
         described.kind = KINDS[form]
-        # In place, so that torch computes with the same weights.
+        # Rounds `weight` in place too, so that torch computes with the same weights.
         stored = self._quantized.make_room(stored_shape(weight, form))
         quantized = round_matrix(self._library, weight, form, stored)
         described.weights = self._keep(stored)
@@ -189,7 +191,8 @@ class Description:
         return described, lambda original: original.copy_(quantized.dequantized())
 
     def _compress(self, weight: Tensor, described: Matrix) -> Restore | None:
-        """Describe a matrix as compressed if that pays; then return what restores it."""
+        """Compress a matrix if that pays, and change its description. Returns the function that
+        restores it; None if it stays as it is."""
         if self._compressed is None:
             return None
         compressed = compress_matrix(self._library, weight, self._compressed.rest())
@@ -203,7 +206,7 @@ class Description:
 
     @property
     def _kind(self) -> int:
-        """The format of the activations that meet matrices."""
+        """The format of activations in matrix products."""
         if self._compressed is not None:
             return KINDS["compressed"]
         if self._quantize == "none":
@@ -221,7 +224,7 @@ class Description:
 
 
 def matrices(gpt: GPT) -> Iterator[Tensor]:
-    """The weights of all products, in the order of the forward."""
+    """The weights of all matrix products, in the order of the forward."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
         for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
@@ -230,12 +233,12 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
 
 
 def quantized_form(quantize: Literal["int8", "int4"], *, tiles: bool) -> Format:
-    """The format of quantized matrices for kernels with or without `tiles`."""
+    """The format of quantized matrices, for kernels with or without AMX tiles."""
     return "int8_strips" if quantize == "int8" and tiles else quantize
 
 
 def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, tiles: bool) -> Iterator[int]:
-    """Bytes of each of `matrices`, quantized."""
+    """Bytes of each matrix of `matrices(gpt)` after quantization."""
     *blocks, head = matrices(gpt)
     form = quantized_form(quantize, tiles=tiles)
     for matrix in blocks:

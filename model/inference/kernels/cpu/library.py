@@ -1,11 +1,12 @@
 """Library: build and load the native kernels.
 
-The sources in native/ are compiled for the processor at hand, or for the requested target
+The sources in native/ are compiled for this machine's processor, or for the requested target
 (`targets.py`), by the machine's compiler or, if it has none, by Zig's. The first build takes
-seconds. The file name holds a hash of the sources, the compiler, its flags and the processor's
-features, so a change of any of them builds another file. If prebuilt/ holds kernels, as in the
-container image, nothing is compiled: the greatest target that the processor can run is loaded.
-If there are no kernels, KernelsUnavailable says why, and callers fall back to plain torch.
+seconds. The file name contains a hash of the sources, the compiler, its flags and the processor's
+features, so a change of any of them causes a new build. If prebuilt/ holds kernels, as in the
+container image, nothing is compiled: the most capable target that the processor can run is loaded.
+If no kernels can be built or loaded, KernelsUnavailable has the reason, and callers fall back to
+plain torch.
 """
 
 import ctypes
@@ -36,21 +37,21 @@ from logitd.model.processor import processor_features
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Kernels of several targets, from `python -m logitd.model.inference.kernels.cpu.prebuild`."""
+"""Folder of kernels that `python -m logitd.model.inference.kernels.cpu.prebuild` built."""
 MAIN_SOURCE = "decoder.cpp"
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_SECONDS = 900
-"""Time limit of a build. Half a minute is usual. Zig's first build also builds its own library, for
-which five minutes were not enough on busy cores."""
+"""Time limit of a build. Half a minute is usual, but Zig's first build also compiles its own
+library, which took more than five minutes on busy cores."""
 ZIGS_NAMES = {"armv8-a": "generic"}
-"""Zig's names of processors. The others replace dashes by underscores."""
+"""Zig's names of processors, if replacing dashes by underscores is not enough."""
 
 Origin = Literal["compiled now", "compiled before", "prebuilt"]
 
 
 class KernelsUnavailable(RuntimeError):
-    """This machine has no native kernels; the message says why."""
+    """No native kernels can be built or loaded on this machine; the message says why."""
 
 
 class TargetRefused(KernelsUnavailable):
@@ -61,8 +62,8 @@ class TargetRefused(KernelsUnavailable):
 class NativeLibrary:
     """The loaded kernels.
 
-    target  the target they were built for; None for the processor at hand
-    origin  time and place of the build
+    target  target they were built for; None for this machine's processor
+    origin  when and where they were built
     """
 
     functions: ctypes.CDLL
@@ -71,7 +72,7 @@ class NativeLibrary:
 
     @property
     def features(self) -> frozenset[str]:
-        """Processor features that the code may use, in Linux's words."""
+        """Processor features that the code may use, by their names in Linux."""
         return processor_features() if self.target is None else self.target.features
 
     @property
@@ -81,7 +82,7 @@ class NativeLibrary:
 
     @property
     def instructions(self) -> str:
-        """The widest instructions that the kernels were built for."""
+        """Name of the widest instructions that the kernels use."""
         function = self.functions.logitd_instructions
         function.restype = ctypes.c_char_p
         name: bytes = function()
@@ -89,15 +90,15 @@ class NativeLibrary:
 
     @property
     def has_tiles(self) -> bool:
-        """True if the kernels multiply by AMX."""
+        """True if the kernels multiply with AMX tiles."""
         return bool(self.functions.logitd_has_tiles())
 
 
 def load_library(
     log: Callable[[str], None] = lambda line: None, *, target: KernelTarget = "auto"
 ) -> NativeLibrary:
-    """Load the kernels for a target; "auto" loads the best ones for this processor. `log` receives
-    a line before a build, which takes a moment.
+    """Load the kernels for a target; "auto" loads the best ones for this processor. Before a build,
+    which takes a while, `log` gets a line.
 
     Raises KernelsUnavailable; TargetRefused for a target that this processor cannot run.
     """
@@ -114,7 +115,7 @@ def load_library(
 
 
 def prebuilt_path(target: Target) -> Path:
-    """The path of a target's prebuilt kernels, for exactly these sources."""
+    """Path of a target's prebuilt kernels. Its name contains a hash of the sources."""
     flags = (*FLAGS, target.processor, *target.extra)
     return PREBUILT / f"kernels-{target.name}-{_hash(*flags)}.so"
 
@@ -126,7 +127,8 @@ def build_kernels(target: Target, path: Path) -> None:
 
 
 def _compiled(target: Target | None, log: Callable[[str], None]) -> tuple[Path, Origin]:
-    """The kernels for a target, or for this processor if None, in the user's cache."""
+    """Path of the kernels for a target (None: this processor) in the user's cache. Builds them if
+    they do not exist."""
     compiler = _compiler()
     flags = (*FLAGS, *_flags_for(target, compiler))
     here = platform.machine(), platform.processor(), *sorted(processor_features())
@@ -154,8 +156,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command that compiles: CXX, a compiler on the PATH, or the Clang of the package ziglang,
-    which makes the same bits."""
+    """The compiler's command: CXX, a compiler on the PATH, or the Clang of the package ziglang. The
+    results have the same bits with each of them."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
         if path := shutil.which(name):
@@ -163,35 +165,35 @@ def _compiler() -> tuple[str, ...]:
     if not chosen and importlib.util.find_spec("ziglang") is not None:
         return (sys.executable, "-m", "ziglang", "c++")
     raise KernelsUnavailable(
-        f"no C++ compiler was found ({chosen or ', '.join(COMPILERS)}); install one, or name it in "
-        "CXX, or install the package ziglang, which carries one"
+        f"no C++ compiler was found ({chosen or ', '.join(COMPILERS)}); install one, set CXX, or "
+        "install the package ziglang, which contains one"
     )
 
 
 def _cache_folder() -> Path:
-    """The folder of built libraries: the user's cache, else a temporary folder of this boot."""
+    """The folder of built libraries: the user's cache, else a folder in the temporary directory."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(home) / "logitd", Path(tempfile.gettempdir()) / f"logitd-{os.getuid()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # A library is code: load it only from a folder of our own.
+        # A library is code: load it only from a folder that this user owns.
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise KernelsUnavailable(
-        "the built kernels cannot be kept: neither the user's cache nor the temporary folder is a "
-        "writable folder of this user"
+        "built kernels cannot be stored: this user can write to neither the cache folder nor the "
+        "temporary folder; set XDG_CACHE_HOME"
     )
 
 
 def _flags_for(target: Target | None, compiler: tuple[str, ...]) -> tuple[str, ...]:
-    """The flags that name the processor to a compiler."""
+    """The compiler flags that select the processor."""
     name = "native" if target is None else target.processor
     extra = () if target is None else target.extra
     if "ziglang" in compiler:
         return f"-mcpu={ZIGS_NAMES.get(name, name.replace('-', '_'))}", *extra
-    # Some compilers for Arm do not know -march=native.
+    # Some compilers for Arm do not support -march=native.
     option = "-mcpu" if target is None and platform.machine() != "x86_64" else "-march"
     return f"{option}={name}", *extra
 
@@ -207,8 +209,8 @@ def _hash(*words: str) -> str:
 
 @contextmanager
 def _building_alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time build in `folder`. On a file system without locks, processes that
-    start together all compile, which costs time and nothing else."""
+    """Hold the lock that lets only one process build in `folder`. On a file system without locks,
+    several processes may compile at the same time, which only costs time."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -219,7 +221,7 @@ def _building_alone(folder: Path) -> Iterator[None]:
 
 
 def _build(compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
-    """Compile into a temporary file and rename it: no process ever loads half a file."""
+    """Compile into a temporary file and rename it, so that no process loads an incomplete file."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "kernels.so"
         command = [*compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE)]

@@ -1,10 +1,10 @@
-"""Originals: matrices of a GPT that its decoder has in another form, in memory only while needed.
+"""Originals: frees the matrices of a GPT that its decoder holds in another form, and restores them.
 
-The native decoder computes with compressed or quantized matrices and never reads the GPT's own
-again. Torch does, for recorded or changed activations and for attributions. If nothing else
-computes with the GPT, the memory of these matrices goes back to the system. They are restored,
-every bit, before torch computes, and then stay. Meanwhile the parameters are empty, so computing
-with them by mistake raises an error instead of giving wrong numbers.
+The native decoder computes with compressed or quantized matrices and no longer reads the GPT's own.
+Only torch reads those, for recorded or changed activations and for attributions. If nothing else
+computes with the GPT, their memory is returned to the system. Before torch computes for the first
+time, they are restored to the same bits and stay in memory. Until then the parameters are empty, so
+computing with them by mistake raises an error instead of returning wrong numbers.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 Restore = Callable[[Tensor], object]
-"""Write a matrix back to a tensor (rows, width)."""
+"""Writes the original matrix to a tensor (rows, width)."""
 
 
 class Originals:
-    """The matrices of one GPT that its decoder does not read. With `release` each leaves memory as
-    it is added."""
+    """The matrices of one GPT that its decoder does not read. With `release`, each is freed when it
+    is added."""
 
     def __init__(self, library: ctypes.CDLL, *, release: bool) -> None:
         library.logitd_forget.argtypes = (c_void_p, c_int64)
@@ -29,18 +29,18 @@ class Originals:
         self._released: list[tuple[nn.Linear, nn.Parameter, Restore]] = []
 
     def add(self, layer: nn.Linear, restore: Restore) -> None:
-        """Add a layer whose matrix `restore` can read from the decoder's form."""
+        """Add a layer whose matrix `restore` can compute from the decoder's form."""
         if not self._release:
             return
         weight = layer.weight
         assert isinstance(weight, nn.Parameter)
         self._released.append((layer, weight, restore))
         layer.weight = nn.Parameter(weight.new_empty(0, 0), requires_grad=False)
-        # Frees whole pages, on Linux only.
+        # Frees whole pages; does nothing outside Linux.
         self._library.logitd_forget(weight.data_ptr(), weight.numel() * weight.element_size())
 
     def restore(self) -> None:
-        """Bring all of them back into memory for good."""
+        """Restore all freed matrices. They are not freed again."""
         with torch.no_grad():
             for layer, weight, restore in self._released:
                 restore(weight.data)

@@ -1,7 +1,7 @@
 """Build the native kernels for every target of this architecture, for machines without a compiler:
 `python -m logitd.model.inference.kernels.cpu.prebuild`, as the Dockerfile does.
 
-Needs a compiler, and neither torch nor a processor that runs the result.
+Needs a compiler. It does not need torch, or a processor that can run the kernels.
 """
 
 import platform

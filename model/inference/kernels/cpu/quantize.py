@@ -1,13 +1,14 @@
-"""Quantize: matrices in int8 with a scale for each row, or int4 with a scale for every 16 weights.
+"""Quantize: converts matrices to int8 with a scale for each row, or int4 with a scale for every 16
+weights.
 
-Defines the formats, how they are stored for native/dot.h and native/strips.h, and how stored
-integers become weights again. native/quantize.h does the rounding. `describe.py` chooses the
+This module defines the formats, their layout in memory for native/dot.h and native/strips.h, and
+the conversion back to weights. native/quantize.h does the rounding. `describe.py` chooses the
 format of each matrix.
 
-Both formats are symmetric. In int8 a row's largest magnitude becomes 127. In int4 the number with
-the largest magnitude among sixteen becomes -8, whichever sign it has, as in llama.cpp's q4_0. That
-sets their scale, which is itself an integer times the scale of their row. So products are integers
-up to their end, as those of int8 are.
+Both formats are symmetric. In int8 the largest magnitude of a row becomes 127. In int4 the weight
+with the largest magnitude among sixteen becomes -8, whatever its sign, as in llama.cpp's q4_0. That
+determines their scale, which is itself an integer times the scale of the row. So sums of products
+stay integers until the end, as in int8.
 """
 
 import ctypes
@@ -25,22 +26,22 @@ Format = Literal["int8", "int8_strips", "int4"]
 
 LARGEST = 127
 STEP = 64
-"""Weights that are multiplied at once; a row of int4, or of a strip, is padded with zeros to whole
+"""Weights per step of a product. Rows of int4 and of strips are padded with zeros to whole
 steps."""
 SIDE = 16
-"""Rows of a register of a strip."""
+"""Rows of a strip in one register."""
 STRIP_ROWS = 2 * SIDE
 TOGETHER = 4
-"""Adjacent columns of a row in a strip."""
+"""Columns of a row that are adjacent in a strip."""
 BLOCK_STEPS = 4
-"""Steps that share scales; the last block of a row may have fewer."""
+"""Steps that share scales: a block. The last block of a row may have fewer."""
 SCALES = 16
 """Scales of a block."""
 LEAST = -8
 """Smallest integer of int4; the largest is 7."""
 MAX_ACTIVATION = 255
 ROWS_AT_ONCE = 128
-"""Rows that are rounded at a time. Their float32 copy stays in a processor's cache."""
+"""Rows that are rounded in one call, so that their float32 copy stays in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class QuantizedMatrix:
                           native/int8_strips.h: half of a strip, group of columns, row, column
              int4         uint8 (rows, int4_row_bytes(width)), the layout of `I4` in native/dot.h
     scale    float32 (rows,)
-    row_sum  int32 (rows,): the sum of each row's integers, in int4 times their scales
+    row_sum  int32 (rows,): the sum of each row's integers; in int4, of integers times their scales
     """
 
     form: Format
@@ -63,7 +64,7 @@ class QuantizedMatrix:
     width: int
 
     def dequantized(self) -> Tensor:
-        """The matrix that is computed with, float32."""
+        """The rounded matrix in float32."""
         match self.form:
             case "int8":
                 integers = self.stored.float()
@@ -78,7 +79,7 @@ class QuantizedMatrix:
 
 
 def _scaled_int4(stored: Tensor, width: int) -> Tensor:
-    """The integers of int4 times their scales, float32 (rows, width)."""
+    """The integers of an int4 matrix times their integer scales, as float32 (rows, width)."""
     parts = []
     for start, steps in int4_blocks(width):
         block = stored[:, start : start + SCALES + steps * STEP // 2]
@@ -92,8 +93,8 @@ def _scaled_int4(stored: Tensor, width: int) -> Tensor:
 def round_matrix(
     library: ctypes.CDLL, weight: Tensor, form: Format, stored: Tensor
 ) -> QuantizedMatrix:
-    """Round a matrix (rows, width) in place to the values of a format, by the native code. Its
-    integers are written to `stored`, zeros of `stored_shape`."""
+    """Round a matrix (rows, width) in place to the values of a format, in native code. Writes the
+    integers to `stored`, which must be zeros of `stored_shape`."""
     library.logitd_quantize.argtypes = (
         c_int32, c_void_p, *(c_int32,) * 3, *(c_void_p,) * 3
     )  # fmt: skip
@@ -119,7 +120,7 @@ def round_matrix(
 
 
 def stored_shape(weight: Tensor, form: Format) -> Tensor:
-    """The integers of a matrix (rows, width) in a format, on the meta device."""
+    """A tensor on the meta device with the shape and dtype of `QuantizedMatrix.stored`."""
     rows, width = weight.shape
     match form:
         case "int8":
@@ -132,13 +133,13 @@ def stored_shape(weight: Tensor, form: Format) -> Tensor:
 
 
 def largest_scale(width: int) -> int:
-    """The limit of a row's integer scales in int4. With it a sum of products, each at most 255
-    times 8 times the limit, fits into 32 bits."""
+    """Largest integer scale in int4. With it a sum of products fits into 32 bits: each is at most
+    255 times 8 times the scale."""
     return min(LARGEST, (2**31 - 1) // (MAX_ACTIVATION * -LEAST * (width + -width % STEP)))
 
 
 def int4_row_bytes(width: int) -> int:
-    """Bytes of a row of int4 weights with its scales."""
+    """Bytes of a row of int4 weights, including its scales."""
     return sum(SCALES + steps * STEP // 2 for _, steps in int4_blocks(width))
 
 
@@ -153,6 +154,6 @@ def int4_blocks(width: int) -> list[tuple[int, int]]:
 
 
 def by_scale(block: Tensor) -> Tensor:
-    """View (rows, steps * STEP) as (rows, 2 * steps, SCALES, 2): a pair of neighbours in each half
-    of every step shares a scale."""
+    """View (rows, steps * STEP) as (rows, 2 * steps, SCALES, 2). In each half of a step, every pair
+    of adjacent columns has its own scale; the steps of a block share scales."""
     return block.reshape(len(block), -1, SCALES, 2)

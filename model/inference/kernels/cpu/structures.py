@@ -1,5 +1,5 @@
-"""Structures: the layouts of native/model.h and native/sample.h for ctypes and numpy, and the
-numbers of formats and activations."""
+"""Structures of native/model.h and native/sample.h for ctypes and NumPy, and the numeric codes of
+formats and activations."""
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
@@ -9,7 +9,7 @@ import torch
 from logitd.model.inference.sampling.sample import SAMPLING_ROW
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "compressed": 4, "int8_strips": 5}
-"""Formats of matrices, as `Kind` in native/matrix.h numbers them."""
+"""Codes of matrix formats: `Kind` in native/matrix.h."""
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 
 
@@ -104,9 +104,9 @@ _SAMPLE_ROW = np.dtype(
 
 
 class SampleRows:
-    """`room` rows to sample. The first row of the logits and of the computed logits has these
-    addresses, and the pitches are the floats between rows. A call fills in `how` and reads
-    `token_ids`; the rest serves all steps over the same tensors."""
+    """Arguments and results of the native sampler, for up to `room` rows. `logits` and `computed`
+    are the addresses of the first rows; a pitch is the number of floats between two rows. Each call
+    sets `how` and reads `token_ids`; the rest is reused for all steps on the same tensors."""
 
     def __init__(
         self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int

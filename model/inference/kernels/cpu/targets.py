@@ -1,9 +1,9 @@
-"""Targets: kinds of processors, other than the one at hand, that the native kernels are built for.
+"""Targets: types of processors that the native kernels can be built for, besides this machine's
+own.
 
-They serve machines without a compiler, which choose among prebuilt kernels, and fleets that need
-the same bits on different processors. The names are those of GCC and Clang; the suffixes of
-`x86-64-v4` add the dot products of AVX-512, then the tiles of AMX. Pure functions of a machine and
-its features.
+Machines without a compiler choose a target among prebuilt kernels. Fleets name one to get the same
+bits on different processors. The names are those of GCC and Clang; the suffixes of `x86-64-v4` add
+the dot products of AVX-512, then the tiles of AMX.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,12 +20,12 @@ V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of processor.
+    """A type of processor.
 
-    machines   the names of its architecture
-    features   processor features that its code may use, in Linux's words
-    processor  the name of the processor for the compiler
-    extra      compiler flags for features that the name does not include
+    machines   names of its architecture
+    features   processor features that its code may use, by their names in Linux
+    processor  the compiler's name of the processor
+    extra      compiler flags for features that `processor` does not include
     """
 
     name: TargetName
@@ -53,7 +53,7 @@ TARGETS = (
     ),
     Target("armv8-a", ARM, frozenset(), "armv8-a"),
 )  # fmt: skip
-"""All targets, from the least to the greatest."""
+"""All targets, in ascending order of features within an architecture."""
 
 
 def target_named(name: TargetName) -> Target:
@@ -68,7 +68,7 @@ def targets_of(machine: str) -> tuple[Target, ...]:
 def runnable(
     machine: str, features: Collection[str], among: Iterable[Target] = TARGETS
 ) -> tuple[Target, ...]:
-    """The targets that a processor can run, the greatest last."""
+    """The targets that a processor can run; the one with the most features is last."""
     return tuple(
         target for target in among if machine in target.machines and target.features <= {*features}
     )

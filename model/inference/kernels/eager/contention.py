@@ -1,15 +1,16 @@
-"""CPU contention: fewer threads for torch's operations while other processes hold the cores.
+"""CPU contention: run torch's operations on one thread while other processes use the cores.
 
-Torch's threads meet after every operation. If one has lost its core to another process, all wait
-for it, a scheduler slice at a time: next to a process that spun on one of two cores, a prompt took
-6 to 12 times as long. One thread takes twice as long and waits for no other. `ContentionMonitor`
-measures how much of its time the calling thread was off its core. If that share is large, the
-thread computes alone for a while and then tries again; the pause doubles while it does not help.
+Torch's threads synchronize after every operation. If one of them has lost its core to another
+process, all others wait for it, for a time slice of the system's scheduler. Next to a process that
+kept one of two cores busy, a prompt took 6 to 12 times as long; on one thread it takes only twice
+as long. `ContentionMonitor` measures the share of time in which the calling thread was off its
+core. If the share is large, the thread computes alone for a while and then tries all threads again.
+If that fails, it computes alone for twice as long.
 
-The timing of these changes is random, so they must not change a bit. On the machines examined,
-torch divides products over threads by output. If it does not, for the products of a model and a
-number of rows, the threads are left alone. The native decoder's threads do the same by themselves
-(cpu/native/pool.h).
+These switches happen at random times, so they must not change any bits. On the machines examined,
+torch divides a product over its threads by outputs, which keeps the bits. If a model's products
+change bits at some number of rows, the number of threads stays as it is. The native decoder's
+threads implement the same rule themselves (cpu/native/pool.h).
 """
 
 import time
@@ -25,15 +26,17 @@ from logitd.model.device import one_thread
 from logitd.model.transformer.gpt import GPT, Block
 
 LOST = 0.4
-"""Share of its time off its core that makes a thread late. Without contention it is at most 0.1."""
+"""Share of time off its core above which a thread counts as late. Without contention it is at most
+0.1."""
 LATE = 0.002
-"""Seconds off its core that never make a thread late: the system's own interruptions."""
+"""Seconds off its core up to which a thread never counts as late, for interruptions by the
+system."""
 SHORTEST, LONGEST = 0.1, 1.6
-"""Seconds alone: the first time, and the most when it does not help."""
+"""Seconds of computing alone: the first time, and the longest time after doubling."""
 
 
 class ContentionMonitor:
-    """Contention for the cores, as seen by the thread that drives a model's prefill."""
+    """Detects contention for the cores in the thread that computes a model's prompts."""
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class ContentionMonitor:
         *,
         keep_bits: Callable[[GPT, int], bool] | None = None,
     ) -> None:
-        """`keep_bits` replaces `threads_keep_bits` for operations other than those of prefill."""
+        """`keep_bits` replaces `threads_keep_bits`, for operations other than those of prefill."""
         self._gpt = gpt
         self._keep_bits = keep_bits
         self._clock = clock
@@ -55,7 +58,7 @@ class ContentionMonitor:
     @contextmanager
     def watched(self, rows: int, contended: bool = False) -> Iterator[None]:
         """Run torch operations on `rows` positions with all threads, or with one during contention.
-        `contended` says that the caller knows of contention."""
+        `contended` is true if the caller already knows of contention."""
         began = self._clock()
         if torch.get_num_threads() == 1 or self._gpt.token_embedding.weight.device.type != "cpu":
             yield
@@ -83,8 +86,8 @@ class ContentionMonitor:
 
 
 def threads_keep_bits(gpt: GPT, rows: int) -> bool:
-    """True if the matrix products of a block with this many rows have the same bits with one thread
-    as with all of torch's."""
+    """True if the matrix products of a block on this number of rows have the same bits on one
+    thread as on all of torch's threads."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +99,7 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
 
 
 def one_thread_keeps_bits(compute: Callable[[], Tensor]) -> bool:
-    """True if a computation has the same bits with one thread as with all of torch's."""
+    """True if a computation has the same bits on one thread as on all of torch's threads."""
     together = compute()
     with one_thread():
         return torch.equal(together, compute())

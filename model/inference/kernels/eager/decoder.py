@@ -1,6 +1,7 @@
-"""PlainDecoder: prompts and decode steps in stock torch on any device; the twin of the others.
+"""PlainDecoder: prompts and decode steps in plain torch, on any device; the twin of the other
+decoders.
 
-The rows of a step are padded, and a large step is computed a group of rows at a time, so that the
+The rows of a step are padded, and a large step is divided into groups of rows, so that the
 arithmetic of a row does not depend on the size of the batch (`row_groups.py`).
 """
 
@@ -23,7 +24,7 @@ from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
 class PlainDecoder:
-    """A GPT over its KV cache, one torch operation after the other."""
+    """Computes a GPT on its KV cache, one torch operation at a time."""
 
     has_threads = False
     prefill_matches_decode = False
@@ -31,7 +32,7 @@ class PlainDecoder:
     mixed_pass = None
 
     def __init__(self, gpt: GPT, cache: KVCache, *, row_groups: RowGroups | None = None) -> None:
-        """`row_groups` replaces the groups that keep a row's bits."""
+        """`row_groups` replaces the groups that `decode_row_groups` finds."""
         self._gpt = gpt
         self._cache = cache
         self._prefill = TorchPrefill(gpt, cache)
@@ -63,10 +64,10 @@ class PlainDecoder:
         return sample_tokens(logits, computed, sampling)
 
     def restore_weights(self) -> None:
-        """Do nothing: all weights stay in memory."""
+        """Do nothing: no weights are freed."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there are no threads to end."""
 
 
 def step_logits(
@@ -78,7 +79,7 @@ def step_logits(
     padding: int,
     tap: Tap = UNTAPPED,
 ) -> Tensor:
-    """Logits (B, V) of a decode step with `padding` more rows, which are dropped."""
+    """Logits (B, V) of a decode step, computed with `padding` additional rows."""
     device, zeros = gpt.token_embedding.weight.device, [0] * padding
     ids = torch.tensor([*token_ids, *zeros], device=device)
     position_ids = torch.tensor([*positions, *zeros], device=device)
@@ -89,7 +90,7 @@ def step_logits(
 
 
 def grouped_logits(gpt: GPT, hidden: Tensor, row_groups: RowGroups) -> Tensor:
-    """Logits (R, V) of hidden states (R, d_model), in the groups of rows of decode steps."""
+    """Logits (R, V) of hidden states (R, d_model), computed in the row groups of decode steps."""
     parts = []
     for part in row_groups.parts(len(hidden)):
         rows = hidden[part]
@@ -99,7 +100,7 @@ def grouped_logits(gpt: GPT, hidden: Tensor, row_groups: RowGroups) -> Tensor:
 
 
 def block_logits(gpt: GPT, hidden: Tensor) -> Tensor:
-    """Logits (R, V) of hidden states (R, d_model), in products of always BLOCK rows: for devices
-    whose choice of a kernel, and with it a row's bits, depends on the number of rows."""
+    """Logits (R, V) of hidden states (R, d_model). Every product has BLOCK rows, for devices that
+    choose the kernel, and so a row's bits, by the number of rows."""
     padded = F.pad(hidden, (0, 0, 0, -len(hidden) % BLOCK))
     return torch.cat([gpt.logits(rows) for rows in padded.split(BLOCK)])[: len(hidden)]

@@ -1,10 +1,11 @@
-"""Prefill: positions of prompts into their slots, by torch.
+"""Prefill: computes prompts into their slots with torch.
 
-Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
-its position only. For the same reason blocks of several prompts can share a product, up to the
-limit of `row_groups.py`. `model/inference/kernels/cpu/decoder.py` has the same interface.
+It computes whole blocks of 32 positions that begin at multiples of 32, so that the arithmetic of a
+row depends only on its position. For the same reason, blocks of several prompts can be rows of one
+matrix product, up to the limit of `row_groups.py`.
 
-Shapes: T positions of a piece, N of several, one after the other and each padded to whole blocks.
+Shapes: T positions of a piece; N positions of several pieces, concatenated, each padded to whole
+blocks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +24,11 @@ from logitd.model.transformer.gpt import GPT
 
 
 class TorchPrefill:
-    """Prompts of a GPT into the slots of its cache, one torch operation after the other.
+    """Computes a GPT's prompts into the slots of its cache, one torch operation at a time.
 
-    `blockwise`: compute one block at a time, for batch invariance on a device whose choice of a
-    kernel depends on the number of rows (a GPU). `at_once`: attend in one operation, for speed
-    there.
+    blockwise  compute one block at a time, for batch invariance on a GPU, which chooses kernels by
+               the number of rows
+    at_once    compute the attention of a piece in one operation, for speed on a GPU
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class TorchPrefill:
     def __call__(
         self, pieces: Sequence[PrefillInput], *, contended: bool = False
     ) -> list[Prefilled]:
-        """`contended`: other processes are known to hold the cores."""
+        """`contended`: other processes are known to use the cores."""
         results = list[Prefilled]()
         for few in self._sharing_products(pieces):
             alone = len(few) == 1
@@ -52,11 +53,11 @@ class TorchPrefill:
 
     @cached_property
     def _rows(self) -> int:
-        """The most positions that share a product."""
+        """Most positions in one matrix product."""
         return BLOCK if self._blockwise else prefill_rows(self._gpt)
 
     def _sharing_products(self, pieces: Sequence[PrefillInput]) -> Iterator[list[PrefillInput]]:
-        """Group the pieces, in their order, into those that are computed together."""
+        """Divide the pieces, in their order, into groups that are computed together."""
         few, rows = list[PrefillInput](), 0
         for piece in pieces:
             length = _padded_length(piece.token_ids)
@@ -117,8 +118,8 @@ class TorchPrefill:
 
 
 def padded_piece(gpt: GPT, token_ids: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-    """Ids and positions of a piece in whole blocks, (1, T padded) each. The keys of the padding are
-    overwritten before any position looks at them; the caller drops its results."""
+    """Ids and positions of a piece, padded to whole blocks: (1, T padded) each. The keys of the
+    padding are overwritten before any position attends to them; the caller drops its results."""
     assert start % BLOCK == 0
     device, length = gpt.token_embedding.weight.device, _padded_length(token_ids)
     padding = [0] * (length - len(token_ids))

@@ -1,13 +1,13 @@
-"""Row groups: numbers of rows in stock torch's products that keep the bits of each row.
+"""Row groups: find the numbers of rows for which torch's matrix products keep the bits of each row.
 
 Torch's libraries choose the kernel of a product by its number of rows, among other things, and
-kernels add in different orders. The limits depend on the processor: on AMD's, multiples of 4 from 4
-rows up are one class; on Intel's with AVX-512, float32 has another class from 16 rows up. So the
-groups are found by trial, on the machine and for the model's shapes: a row is multiplied among
-more or fewer copies of itself. The trials use sums that cancel. Only their rounding is left, so
-another order of additions shows in bfloat16 too, in which it otherwise changes one of thousands of
-results. Does not cover attention, which is computed per sequence, or GPUs, on which plain torch
-does not promise this.
+kernels add in different orders. The limits depend on the processor. On AMD, all multiples of 4 rows
+use the same order; on Intel with AVX-512, float32 uses another order from 16 rows on. So the groups
+are found by trial, on this machine and for the model's shapes: a row is multiplied together with
+more or fewer copies of itself. The trials use sums whose terms cancel. Only their rounding remains,
+so a different order of additions shows even in bfloat16, where it usually changes only one result
+in thousands. Attention is not covered, because it is computed per sequence; nor are GPUs, on which
+plain torch is not batch-invariant.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,18 +22,18 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
-"""Multiples of rows to try for decode steps, the cheapest first."""
+"""Multiples that are tried as the number of rows of decode steps, cheapest first."""
 PREFILL_ROWS = 256
-"""The most positions of prompts that share a product."""
+"""Most prompt positions in one matrix product."""
 UNBOUNDED = 1 << 20
 
 Product = Callable[[Tensor], Tensor]
-"""A product of activations (rows, 1, width) or (1, rows, width)."""
+"""A matrix product of activations (rows, 1, width) or (1, rows, width)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Compute at most `most` rows at a time, padded to a multiple of `multiple`."""
+    """A rule for products: at most `most` rows each, padded to a multiple of `multiple`."""
 
     multiple: int
     most: int
@@ -42,26 +42,26 @@ class RowGroups:
         return [slice(first, first + self.most) for first in range(0, max(rows, 1), self.most)]
 
     def padding(self, rows: int) -> int:
-        """Rows that fill up a multiple."""
+        """Number of rows to add."""
         return -rows % self.multiple
 
 
 def decode_row_groups(gpt: GPT) -> RowGroups:
-    """The groups of a model's decode steps and head."""
+    """The row groups of a model's decode steps and head."""
     if not gpt.token_embedding.weight.is_cpu:
         return RowGroups(MULTIPLES[0], UNBOUNDED)
     products = [_Probed(product, row, (-1, 1)) for product, row in _products(gpt)]
     for multiple in MULTIPLES:
         if _constant_up_to(products, multiple, BLOCK) == BLOCK:
             return RowGroups(multiple, BLOCK)
-    # No multiple works: always use BLOCK rows, or one if bits depend on a row's place.
+    # No multiple works: always use BLOCK rows, or one if the bits depend on a row's index.
     fixed = all(product.bits(BLOCK) is not None for product in products)
     return RowGroups(BLOCK, BLOCK) if fixed else RowGroups(1, 1)
 
 
 def prefill_rows(gpt: GPT) -> int:
-    """The most positions of prompts that share the products of a model's blocks: whole blocks up to
-    `PREFILL_ROWS`."""
+    """Most prompt positions in one product of a model's blocks: a multiple of BLOCK up to
+    PREFILL_ROWS."""
     if not gpt.token_embedding.weight.is_cpu:
         return UNBOUNDED
     products = [_Probed(product, row, (1, -1)) for product, row in _block_products(gpt)]
@@ -69,7 +69,7 @@ def prefill_rows(gpt: GPT) -> int:
 
 
 class _Probed:
-    """A product of equal rows."""
+    """A product of many copies of one row."""
 
     def __init__(self, product: Product, row: Tensor, shape: tuple[int, int]) -> None:
         self._product = product
@@ -78,7 +78,7 @@ class _Probed:
         self._found: dict[int, Tensor | None] = {}
 
     def bits(self, rows: int) -> Tensor | None:
-        """The result of a row among this many; None if it depends on the row's place."""
+        """The result for the row among this number of copies; None if the copies differ."""
         if rows not in self._found:
             width = len(self._row)
             given = self._row.expand(rows, width).reshape(*self._shape, width)
@@ -90,8 +90,8 @@ class _Probed:
 
 @torch.inference_mode()
 def _constant_up_to(products: list[_Probed], multiple: int, limit: int) -> int:
-    """The largest multiple up to `limit` such that a row has the same bits among this many rows and
-    among any smaller multiple."""
+    """The largest multiple of `multiple`, up to `limit`, such that a row has the same bits in
+    products of this number of rows and of all smaller multiples."""
     for rows in range(multiple, limit + 1, multiple):
         for product in products:
             one, other = product.bits(multiple), product.bits(rows)
@@ -101,13 +101,14 @@ def _constant_up_to(products: list[_Probed], multiple: int, limit: int) -> int:
 
 
 def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """The products of a step, each with a row for it."""
+    """The matrix products of a decode step, each with a row to multiply."""
     yield from _block_products(gpt)
     yield gpt.logits, _row(gpt, gpt.config.d_model)
 
 
 def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """The products of a block, with other weights. All blocks are alike."""
+    """The matrix products of a block, with weights that cancel instead of its own. All blocks have
+    the same shapes."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     shapes = {
@@ -122,8 +123,8 @@ def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
 
 
 def _that_cancel(rows: int, width: int, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (rows, width) and a row (width) whose products are zero up to rounding: each has half
-    its terms negated in another order."""
+    """Weights (rows, width) and a row (width,) whose products are zero except for rounding: half of
+    the terms of each product are the negated other half, in a different order."""
     generator = torch.Generator().manual_seed(rows)
     first, second = torch.randperm(width, generator=generator)[: width // 2 * 2].chunk(2)
     weight = torch.zeros(rows, width).to(row)

@@ -1,12 +1,12 @@
-"""TappedDecoder: prompts and decode steps in stock torch with a tap on every stage.
+"""TappedDecoder: prompts and decode steps in plain torch, with a tap on every stage.
 
-It serves sequences whose stages are recorded or changed; another decoder computes the rest over the
-same cache. It works in the same blocks and rows as `TorchPrefill` and `PlainDecoder` and has their
-bits if nothing is changed. Scores and attention weights are computed separately if a tap wants
-them; the forward continues with the fused kernel's result unless they were changed.
+It computes sequences whose stages are recorded or changed; another decoder computes all others on
+the same cache. It uses the same blocks and row groups as `TorchPrefill` and `PlainDecoder`, and has
+their bits if nothing is changed. If a tap asks for attention scores or weights, they are computed
+in addition to the fused kernel, whose result is used unless the tap changes them.
 
-On a GPU a row's bits depend on the number of rows, so prompts are computed one block and decode
-steps one row at a time: then they are the same in any batch there too.
+On a GPU a row's bits depend on the number of rows. There prompts are computed one block at a time,
+and decode steps one row at a time, so that the bits are the same in any batch.
 
 Shapes: T positions of a piece, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
 """
@@ -35,12 +35,11 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
-"""Groups of rows on a GPU."""
+"""Row groups on a GPU."""
 
 
 class TappedDecoder:
-    """A GPT over a KV cache that it shares with another decoder. Each sequence belongs to one of
-    them."""
+    """Computes a GPT on a KV cache that another decoder also uses, for other sequences."""
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt
@@ -56,8 +55,8 @@ class TappedDecoder:
         return prefill_rows(self._gpt) if self._on_cpu else BLOCK
 
     def prefill(self, token_ids: Sequence[int], slot: int, start: int, tap: PieceTap) -> Tensor:
-        """Compute tokens of a prompt into their slot, which holds the positions before `start`, a
-        multiple of BLOCK. Return their final hidden states (T, d_model)."""
+        """Compute a piece of a prompt into its slot. The slot holds the positions before `start`,
+        which is a multiple of BLOCK. Returns final hidden states (T, d_model)."""
         ids, positions = padded_piece(self._gpt, token_ids, start)
         width = self._prefill_rows
         parts = []
@@ -75,7 +74,8 @@ class TappedDecoder:
         positions: Sequence[int],
         changes: Sequence[Changes],
     ) -> Tensor:
-        """Logits (B, V) after the tokens, one row per sequence with its changes."""
+        """Logits (B, V) after the tokens. Each row is of another sequence, to which its `changes`
+        apply."""
         parts = []
         for rows in self._row_groups.parts(len(token_ids)):
             taps = RowTaps(list(zip(changes[rows], positions[rows], strict=True)))
@@ -95,7 +95,7 @@ class TappedDecoder:
         return grouped_logits(self._gpt, hidden, self._row_groups)
 
     def _attend_piece(self, slot: int, start: int, tap: "_Shifted") -> Attend:
-        """Attend like `KVCache.prefill`, with a tap on scores and attention weights."""
+        """Attend like `KVCache.prefill`, with a tap on attention scores and weights."""
         fused = self._cache.prefill(slot, start)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class TappedDecoder:
         return attend
 
     def _attend_rows(self, slots: Sequence[int], positions: Sequence[int], taps: RowTaps) -> Attend:
-        """Attend like `KVCache.decode`, with the taps on scores and attention weights."""
+        """Attend like `KVCache.decode`, with taps on attention scores and weights."""
         fused = self._cache.decode(slots, positions)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class TappedDecoder:
 
 
 class _Shifted:
-    """A tap of a whole piece, for the part that begins at position `offset` of it."""
+    """The tap of a piece, adapted to the part of it that begins at `offset`."""
 
     def __init__(self, tap: PieceTap, offset: int) -> None:
         self._tap = tap
@@ -156,8 +156,9 @@ def _wants_weights(tap: PieceTap | _Shifted, layer: int) -> bool:
 def _weighted(
     tap: PieceTap | _Shifted, layer: int, q: Tensor, keys: Tensor, values: Tensor, offset: int
 ) -> Tensor | None:
-    """Show a tap the scores and weights of queries (1, H, T, D) over the keys (1, K, S, D) up to
-    the last query's own. Return the weighted values if the tap changed any, else None."""
+    """Pass the scores and weights of queries (1, H, T, D) over keys (1, K, S, D) to a tap; the last
+    key is that of the last query. Returns the weighted values (1, H, T, D) if the tap changed
+    something, else None."""
     scores = mask_causal(attention_scores(q, keys))  # (1, H, T, S)
     shown_scores = tap(layer, "attention.scores", scores, offset)
     probs = shown_scores.softmax(dim=-1)

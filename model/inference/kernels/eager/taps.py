@@ -1,9 +1,9 @@
-"""Taps of inference: they record stages and carry out interventions.
+"""Taps of inference, which record stages and apply interventions.
 
 `Changes` holds the interventions of one sequence, with their values on the model's device.
-`PieceTap` applies them to a forward over a piece of one prompt and records stages afterwards.
-`RowTaps` does the same for a decode step with one row per sequence. Taps live for one forward,
-`Changes` for a sequence.
+`PieceTap` applies them to the forward of a piece of a prompt, and records stages after the changes.
+`RowTaps` applies the changes of several sequences to a decode step with a row each. A tap is used
+for one forward, `Changes` for a whole sequence.
 
 Shapes: T positions of a piece, H heads, S keys.
 """
@@ -24,7 +24,7 @@ from logitd.model.transformer.stages import HEADS_FIRST, match_stages
 Key = tuple[int | None, str]
 """A stage of a model: its block and its name in the block."""
 OVER_KEYS = frozenset(("attention.scores", "attention.probs"))
-"""Stages whose last axis is the keys, computed a block of positions at a time."""
+"""Stages whose last axis is over keys. They are computed in blocks of positions."""
 
 
 class _Change:
@@ -37,7 +37,7 @@ class _Change:
         self._heads = None if intervention.heads is None else _index(intervention.heads)
 
     def rows(self, positions: range, prompt_length: int) -> Sequence[int]:
-        """The rows of a piece to change."""
+        """The indices of the positions that the intervention changes."""
         count, generated = len(positions), max(0, prompt_length - positions.start)
         match self._intervention.positions:
             case "all":
@@ -57,8 +57,8 @@ class _Change:
             index = (*index, self._heads)
             if isinstance(index[0], Tensor) and isinstance(self._heads, Tensor):
                 index = (index[0][:, None], self._heads)
-        part = value[index]  # a view, if all are slices
-        width = part.shape[-1]  # keys so far; the values may have more or fewer
+        part = value[index]  # a view if all indices are slices
+        width = part.shape[-1]  # over keys, the values may have more or fewer of them
         factor = self._intervention.factor
         match self._intervention.operation:
             case "zero":
@@ -86,7 +86,7 @@ class _Change:
 
 
 class Changes:
-    """The interventions of one sequence, by the stages that they change."""
+    """The interventions of one sequence, by the stage that they change."""
 
     def __init__(
         self,
@@ -114,11 +114,12 @@ class Changes:
         if not meant:
             return value
         changed = value.clone()
-        # Elementwise, so threads change no bit; all threads would meet after each of many changes.
+        # The operations are elementwise, so one thread gives the same bits and saves the
+        # synchronization after each change.
         with one_thread():
             for change, rows in meant:
                 change.apply(changed, positions, rows)
-        if key[1] in OVER_KEYS:  # keys after the position stay unseen
+        if key[1] in OVER_KEYS:  # keys after the position stay masked
             keys = torch.arange(value.shape[-1], device=value.device)
             seen = keys <= torch.tensor(positions, device=value.device)[:, None]  # (T, S)
             changed = torch.where(seen[:, None], changed, value)
@@ -126,7 +127,7 @@ class Changes:
 
 
 class PieceTap:
-    """The stages of a forward over positions [start, start + T) of one prompt."""
+    """A tap on the forward of positions [start, start + T) of one prompt."""
 
     def __init__(
         self,
@@ -137,8 +138,8 @@ class PieceTap:
         rows: Sequence[int] = (),
         length: int = 0,
     ) -> None:
-        """`record` names the stages to keep, `rows` the ascending indices of positions to keep, and
-        `length` is the length of the prompt, for stages over its keys."""
+        """`record` lists the stages to keep, and `rows` the ascending indices of the positions to
+        keep. `length` is the length of the prompt, to which axes over keys are padded."""
         self._start = start
         self._changes = changes
         self._rows = list(rows)
@@ -177,8 +178,8 @@ class PieceTap:
 
 
 class RowTaps:
-    """The stages of a decode step with one row per sequence, each at its position. Any further rows
-    are padding."""
+    """A tap on a decode step with one row per sequence, each with its changes and its position.
+    Additional rows are padding."""
 
     def __init__(self, rows: Sequence[tuple[Changes, int]]) -> None:
         self._rows = rows
@@ -200,19 +201,19 @@ class RowTaps:
         return changed
 
     def row(self, index: int) -> PieceTap:
-        """The tap of one row, for values (1, ...)."""
+        """The tap of one row, for stages of shape (1, ...)."""
         changes, position = self._rows[index]
         return PieceTap(position, changes)
 
 
 def _index(indices: Sequence[int]) -> slice | Tensor:
-    """Ascending indices; a slice, which copies nothing, if they are consecutive."""
+    """An index for ascending indices: a slice, which copies nothing, if they are consecutive."""
     if indices[-1] - indices[0] == len(indices) - 1:
         return slice(indices[0], indices[-1] + 1)
     return torch.tensor(indices)
 
 
 def _positions_first(stage: str, value: Tensor) -> Tensor:
-    """Swap (heads, T, ...) and (T, heads, ...); values without a heads axis are returned as they
+    """Convert (heads, T, ...) to (T, heads, ...) and back. Stages without a heads axis stay as they
     are."""
     return value.transpose(0, 1) if stage in HEADS_FIRST else value
