@@ -1,4 +1,4 @@
-"""The trainer: from text to a checkpoint, in one run directory.
+"""The trainer: trains a GPT on a text and writes checkpoints, all in one run directory.
 
-Start reading at `trainer.py`. Importing `model.training` itself imports nothing.
+Start reading at `trainer.py`.
 """

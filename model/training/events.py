@@ -1,7 +1,7 @@
 """Events of a run, one small dataclass for each kind.
 
-`train` hands them to an `EventHandler`, in order, from the thread that trains. `line` formats each
-as a line of text.
+`train` calls an `EventHandler` with each event, in order, in the thread that trains. `line` formats
+an event as text.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from logitd.model.training.run.step_log import Figures
 
 @dataclass(frozen=True)
 class Prepared:
-    """The text is tokenised. `data` is its record in every checkpoint."""
+    """The text was tokenised. `data` is its description in checkpoints."""
 
     data: Mapping[str, Any]
     vocab_size: int
@@ -25,7 +25,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Started:
-    """The loop begins, at step 0 or at the step of a resumed run."""
+    """The first step begins: step 0, or that at which a resumed run continues."""
 
     run: Path
     parameters: int
@@ -34,7 +34,7 @@ class Started:
     placement: Placement
     processes: int
     sharded: bool
-    export: str  # with --exportable: the formats that `logitd export` can write
+    export: str  # with --exportable: a sentence about the formats of `logitd export`
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ EventHandler = Callable[[Event], None]
 
 
 def ignore_events(event: Event) -> None:
-    """The handler that does nothing."""
+    """Do nothing: the default handler."""
 
 
 def line(event: Event) -> str:
-    """An event in one line of plain text (a start in two, a sample in several)."""
+    """Format an event as a line of plain text. Started may take two lines, and Sampled several."""
     match event:
         case Downloading(url, done, total):
             share = "" if total is None else f" of {total / 1e6:,.1f} MB, {done / total:.0%}"
@@ -129,7 +129,7 @@ def line(event: Event) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     hours, rest = divmod(int(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

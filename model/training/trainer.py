@@ -1,14 +1,14 @@
-"""Trainer: from a configuration to a trained checkpoint. `train` is the entry.
+"""Trainer: trains a checkpoint from a configuration. `train` is the entry point.
 
     setup_run   resolve the run (`configuration/`), prepare or reopen its directory (`setup/`)
     Trainer     build the model (`setup/base`), optimizers (`optim/`), loss (`step/`)
     load        for a resumed run: weights, optimizer states, counters (`run/state`)
-    fit         take steps until there is a reason to stop
+    fit         train until there is a reason to stop
 
-A step: forward and backward over this process's batches, sum of the gradients of all processes,
-clip, update, count. Between steps the trainer reports, and the recorder saves, evaluates and
-samples (`recording/`). Several processes have a copy of the model each, or a part of it
-(`distributed/`). All modules are in `model/training/`.
+A step runs forward and backward over this process's batches, adds up the gradients of all
+processes, clips them, updates the weights, and counts. Between steps the trainer reports, and the
+recorder saves, evaluates and samples (`recording/`). If there are several processes, each has a
+copy or a part of the model (`distributed/`). All modules are in `model/training/`.
 
 Shapes: B sequences, T positions.
 """
@@ -49,14 +49,14 @@ from logitd.model.training.stopping.worsening import ended_worse
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-"""In rising order: if processes have different ones, the last counts."""
+"""All reasons. If processes have different reasons, the last one in this order counts."""
 MILESTONES = (0.01, 0.03, 0.1, 0.3)
-"""Shares of a run after which a checkpoint and samples are written in addition to the recipe's, as
-they are before the first step and after the last one."""
+"""Shares of a run after which an additional checkpoint and samples are written. Both are also
+written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
-"""Share of the minutes above which a checkpoint takes too long for a milestone."""
+"""Largest share of the minutes that a checkpoint at a milestone may take."""
 ENDING = 1.5
-"""Seconds reserved for saving the last step, as a multiple of the last checkpoint's."""
+"""Time reserved for saving the last step, relative to the time of the latest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,11 @@ class TrainingResult:
 def train(
     config: TrainingConfig, report: EventHandler = ignore_events, began: float | None = None
 ) -> TrainingResult:
-    """Train, or with `resume` continue. `began` is the start of the command by the monotonic clock,
-    from which `minutes` count; None is now.
+    """Train a new run, or continue one with `resume`. `began` is the start of the command on the
+    monotonic clock, from which `minutes` count (None: now).
 
-    Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, each
-    with a sentence for the user. Leaves the caller's random state and thread
-    count as they were.
+    Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, all
+    with messages for the user. Restores the caller's random state and thread count at the end.
     """
     began = time.monotonic() if began is None else began
     with ExitStack() as stack:
@@ -91,10 +90,10 @@ def train(
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.callback(use_threads, torch.get_num_threads())
         stack.enter_context(warnings.catch_warnings())
-        # Autocast gives the norms of queries and keys bfloat16 inputs and float32 weights, and
-        # torch warns that this takes its unfused path.
+        # With autocast the norms of queries and keys get bfloat16 inputs and float32 weights, and
+        # torch warns that it does not fuse them.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        warnings.filterwarnings("ignore", "Guards may run slower")  # on Python 3.13.0, by little
+        warnings.filterwarnings("ignore", "Guards may run slower")  # slightly, on Python 3.13.0
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()
@@ -108,12 +107,12 @@ def train(
             trainer.load()
         with ranks.connected():
             result = trainer.fit()
-        ranks.barrier()  # until the main process has written everything
+        ranks.barrier()  # wait until the main process has written everything
         return result
 
 
 class Trainer:
-    """One run in progress: the model, its optimizers, and how far they are."""
+    """A run in progress: the model, its optimizers and counters."""
 
     def __init__(self, run: Run, report: EventHandler, began: float) -> None:
         training, placement, ranks = run.training, run.placement, run.ranks
@@ -123,7 +122,7 @@ class Trainer:
         if placement.device.type == "cuda" and ranks.size > 1:
             torch.cuda.set_device(placement.device)  # NCCL allocates its buffers there
         torch.manual_seed(self.recipe.seed)
-        # 1) The model, whole or this process's part of it.
+        # 1) The model, or this process's part of it.
         self.gpt = initial_model(training, report)
         if run.sharded:
             shard_model(self.gpt, placement, ranks)
@@ -142,14 +141,14 @@ class Trainer:
         self.optimizers = Optimizers(self.gpt, self.recipe, ranks)
         # 3) The work between steps.
         self.counters = Counters()
-        self.done_before = 0.0  # the share of the run before the last step
+        self.done_before = 0.0  # completed share of the run before the last step
         self.log = StepLog(flops_per_token(training.model), machine_rate(placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
         self.began = began
 
     def load(self) -> None:
-        """Load the saved state of a resumed run, if it was not killed before it first saved."""
+        """Load the saved state of a resumed run, if it has one."""
         state = self.run.directory.state
         if state.exists():
             self.counters, before, reports = load_state(
@@ -158,7 +157,7 @@ class Trainer:
             run = self.run
             now = environment(run.placement, run.ranks.size, sharded=run.sharded)
             if changed := differences(now, before):
-                self._notice(f"resuming, but not with the bits of one run: {changed}")
+                self._notice(f"resuming, but with other bits than an uninterrupted run: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
         self.done_before = self.length.done(self.counters)
@@ -166,11 +165,11 @@ class Trainer:
         self.began -= self.counters.seconds
 
     def fit(self) -> TrainingResult:
-        """Train to the end, or until the user asks to stop."""
+        """Train until the end of the run or an interrupt, and save."""
         self._report_start()
         stopping = "stopping after this step, then saving; interrupt again to stop without saving"
         with StopSignals(lambda: self._notice(stopping)) as signals:
-            # 1) The model before any step, or the work after the state of a resumed run.
+            # 1) Save and evaluate the untrained model, or finish the saving of a resumed run.
             if self.counters.step == 0:
                 self._record(Due(state=True))
             else:
@@ -178,18 +177,18 @@ class Trainer:
             self._count_setup(since=self.counters.seconds)
             if self.counters.step == 0 and self.length.clock_left(self.counters) <= 0:
                 self._notice(
-                    f"setting up took {self.counters.setup:.0f} s and left nothing of --minutes "
-                    f"{self.length.minutes:g}, so one step is taken: set more minutes"
+                    f"set-up took {self.counters.setup:.0f} s and used up --minutes "
+                    f"{self.length.minutes:g}, so only one step is trained: set more minutes"
                 )
-            # 2) Steps, and between them the work that is due. The log's clock runs in steps only.
+            # 2) Train, and do due tasks between steps. The log's clock runs only during steps.
             self.log.start()
             reason = self._reason_to_stop(signals)
             first = self.counters.step
             if first and reason in ("finished", "time is up"):
                 self._notice(
                     f"the run is over at step {first:,}, after {self.counters.seconds / 60:.1f} "
-                    "minutes in all: to go on, set more --steps or --minutes, which count the "
-                    "whole run"
+                    "minutes in total: to continue, set more --steps or --minutes, which count "
+                    "the whole run"
                 )
             while reason is None:
                 before = self.counters
@@ -208,7 +207,7 @@ class Trainer:
         recipe, batch, device = self.recipe, self.run.batch, self.run.placement.device
         self.done_before = done = self.length.done(self.counters)
         scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
-        # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
+        # 1) Compute the gradients of this process's batches. Dropout depends only on the sequence.
         loss = torch.zeros((), device=device)
         for first in batch.batches(self.counters.step):
             inputs, targets = self.batches.batch(first, batch.batch_size)  # (B, T) each
@@ -216,7 +215,7 @@ class Trainer:
             part_loss = self.loss(to_device(inputs, device), to_device(targets, device))
             (part_loss / batch.parts).backward()
             loss += part_loss.detach() / batch.parts
-        # 2) Those of all processes together, and the update.
+        # 2) Add up the gradients of all processes, and update the weights.
         parameters = list(self.gpt.parameters())
         self.ranks.all_reduce_sum([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
@@ -239,7 +238,8 @@ class Trainer:
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
-        """Do the work after a step, and expect the end to take as long as a checkpoint."""
+        """Do the tasks that are due. If the state was saved, derive the expected time of the
+        ending."""
         began = time.monotonic()
         reports = {"log": self.log.state(), "health": self.divergence.state()}
         self.recorder.record(due, self.counters, reports)
@@ -248,12 +248,12 @@ class Trainer:
             self.counters = replace(self.counters, ending=ending)
 
     def _between_steps(self) -> bool:
-        """Do the work that is due after a step that is not the last. Returns True if there was
-        any."""
+        """Report and do the tasks that are due after a step, unless it is the last. Returns True if
+        there were any."""
         due = self._due()
         if not self._reports(due):
             return False
-        self._log()  # first, because the loss decides whether the state is saved
+        self._log()  # first, because the loss decides if the state may be saved
         if due.state and self.divergence.suspect:
             self._record(replace(due, state=False, evaluation=True))
             self._notice_not_saved()
@@ -264,7 +264,7 @@ class Trainer:
     def _due(self) -> Due:
         step, recipe = self.counters.step, self.recipe
         if self.length.clock_left(self.counters) < self.counters.ending:
-            return Due()  # the end does it
+            return Due()  # the run is about to end, which saves, evaluates and samples
         return Due(
             state=step % recipe.checkpoint_every == 0 or self._at_milestone(),
             evaluation=step % recipe.eval_every == 0,
@@ -272,7 +272,8 @@ class Trainer:
         )
 
     def _at_milestone(self) -> bool:
-        """True if the last step reached one of MILESTONES, and there are minutes enough for it."""
+        """True if the last step reached one of MILESTONES, and a checkpoint does not take too much
+        of the minutes."""
         counters, minutes = self.counters, self.length.minutes
         if minutes is not None and counters.ending > MOST_FOR_A_MILESTONE * 60 * minutes:
             return False
@@ -280,13 +281,13 @@ class Trainer:
         return any(self.done_before < milestone <= done for milestone in MILESTONES)
 
     def _reports(self, due: Due) -> bool:
-        """True if the steps up to this one are reported: with any other work, or every
-        `log_every`."""
+        """True if a report is due: with any other task, and every `log_every` steps."""
         logs = self.counters.step % self.run.training.config.log_every == 0
         return due.state or due.evaluation or due.samples or logs
 
     def _log(self) -> None:
-        """Report and record the steps since the last report. The loss is read only here."""
+        """Report the steps since the last report, and append them to the metrics. Only this reads
+        the loss from the device."""
         if not self.log.steps:
             return
         figures, counters = self.log.take(), self.counters
@@ -297,7 +298,7 @@ class Trainer:
             {"kind": "train", "step": counters.step, "tokens": counters.tokens}
             | asdict(figures)
             | {"seconds": round(counters.seconds, 3)}
-            # Rounded up, so that a run whose time was up has no time left in its metrics.
+            # Rounded up, so that by its metrics, too, an ended run has no time left.
             | ({"ending": round(counters.ending + 0.001, 3)} if self.length.minutes else {})
         )
         self.report(
@@ -310,8 +311,9 @@ class Trainer:
         )
 
     def _end(self, reason: Reason) -> None:
-        """Save, unless the loss is suspect. If the run is interrupted between two reports, the
-        state keeps the steps since the last one, so that the resumed run reports as one run."""
+        """Save the last step unless the loss is suspect. If the run is interrupted between two
+        reports, the saved state includes the steps since the last one, so that the resumed run
+        reports the same as an uninterrupted one."""
         if reason != "interrupted" or self._reports(self._due()):
             self._log()
         elif self.log.steps:
@@ -323,14 +325,16 @@ class Trainer:
             self._notice_not_saved()
         else:
             self._record(Due(state=True))
-        if reason == "interrupted" or not self.ranks.is_main:  # the main one has the metrics
+        if (
+            reason == "interrupted" or not self.ranks.is_main
+        ):  # only the main process has the metrics
             return
         if notice := ended_worse(self.run.directory.metrics()):
             self._notice(notice)
 
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
-        """The reason to stop, the same in all processes: the main one decides, or a signal to any
-        of them."""
+        """The reason to stop, the same in all processes. The main process decides, except that a
+        signal to any process stops all."""
         own, counters = self._own_reason(signals), self.counters
         clock = [counters.seconds, counters.setup, counters.ending]
         code, seconds, setup, ending = self.ranks.all_reduce_max(
@@ -369,7 +373,7 @@ class Trainer:
 
     def _report_start(self) -> None:
         run = self.run
-        # The formats of `logitd export` are known now, and not only after hours.
+        # The formats of `logitd export` are known before the training, which may take hours.
         export = ""
         if run.training.config.exportable:
             export = describe_export(run.training.model, run.text.tokenizer)

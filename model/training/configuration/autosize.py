@@ -1,17 +1,17 @@
-"""Autosize: the model and the recipe for `--minutes`, by this machine's speed and the text.
+"""Autosize: chooses the model and the recipe for `--minutes`, by this machine's speed and the text.
 
 `logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`) and takes the
-largest of SIZES that sees enough tokens in that time. `autosize` fills the choice into the
+largest of SIZES that can see enough tokens in that time. `autosize` writes the choice into the
 configuration as if the user had set it, so run.json has it and a resumed run measures nothing.
-Fields that are set stay. Pure functions.
+Fields that the user set stay.
 
-A model may have as many parameters in its block matrices as leaves TOKENS_PER_PARAMETER tokens for
-each. A larger model sees fewer tokens in the same time, so sizes grow with the square root of the
-arithmetic that the time allows, as in Hoffmann et al. (2022).
+A size is allowed if the run has at least TOKENS_PER_PARAMETER tokens for each parameter of the
+block matrices. A larger model sees fewer tokens in the same time, so sizes grow with the square
+root of the arithmetic that the time allows, as in Hoffmann et al. (2022).
 
-A model learns a text by heart that it sees six times: validation rises while the training loss
-falls. By the number of passes, a recipe gets a smaller vocabulary, because a short text shows a
-rare token a few times, and dropout. `model/training/README.md` has the measurements.
+A model that sees a text six times overfits: the validation loss rises while the training loss
+falls. So if the text is short, the recipe gets dropout, and a smaller vocabulary, because a rare
+token would occur only a few times. `model/training/README.md` has the measurements.
 """
 
 import math
@@ -27,14 +27,14 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import count_elements
 
 TOKENS_PER_PARAMETER = 0.9
-"""Tokens for each parameter of the block matrices."""
+"""Fewest training tokens per parameter of the block matrices."""
 USABLE = 0.9
-"""Share of the time for steps; the rest is for evaluations, samples and checkpoints."""
+"""Share of the time that steps get; the rest is for evaluations, samples and checkpoints."""
 MEASURING = 0.05
-"""Share of the time for measuring, at most MEASURING_SECONDS."""
+"""Share of the time that measuring gets, at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
-"""Fewest steps of a measurement, after one that is not counted."""
+"""Fewest steps of a measurement, not counting a first one."""
 SHORT = 45.0
 """Seconds of a run below which the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
@@ -46,15 +46,18 @@ CHOSEN_BY_HAND = frozenset(
 """Setting any of these disables autosizing."""
 
 FEW = 3.5
-"""Passes up to which the recipe for long texts is the best one."""
+"""Number of passes over the text up to which the recipe for long texts is best."""
 MANY = 4.0
-"""Passes above which a preset without dropout gets a warning; `small` is made for exactly 4."""
+"""Number of passes above which a preset without dropout causes a warning; `small` makes exactly
+4."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
-"""Passes above which a dropout begins. With a larger vocabulary the first begins at FEW."""
+"""Pairs of a number of passes and the dropout above it. If the vocabulary is larger than
+SMALL_VOCABULARY, the first dropout begins at FEW."""
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
-"""Bytes per token of English and of Python's text, by the size of a vocabulary learned from it."""
+"""Bytes per token of English and of Python's own text, by the size of a vocabulary learned from the
+text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +78,8 @@ class Size:
 
 
 def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, rate: float) -> Size:
-    """A size with heads of 64, the fastest width. The matrices of larger models decay, because they
-    see a text several times."""
+    """A size whose heads are 64 wide, the fastest width. Larger models get weight decay, because
+    they see a text several times."""
     return Size(
         n_layer=layers,
         n_head=max(1, width // 64),
@@ -103,16 +106,17 @@ SIZES: tuple[Size, ...] = (
     _size(12, 768, 1024, 16, 16_384, 0.02),
     _size(16, 1024, 1024, 32, 16_384, 0.02),
 )
-"""Sizes in rising order, each one and a half to three times the one before."""
+"""Sizes in ascending order. Each has one and a half to three times the parameters of the one
+before."""
 FIRST_MEASURED = SIZES[2]
 """The first size measured, unless the run is short."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The size for a time.
+    """The size that was chosen for a time.
 
-    tokens_per_second  expected of that size
+    tokens_per_second  expected speed of that size
     speeds             measured tokens per second, by size
     """
 
@@ -126,7 +130,7 @@ class Measured:
     """The size and the number of tokens that this machine can train in the configured minutes.
 
     published  size of a published vocabulary; None if the vocabulary is learned
-    computed   dtype and threads, for the notice
+    computed   dtype and threads of the measurement, for the notice
     """
 
     choice: Choice
@@ -136,14 +140,14 @@ class Measured:
 
 
 def wants_size(config: TrainingConfig, processes: int) -> bool:
-    """True if the minutes choose the model. Raises TrainingError for several processes: one of them
-    cannot measure what they do together."""
+    """True if the minutes choose the model. Raises TrainingError if there are several processes,
+    because one process cannot measure their joint speed."""
     if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
         return False
     if processes > 1:
         raise TrainingError(
-            f"--minutes alone chooses a model by the speed of one process, and there are "
-            f"{processes}: name one with --preset"
+            f"--minutes without --preset chooses a model by the speed of one process, but there "
+            f"are {processes}: set --preset"
         )
     return True
 
@@ -151,8 +155,9 @@ def wants_size(config: TrainingConfig, processes: int) -> bool:
 def autosize(
     config: TrainingConfig, measured: Measured, text_bytes: float
 ) -> tuple[TrainingConfig, str]:
-    """The configuration with a model, a length and a recipe filled in, and a notice about them.
-    `text_bytes` is the size of the text, or any number above `enough_bytes`."""
+    """The configuration with model, length and recipe filled in, and a notice about them.
+    `text_bytes` is the size of the text; if it exceeds `enough_bytes`, its value does not
+    matter."""
     choice, tokens = measured.choice, measured.tokens
     changes, repetition = suit_text(
         config.given(),
@@ -172,9 +177,9 @@ def autosize(
 
 
 def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> TrainingConfig:
-    """A configuration with the values of a size, and with evaluations, samples and checkpoints
-    spread over a run of `tokens`: seven evaluations, each of which takes less than a hundredth of
-    the time, and samples and a checkpoint three times."""
+    """A configuration with the values of a size. If the length of the run is known in `tokens`, it
+    also gets seven evaluations, each less than a hundredth of the time, and three times samples and
+    a checkpoint."""
     values = asdict(size)
     if (config.tokenizer or "own") != "own":
         del values["vocab_size"]
@@ -182,7 +187,8 @@ def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> 
         sequences = (config.batch_size or size.batch_size) * (config.accumulate or 1)
         length = config.context_length or size.context_length
         steps = max(1, round(tokens / (sequences * length)))
-        # They need not divide the steps: a run ends with an evaluation and a checkpoint anyway.
+        # Intervals need not divide the steps: a run always ends with an evaluation and a
+        # checkpoint.
         values["eval_every"] = max(10, round(0.15 * steps))
         values["eval_batches"] = max(4, round(0.02 * steps))
         values["sample_every"] = values["checkpoint_every"] = max(10, round(0.4 * steps))
@@ -195,9 +201,9 @@ def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> 
 def suit_text(
     given: Collection[str], vocab_size: int, tokens: float, train_bytes: float, *, learned: bool
 ) -> tuple[dict[str, int | float], str]:
-    """The vocabulary and the dropout for a training text of `train_bytes` that `tokens` pass often,
-    except fields that are `given`, and a notice that begins with a line break. Returns nothing and
-    "" for a text that is passed less often. `vocab_size` may become smaller if it is `learned`."""
+    """The changes to vocabulary and dropout if `tokens` pass a training text of `train_bytes` more
+    than FEW times, and a notice that begins with a line break; otherwise no changes and "". Fields
+    in `given` stay. Only a `learned` vocabulary is made smaller."""
     if passes(tokens, train_bytes, vocab_size) <= FEW:
         return {}, ""
     changes: dict[str, int | float] = {}
@@ -209,7 +215,7 @@ def suit_text(
     words = {"vocab_size": "a vocabulary of", "dropout": "dropout"}
     what = " and ".join(f"{words[name]} {value:g}" for name, value in changes.items())
     notice = f"\nthe text is passed about {often:,.{0 if often >= 10 else 1}f} times in them"
-    return changes, notice + (f", so it gets {what}" if what else "")
+    return changes, notice + (f", so the run uses {what}" if what else "")
 
 
 def search(
@@ -218,12 +224,12 @@ def search(
     measure: Callable[[Size], float],
     clock: Callable[[], float] = time.monotonic,
 ) -> Choice:
-    """The largest size that the seconds allow, by measurements from small to large. `measure`
-    trains a size for some steps and returns tokens per second.
+    """Find the largest size that a run of this many seconds allows, by measurements from small to
+    large. `measure` trains a size for some steps and returns tokens per second.
 
-    A size that was not measured is expected to do as much arithmetic per second as the measured
-    size nearest to it. The size that is best by that is measured next, until it has been measured
-    or another measurement would take too long.
+    A size that was not measured is expected to reach the arithmetic per second of the nearest
+    measured size. The largest size allowed by these expectations is measured next. The search ends
+    if that size has been measured, or if its measurement would take too long.
     """
     allowed = min(MEASURING * seconds, MEASURING_SECONDS)
     began = clock()
@@ -255,7 +261,8 @@ def _expected(size: Size, models: Mapping[Size, GPTConfig], speeds: Mapping[Size
 
 
 def bytes_per_token(vocab_size: int) -> float:
-    """Approximate bytes of text per token; between two sizes by the logarithm."""
+    """Approximate bytes of text per token, interpolated over the logarithm of the vocabulary's
+    size."""
     smallest, largest = BYTES_PER_TOKEN[0], BYTES_PER_TOKEN[-1]
     if vocab_size >= largest[0]:
         return largest[1]
@@ -266,12 +273,13 @@ def bytes_per_token(vocab_size: int) -> float:
 
 
 def passes(tokens: float, train_bytes: float, vocab_size: int) -> float:
-    """Approximate number of times that `tokens` pass a training text of `train_bytes`."""
+    """Approximate number of passes that `tokens` make over a training text of `train_bytes`."""
     return tokens * bytes_per_token(vocab_size) / max(1.0, train_bytes)
 
 
 def enough_bytes(config: TrainingConfig, measured: Measured) -> float:
-    """Bytes of a text, with its held-out part, that the run passes no more than FEW times."""
+    """Size of the smallest text, including its held-out part, over which the run makes at most FEW
+    passes."""
     vocab_size = measured.published or config.vocab_size or measured.choice.size.vocab_size
     return measured.tokens * bytes_per_token(vocab_size) / FEW / _train_share(config)
 
@@ -282,6 +290,6 @@ def _train_share(config: TrainingConfig) -> float:
 
 
 def dropout_of(often: float, vocab_size: int) -> float:
-    """The dropout for a text that is passed `often` times."""
+    """The dropout for a run that passes its text `often` times."""
     first = DROPOUT[0][1] if vocab_size > SMALL_VOCABULARY and often > FEW else 0.0
     return max([first, *(share for least, share in DROPOUT if often > least)])

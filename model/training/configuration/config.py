@@ -1,9 +1,9 @@
 """TrainingConfig: the settings of a training run.
 
-One pydantic model, from which the command line's flags, the environment and `--help` are made. Its
-fields of a shape and of a recipe are those of `GPTConfig` and `Recipe`; None takes the preset's
-value. `model/training/configuration/resolve.py` decides every field, and the trainer works with
-what it returns. Does not import torch and opens no file.
+One pydantic model, from which the command line's flags, the environment variables and `--help` are
+made. It includes the fields of `GPTConfig` and `Recipe`; None means the preset's value.
+`model/training/configuration/resolve.py` turns it into the immutable `ResolvedTraining`, which the
+trainer works with. Does not import torch and opens no file.
 """
 
 from dataclasses import fields
@@ -18,8 +18,8 @@ from logitd.model.training.configuration.presets import Compile, Recipe, Shard
 from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 
 _NOT_SET_BY_HAND = ("vocab_size", "padded_vocab_size", "norm_eps")
-"""Fields of a shape without a flag: the vocabulary's size is the recipe's, and eps goes with the
-kind of norm."""
+"""Fields of a shape that have no flag: the recipe sets the vocabulary's size, and the type of norm
+sets eps."""
 SHAPE_FIELDS = tuple(f.name for f in fields(GPTConfig) if f.name not in _NOT_SET_BY_HAND)
 SpecialTokens = Literal["auto", "ids", "text"]
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
@@ -30,7 +30,7 @@ class TrainingError(RuntimeError):
 
 
 class _RunFields(BaseModel):
-    """The fields that neither a shape nor a recipe has."""
+    """The settings that belong to neither the shape nor the recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -135,7 +135,7 @@ class TrainingConfig(_AllFields):
 
     @property
     def run_name(self) -> str:
-        """The name of the run: its preset, or its minutes if they were given without one."""
+        """Name of the run: the preset, or the minutes if they are set without a preset."""
         if self.minutes is not None and "preset" not in self.model_fields_set:
             return f"{self.minutes:g}-minutes"
         return self.preset
@@ -145,12 +145,12 @@ class TrainingConfig(_AllFields):
         return self.out or Path("runs") / self.run_name
 
     def given(self) -> dict[str, Any]:
-        """The fields that were set to something other than None."""
+        """The fields that the user set to a value other than None."""
         names = self.model_fields_set & TrainingConfig.model_fields.keys()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that were set, as JSON. `resume` is left out, because it belongs to one
-        command instead of the run."""
+        """The fields that the user set, as JSON values. `resume` is left out, because it belongs to
+        one command and not to the run."""
         names = set(TrainingConfig.model_fields) - {"resume"}
         return self.model_dump(mode="json", include=names, exclude_unset=True)

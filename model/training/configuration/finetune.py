@@ -1,17 +1,17 @@
 """Fine-tuning: the shape and the recipe of a run that begins with the weights of a checkpoint.
 
-Shape and vocabulary are the checkpoint's; a contradiction is rejected with both values. Three
+Shape and vocabulary are those of the checkpoint; a setting that contradicts them is refused. Three
 fields may change, because no weight depends on them: dropout, the context length unless positions
-are learned, and the scaling of rotary positions, with which a longer context is learned.
+are learned, and the scaling of rotary positions, which a longer context may need.
 
-The recipe is the preset's and the user's, except for
+The recipe is the preset's with the user's settings. Unless the user sets them, these differ:
 
-  *_lr      a tenth of the preset's: the weights are good already, and large steps would undo that
-  warmup    a twentieth of the steps: the optimizers begin without momentum
-  --lora    AdamW for the adapters, at LORA_RATE and without weight decay: Muon's steps are as large
-            for a matrix that is zero as for any other
+  *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
+  warmup    a twentieth of the steps, because the optimizers begin without momentum
+  --lora    AdamW at LORA_RATE without weight decay, because Muon's steps are as large for a
+            matrix of zeros, with which an adapter begins, as for any other
 
-Pure functions. `model/training/setup/base.py` opens the checkpoint.
+`model/training/setup/base.py` opens the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -25,24 +25,24 @@ from logitd.model.transformer.config import TARGETS, ConfigError, GPTConfig
 from logitd.model.transformer.lora import LoraError, LoraShape, check_rank
 
 SLOWER = 10
-"""Divisor of the preset's learning rates."""
+"""Divisor of the preset's learning rates when fine-tuning."""
 WARMUP = 0.05
-"""Share of a run's steps."""
+"""Share of the steps that warm up."""
 LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
 CHANGEABLE = frozenset({"dropout", "context_length", "rope_scaling"})
-"""Fields of the shape that no weight depends on; the context length only if positions are
-computed."""
+"""Fields of the shape that no weight depends on. The context length is one unless positions are
+learned."""
 
 
 @dataclass(frozen=True)
 class Base:
     """The checkpoint that a fine-tuned run begins with.
 
-    record         its description in checkpoints and cards of the run
-    chat_template  template of the run's checkpoints unless another is given
-    checkpoint     None if its weights are not needed: the saved state of a resumed run has them all
+    record         description of the base in the run's checkpoints and cards
+    chat_template  chat template of the run's checkpoints unless the user sets another
+    checkpoint     the opened checkpoint; None in a resumed run, whose state has all weights
     """
 
     record: Mapping[str, Any]
@@ -60,14 +60,15 @@ class Base:
 
 
 def lora_shape(given: Mapping[str, Any]) -> LoraShape | None:
-    """The adapters to train. Raises TrainingError for their flags without --from or --lora."""
+    """The shape of the adapters to train; None without adapters. Raises TrainingError if a flag of
+    adapters is set without --from or --lora."""
     flags = sorted({"lora", "lora_alpha", "lora_targets"} & given.keys())
     if not flags:
         return None
     if "from_checkpoint" not in given:
         raise TrainingError(f"{', '.join(flags)} needs a checkpoint to adapt: name one with --from")
     if "lora" not in given:
-        raise TrainingError(f"{', '.join(flags)} goes with --lora RANK")
+        raise TrainingError(f"{', '.join(flags)} has no effect without --lora: set --lora RANK")
     try:
         rank = given["lora"]
         return LoraShape(rank, given.get("lora_alpha", rank), given.get("lora_targets", TARGETS))
@@ -78,8 +79,8 @@ def lora_shape(given: Mapping[str, Any]) -> LoraShape | None:
 def finetuned_recipe(
     given: Mapping[str, Any], recipe: Recipe, base: GPTConfig, lora: LoraShape | None
 ) -> Recipe:
-    """The recipe of a fine-tuned run, from the preset's with the `given` values. Raises
-    TrainingError for a given field that contradicts the checkpoint or would change nothing."""
+    """The recipe of a fine-tuned run. `recipe` is the preset's with the `given` values. Raises
+    TrainingError for a given field that contradicts the checkpoint or would have no effect."""
     for name in ("tokenizer", "init"):
         if name in given:
             raise TrainingError(
@@ -96,8 +97,8 @@ def finetuned_recipe(
             )
         if frozen := sorted(set(given) & set(RATES) - {"matrix_lr"}):
             raise TrainingError(
-                f"{', '.join(frozen)} goes without --lora, which trains only adapters of block "
-                "matrices; their learning rate is matrix_lr"
+                f"{', '.join(frozen)} has no effect with --lora, which trains only adapters of "
+                "block matrices: set matrix_lr instead"
             )
         values |= {"optimizer": "adamw", "matrix_lr": LORA_RATE, "weight_decay": 0.0}
     values = {name: value for name, value in values.items() if name not in given}
@@ -105,7 +106,7 @@ def finetuned_recipe(
 
 
 def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | None) -> GPTConfig:
-    """The checkpoint's model with the `given` context, scaling and dropout. Raises TrainingError
+    """The checkpoint's shape with the `given` context, scaling and dropout. Raises TrainingError
     for a given field that contradicts the checkpoint."""
     for name in sorted(given.keys() & {"vocab_size", *SHAPE_FIELDS} - CHANGEABLE):
         if given[name] != getattr(base, name):

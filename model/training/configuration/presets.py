@@ -1,7 +1,7 @@
 """Presets: model shapes and training recipes by name.
 
-A preset is a starting point: every value in it can be replaced on the command line
-(`model/training/configuration/config.py`). Does not import torch.
+Flags can replace every value of a preset (`model/training/configuration/config.py`). Does not
+import torch.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from pydantic import Field
 from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 
 NANOGPT: Mapping[str, Any] = {"bias": False, "qkv_bias": False, "activation": "gelu"}
-"""Overrides that make `gpt2_shape` nanoGPT's model: learned positions, LayerNorm without bias,
-exact GELU, tied head."""
+"""Arguments with which `gpt2_shape` makes nanoGPT's model: learned positions, LayerNorm without
+bias, exact GELU, tied head."""
 
 Optimizer = Literal["muon", "adamw"]
 Init = Literal["gpt2", "modern"]
@@ -33,10 +33,12 @@ Steps = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The training of a model. `TrainingConfig` has the same fields, which may be None there.
+    """The settings of optimization, data and evaluation. `TrainingConfig` has the same fields, but
+    None is allowed there.
 
-    A linear decay is flat, then falls linearly over the last `cooldown` share of the run; a cosine
-    falls from the start. Both end at `final_lr` times the peak.
+    With linear decay the learning rate is constant, then falls linearly over the last `cooldown`
+    share of the run; with cosine decay it falls from the start. Both end at `final_lr` times the
+    peak.
     """
 
     steps: Annotated[Steps, Field(description="optimizer steps")]
@@ -108,12 +110,12 @@ class Preset:
     recipe: Recipe
 
     def config(self, vocab_size: int, **overrides: Any) -> GPTConfig:
-        """The model of this preset for a vocabulary; `overrides` replace values of the shape."""
+        """The shape of this preset for a vocabulary. `overrides` replace its values."""
         return gpt2_shape(vocab_size=vocab_size, **{**self.shape, **overrides})
 
 
 def _adamw(lr: float, **values: Any) -> Recipe:
-    """A recipe in GPT-2's style: AdamW with one learning rate for everything."""
+    """A recipe in GPT-2's style: AdamW with the same learning rate for all parameters."""
     rates: Any = {"matrix_lr": lr, "embedding_lr": lr, "head_lr": lr, "scalar_lr": lr}
     return Recipe(optimizer="adamw", init="gpt2", **rates, **values)
 
@@ -139,9 +141,9 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "small": Preset(
         shape={**MODERN, "n_layer": 6, "n_head": 4, "d_model": 256, "context_length": 512},
-        # Four passes over the text that Python 3.11 carries, of 568 steps and two evaluations each.
-        # A fifth pass lowered only the training loss. The run ends with a pass, because early in
-        # the next one the model still knows some windows by heart, and validation is 2 % worse.
+        # Four passes over the text that comes with Python 3.11, of 568 steps and two evaluations
+        # each. A fifth pass lowered only the training loss. The run ends at the end of a pass:
+        # early in the next one the model still remembers some windows, and validation is 2 % worse.
         recipe=Recipe(
             steps=2272,
             batch_size=8,

@@ -1,11 +1,11 @@
-"""Resolve: from the user's settings to a run with everything decided, once and before set-up.
+"""Resolve: turns the user's settings into a complete description of the run, once, before set-up.
 
     TrainingConfig     the fields that the user set; most are None
-    ResolvedTraining   the preset's or the checkpoint's values, and the user's over them. run.json
-                       keeps it; a resumed run takes it from there
+    ResolvedTraining   the values of the preset or the checkpoint, replaced by the user's. run.json
+                       stores it, and a resumed run reads it from there
 
-`model/training/setup/begin.py` opens what a ResolvedTraining names. Pure functions: none opens a
-file or asks a device.
+These functions open no file and query no device. `model/training/setup/begin.py` opens the files
+that a ResolvedTraining names.
 """
 
 from collections.abc import Collection, Mapping
@@ -45,32 +45,34 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "vocab_size": ("tokenizer", ("own", "the checkpoint's")),
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Fields that do nothing unless another field has one of some values, the usual one first."""
+"""Fields that have no effect unless another field has one of these values. The usual value is
+first."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
         *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
-        "from_checkpoint",  # it may have moved; the hash of its weights shows that it is the same
+        "from_checkpoint",  # it may have moved; the hash of its weights identifies it
     )
 )
-"""Fields that may change when a run is resumed; any other would make it another run."""
+"""Fields that may change when a run is resumed."""
 REWARMING = 0.05
-"""Share of the rest of a lengthened run in which its learning rate rises."""
+"""Share of the remaining run over which the learning rate rises, if the run was lengthened."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""Length from which a run on a CPU is compiled: one and a half times the length that earns the
-compiling back if the clock ends the run, twice that length if steps do, measured on two AVX-512
+"""Lengths from which `compile` auto compiles a run on a CPU: in minutes, and in operations if the
+clock or the number of steps ends the run. The first number of operations is 1.5 times, the second
+about twice the length at which compiling saves as much time as it takes, measured on two AVX-512
 cores in bfloat16. The lengths are in operations, because a slower machine also compiles more
 slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTraining:
-    """A run with everything decided except where its processes compute.
+    """All settings of a run, except the devices of its processes.
 
-    config  settings of all commands that this run was given to
+    config  settings of the command that started the run and of those that resumed it
     lora    adapters to train instead of the whole model
-    base    the checkpoint that it fine-tunes
+    base    checkpoint to fine-tune
     """
 
     config: TrainingConfig
@@ -82,7 +84,7 @@ class ResolvedTraining:
 
     @property
     def length(self) -> Length:
-        """The end of the run: minutes without steps replace the preset's steps."""
+        """The length of the run. Minutes without steps replace the preset's steps."""
         by_clock = self.config.minutes is not None and self.config.steps is None
         return Length(None if by_clock else self.recipe.steps, self.config.minutes)
 
@@ -92,15 +94,15 @@ class ResolvedTraining:
 
     @property
     def needs_speed(self) -> bool:
-        """True if only a measured speed tells whether the run is long enough to be compiled."""
+        """True if the speed must be measured to decide if the run is long enough to compile."""
         by_clock = self.length.steps is None and (self.length.minutes or 0) >= LONG_MINUTES
         return by_clock and self.config.compile == "auto"
 
     def with_vocabulary(self, size: int, speed: float = 0.0) -> "ResolvedTraining":
-        """The same run with the vocabulary's size, which is known when the text is tokenised. In a
-        long run, `compile` auto becomes on, so that a resumed run computes with the same kernels;
-        in a short one auto stays, and compiles on CUDA. `speed`: measured tokens per second of a
-        run that the clock ends (`needs_speed`)."""
+        """The run with the size of its vocabulary, which is known once the text is tokenised. If
+        the run is long, `compile` auto becomes on, so that a resumed run uses the same kernels. If
+        it is short, auto stays, and compiles only on CUDA. `speed` is the measured number of tokens
+        per second, if `needs_speed`."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))
@@ -131,8 +133,8 @@ class ResolvedTraining:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ResolvedTraining":
-        """Read the result of `to_dict`. Raises KeyError, TypeError or ValueError for anything
-        else."""
+        """Read the result of `to_dict`. Raises KeyError, TypeError or ValueError if it is
+        invalid."""
         base, rewarming = document.get("base"), document.get("rewarming")
         config = TrainingConfig(**document["config"])
         return cls(
@@ -146,8 +148,8 @@ class ResolvedTraining:
 
 
 def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTraining:
-    """Resolve a new run, for a vocabulary of the recipe's size. `base` is the opened checkpoint of
-    a fine-tuned one. Raises ConfigError and TrainingError."""
+    """Resolve a new run. The size of the vocabulary is the recipe's. `base` is the opened
+    checkpoint to fine-tune. Raises ConfigError and TrainingError."""
     given = config.given()
     if config.preset not in PRESETS:
         near = get_close_matches(config.preset, PRESETS, 1)
@@ -171,8 +173,8 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
 
 
 def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
-    """The nearest shape that can be exported. A given width of the feed-forward stays; any other
-    `given` value that would have to change raises TrainingError."""
+    """The most similar shape that can be exported. A given `d_ff` stays. Raises TrainingError if
+    another `given` value would have to change."""
     try:
         wanted = nearest(model)
     except ConvertError as error:
@@ -192,10 +194,10 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
 
 
 def _require_exportable(model: GPTConfig) -> None:
-    """Raise TrainingError if a checkpoint's model, whose shape stays, cannot be exported."""
+    """Raise TrainingError if the shape of a checkpoint, which cannot change, cannot be exported."""
     if found := objections(model):
         raise TrainingError(
-            "--exportable: the shape of the checkpoint stays, and cannot be exported: "
+            "--exportable: the checkpoint's shape cannot change, and cannot be exported: "
             + "; ".join(map(str, found))
         )
 
@@ -208,7 +210,7 @@ def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
         if values[other] not in acting:
             instead = f"set {other} to {acting[0]}" if acting[0] else f"remove {other}"
             raise TrainingError(
-                f"{name} is {given[name]}, but does nothing while {other} is {values[other]}: "
+                f"{name} is {given[name]}, but has no effect while {other} is {values[other]}: "
                 f"remove {name}, or {instead}"
             )
     if "warmup" in given and steps is not None and recipe.warmup >= steps:
@@ -221,9 +223,9 @@ def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
 def resolve_resumed(
     config: TrainingConfig, before: ResolvedTraining, saved: Counters
 ) -> ResolvedTraining:
-    """Resolve a run that exists and was `saved` at some step, with the fields that may be set
-    again. If its new length raises the learning rate, it rises gradually, as in Ibrahim et al.
-    (2024). Raises TrainingError for any other field that is set and differs."""
+    """Resolve a resumed run, whose last state was `saved` at some step. Fields of RESUMABLE may
+    change; raises TrainingError if another one does. If the new length raises the learning rate, it
+    rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}

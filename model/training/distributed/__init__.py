@@ -1,1 +1,1 @@
-"""Several processes that train one model: data parallel, or sharded (FSDP)."""
+"""Training with several processes: data parallel, or sharded (FSDP)."""

@@ -1,20 +1,22 @@
-"""Sharding: one model divided among its processes, if it does not fit into each (FSDP).
+"""Sharding: divides one model among its processes if a whole copy does not fit into each (FSDP).
 
-A process keeps some rows of every parameter, of its gradient and of its optimizer states. To
-compute, the parameters of a block are gathered, used and freed, and again in the backward pass,
-after which the gradients are added up and each process keeps its rows of them. Embeddings and head
-stay gathered from the forward to the backward pass. torch's `fully_shard` does all of that. This
-module divides a model (`shard_model`), knows which rows are here (`ParamShard`), and gathers whole
-tensors: a matrix for Muon (`all_gather`), or everything for a file (`gather`).
+Each process stores some rows of every parameter, of its gradient and of its optimizer states. To
+compute a block, its parameters are gathered, used and freed, first in the forward and again in the
+backward pass. Then the gradients are added up, and each process keeps its rows of the sum.
+Embeddings and head stay gathered from the forward to the backward pass. torch's `fully_shard` does
+all of this. This module divides a model (`shard_model`), records which rows a process has
+(`ParamShard`), and gathers whole tensors: matrices for Muon (`all_gather`), or all tensors for a
+file (`gather`).
 
-Matrices travel in the dtype of their products: in float32, autocast's bfloat16 copies of all layers
-would stay in memory from the forward to the backward pass. Other parameters travel in float32. So
-if two processes compute one pass each, the gradients are the same bits as with copies of the model;
-else they are added up in another order, and so is the norm that clips them.
+Matrices are sent in the dtype of their products. If they were sent in float32, autocast's bfloat16
+copies of all layers would stay in memory from the forward to the backward pass. Other parameters
+are sent in float32. If two processes compute one pass each, the gradients have the same bits as
+with two copies of the model. Otherwise the gradients, and the norm that clips them, are added up in
+a different order.
 
-Does not cover a model that is larger than the memory of one CPU: each process builds it whole there
-before it is divided (two models to fine-tune one), and to save, the main process holds the whole
-weights and optimizer states.
+A model that is larger than the memory of one machine is not supported: each process builds the
+whole model in CPU memory before it is divided (two models when fine-tuning), and to save, the main
+process holds all weights and optimizer states.
 
 Source: Zhao et al., PyTorch FSDP (2023), as implemented in torch.distributed.fsdp.
 """
@@ -42,14 +44,17 @@ from logitd.model.transformer.lora import load_trained_weights, trained_weights
 from logitd.model.transformer.size import parameter_count
 
 WEIGHT, TRAINED = 4, 16
-"""Bytes of a parameter: in float32, and with its gradient and AdamW's two moments. Muon has one."""
+"""Bytes per parameter: of the float32 value, and with its gradient and AdamW's two moments. Muon
+has only one moment."""
 MODEL_SHARE = 0.75
-"""Share of a process's memory; the rest is for activations. Chosen, not measured."""
+"""Share of a process's memory that a model may take; the rest is for activations. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """Rows [first, last) of a tensor of `shape`, which this process has; all unless `divided`."""
+    """The rows [first, last) that this process has of a tensor of `shape`: all rows unless
+    `divided`."""
 
     shape: tuple[int, ...]
     first: int
@@ -61,8 +66,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Rows [first, last) as a tensor of their own: its part in this shard, as a location here
-        and as a shard."""
+        """Treat the rows [first, last) as a tensor of their own. Returns the location of its rows
+        in this shard, and its shard."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -71,8 +76,8 @@ class ParamShard:
 
 
 def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, adapted: bool) -> bool:
-    """True if a copy in each process would leave too little memory for activations. `adapted`: only
-    adapters are trained."""
+    """True if a whole copy in each process would leave too little memory for activations.
+    `adapted`: only adapters are trained."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -81,8 +86,8 @@ def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, ada
 
 
 def shard_model(gpt: GPT, placement: Placement, ranks: Ranks) -> None:
-    """Divide a GPT among all processes, each of which has built the same one, and move this
-    process's rows to the device."""
+    """Divide a GPT, which every process has built, among all processes, and move this process's
+    rows to its device."""
     mesh = init_device_mesh(placement.device.type, (ranks.size,))
     narrow = MixedPrecisionPolicy(
         param_dtype=placement.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -93,9 +98,11 @@ def shard_model(gpt: GPT, placement: Placement, ranks: Ranks) -> None:
     fully_shard(gpt, mesh=mesh)
     register_fsdp_forward_method(gpt, "transform")
     for module in gpt.modules():
-        if isinstance(module, FSDPModule):  # sums: losses are divided by all parts already
+        if isinstance(
+            module, FSDPModule
+        ):  # sum gradients: each loss is divided by the number of parts already
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled ones
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
 
 def is_sharded(gpt: GPT) -> bool:
@@ -103,7 +110,7 @@ def is_sharded(gpt: GPT) -> bool:
 
 
 def without_backward(gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A forward that frees the parameters that it gathered, for calls without a backward pass."""
+    """Wrap a forward so that it frees gathered parameters, for calls without a backward pass."""
     if not isinstance(gpt, FSDPModule):
         return forward
 
@@ -120,7 +127,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_of(parameter: Tensor) -> ParamShard:
-    """The rows of a parameter that are here."""
+    """The rows of a parameter that this process has."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return ParamShard(shape, 0, shape[0], divided=False)
@@ -131,13 +138,14 @@ def shard_of(parameter: Tensor) -> ParamShard:
 
 
 def unsummed_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Gradients of this process's sequences alone. Those of shards are summed already."""
+    """The gradients that are not yet summed over processes: those of parameters that are not
+    sharded."""
     gradients = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scale the gradient down to at most `max_norm`, and return the norm before that."""
+    """Scale the gradients down to a norm of at most `max_norm`. Returns the norm before scaling."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -145,8 +153,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 def all_gather(
     tensors: Sequence[Tensor], shards: Sequence[ParamShard], ranks: Ranks
 ) -> list[Tensor]:
-    """Whole tensors from shards of one dtype, on all processes, which all have to call it. Each
-    fills the others' rows with zeros, so that adding them up changes no bits."""
+    """Gather whole tensors of one dtype on all processes. Every process must call it. Each fills
+    the rows of the others with zeros, so that the sum has the same bits."""
     if not any(shard.divided for shard in shards):
         return list(tensors)
     wholes = []
@@ -159,8 +167,8 @@ def all_gather(
 
 
 def gather(tensor: Tensor, shard: ParamShard, ranks: Ranks) -> Tensor:
-    """The whole tensor of a shard on the main process's CPU, and an empty one on the others, which
-    all have to call it."""
+    """Gather a whole tensor on the main process's CPU. Every process must call it; the others get
+    an empty tensor."""
     if not shard.divided:
         return tensor
     (whole,) = all_gather([tensor], [shard], ranks)
@@ -175,8 +183,8 @@ def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def scatter_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Load the weights that `gather_weights` returned on the main process; each takes its rows.
-    Raises RuntimeError if names or shapes differ."""
+    """Load the weights that `gather_weights` returned on the main process. Each process takes its
+    rows. Raises RuntimeError if names or shapes differ."""
     own = trained_weights(gpt)
 
     def shard_like(name: str, whole: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Ranks: the processes that train one model together, started by `torchrun`.
 
-Each computes its part of a step's sequences (`model/data/batches.py`). The gradients are added up
-before the update, so all take the same step. Rank 0, the main process, writes, reports and decides;
-`broadcast` tells the others. Without `torchrun` there is one rank, and every method does nothing.
+Each process computes its part of a step's sequences (`model/data/batches.py`). The gradients are
+added up before the update, so all processes make the same step. Rank 0, the main process, writes
+files, reports and decides; `broadcast` sends its decisions to the others. Without `torchrun` there
+is one rank, and the collective methods do nothing.
 
-Gradients travel by the backend of their device: NCCL on CUDA, gloo on a CPU. Counts, flags and
-barriers travel by gloo on the CPU, without a time limit, because the main process may prepare a
-text for hours while the others wait. When a process ends, its connections close and the others
-notice at once. Every process reads the run directory, so several machines need a shared file
-system. `model/training/distributed/fsdp.py` divides the model.
+Gradients are sent by the backend of their device: NCCL on CUDA, gloo on a CPU. Counts, flags and
+barriers use gloo on the CPU, without a time limit, because the main process may prepare a text for
+hours while the others wait. When a process ends, its connections close, and the others notice at
+once. Every process reads the run directory, so several machines need a shared file system.
+`model/training/distributed/fsdp.py` divides the model.
 """
 
 import math
@@ -26,14 +27,16 @@ from logitd.model.device import DeviceError, available_processors, choose_device
 from logitd.model.training.configuration.config import TrainingError
 
 NO_LIMIT = timedelta(days=365)
-"""Longest wait for another process: gloo requires a number."""
+"""Time limit of the control group, which has none in effect: gloo requires a number."""
 BUCKET = 2**24
-"""Gradient elements in a message: 64 MB of memory, and far above the cost of a message."""
+"""Gradient elements per message: 64 MB, large enough to make the fixed cost of a message
+negligible."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among all; `local_*` count those on this machine."""
+    """The rank of this process and the number of processes, in the whole run and (`local_*`) on
+    this machine."""
 
     rank: int = 0
     size: int = 1
@@ -46,30 +49,31 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device of this process. With several processes, "cuda" and "auto" are the CUDA device
-        LOCAL_RANK."""
+        """The device of this process. With several processes, "cuda" and "auto" mean CUDA device
+        number LOCAL_RANK."""
         if self.size > 1 and name.startswith("cuda:"):
             raise DeviceError(
-                f"device {name!r} is one device for {self.size} processes: set 'cuda', and each "
-                "takes its own"
+                f"device {name!r} is a single device, but there are {self.size} processes: set "
+                "'cuda', which gives each process its own"
             )
         device = choose_device(name)
         if self.size == 1 or device.type != "cuda":
             return device
         if self.local_size > (count := torch.cuda.device_count()):
             raise DeviceError(
-                f"{self.local_size} processes on this machine need as many CUDA devices, and there "
-                f"are {count}: start {count} with --nproc-per-node, or train with --device cpu"
+                f"{self.local_size} processes on this machine need as many CUDA devices; it has "
+                f"{count}: set --nproc-per-node to {count}, or --device to cpu"
             )
         return torch.device("cuda", self.local_rank)
 
     def threads(self, given: int) -> int:
-        """Threads of this process; 0 is its part of the machine's processors."""
+        """Number of threads of this process; 0 means its share of the machine's processors."""
         return given or max(1, available_processors() // self.local_size)
 
     @torch.no_grad()
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks. All are on one device and of one dtype."""
+        """Replace each tensor by its sum over all ranks. All must have the same device and
+        dtype."""
         if self.size == 1:
             return
         with self._peer_errors():
@@ -81,7 +85,7 @@ class Ranks:
                     tensor.copy_(total.view_as(tensor))
 
     def all_reduce_cpu(self, numbers: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor on the CPU, in place."""
+        """Replace a CPU tensor by its sum over all ranks, and return it."""
         if self.size > 1:
             with self._peer_errors():
                 dist.all_reduce(numbers, group=self.control)
@@ -103,8 +107,9 @@ class Ranks:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Name the cause if another process has ended during traffic that torch itself starts.
-        Other errors of the computation pass through: gloo has no error class of its own."""
+        """Raise TrainingError if another process has ended during communication that torch starts
+        by itself. gloo has no error class, so its errors are recognised by their text; others pass
+        through."""
         try:
             yield
         except RuntimeError as error:
@@ -113,20 +118,20 @@ class Ranks:
             raise
 
     def secondary_error(self) -> TrainingError:
-        """The error that ends this process when the main one reports why all of them end."""
+        """The error with which this process ends after the main process has reported the cause."""
         return TrainingError(f"process {self.rank} of {self.size} stops with the main one")
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo and NCCL raise it when a connection has closed
+        except RuntimeError as error:  # raised by gloo and NCCL if a connection has closed
             raise self._peer_lost() from error
 
     def _peer_lost(self) -> TrainingError:
         return TrainingError(
             f"process {self.rank} of {self.size} stops: another process of the run has ended; "
-            "its last message says why"
+            "see the last message of that process"
         )
 
 
@@ -160,13 +165,13 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
 
 @contextmanager
 def process_group(environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
-    """Connect to the other processes, if there are any, and disconnect at the end."""
+    """Connect to the other processes, if any, and disconnect at the end."""
     ranks = read_ranks(environment)
     if ranks.size == 1:
         yield ranks
         return
     try:
-        # torch takes the one for the device of each tensor.
+        # torch uses the backend for the device of each tensor.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         control = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     except (RuntimeError, ValueError) as error:

@@ -1,14 +1,14 @@
-"""Muon: one step of torch's Muon over all matrices, those of one shape at a time.
+"""Muon: a faster step of torch's Muon, which stacks matrices of the same shape.
 
-`torch.optim.Muon` goes through its matrices one by one, and at the widths of small models each call
-costs more than its arithmetic. Stacked, the sixteen 64 x 64 matrices of a model took a twelfth of
-the time, those of 128 x 128 half. From 192 on nothing is gained on a CPU, so wider ones are
-multiplied one by one. The optimizer itself stays torch's: it holds the learning rates and the
-momentum, so a state saved by either continues with the other.
+`torch.optim.Muon` updates its matrices one by one, and for small matrices the calls cost more than
+the arithmetic. Stacked, the sixteen 64 x 64 matrices of a model took a twelfth of the time, and 128
+x 128 matrices half. From 192 on, stacking gains nothing on a CPU, so wider matrices are updated one
+by one. Learning rates and momentum stay in torch's optimizer, so a saved state can be used by
+either implementation.
 
 Sources: Muon by Keller Jordan (2024), https://kellerjordan.github.io/posts/muon/, with the
-coefficients and the learning-rate adjustment of torch.optim.Muon. Covers torch's defaults, which
-the trainer uses: Nesterov momentum and no `adjust_lr_fn`.
+coefficients and the learning-rate adjustment of torch.optim.Muon. Only torch's defaults, which the
+trainer uses, are supported: Nesterov momentum and no `adjust_lr_fn`.
 
 Shapes: M matrices of one shape, R rows, S columns, R <= S.
 """
@@ -25,20 +25,20 @@ from logitd.model.training.distributed.fsdp import ParamShard, all_gather
 from logitd.model.training.distributed.ranks import Ranks
 
 WIDEST_STACKED = 128
-"""Rows up to which matrices are stacked on a CPU. On a GPU all are."""
+"""Largest number of rows of matrices that are stacked on a CPU. On a GPU all matrices are."""
 STACKED_ELEMENTS = 2**24
-"""Elements of a stack at most, so that large models need no second copy of all gradients."""
+"""Limit of a stack's elements, so that large models need no second copy of all gradients."""
 
 
 @torch.no_grad()
 def step(
     optimizer: Muon, dtype: torch.dtype, shards: Mapping[Tensor, ParamShard], ranks: Ranks
 ) -> None:
-    """`optimizer.step()` in `dtype`: bfloat16 as in torch, or float32 if the processor does not
-    multiply bfloat16. Parameters without a gradient are left alone.
+    """Do the work of `optimizer.step()` in `dtype`: bfloat16 as in torch, or float32 if the
+    processor cannot multiply bfloat16. Parameters without a gradient stay unchanged.
 
-    `shards` has the rows of a matrix that each parameter is. The update of a divided matrix is
-    gathered and orthogonalised in every process, and each takes its rows.
+    `shards` describes the rows of its matrix that each parameter holds. The update of a divided
+    matrix is gathered and orthogonalised in every process, and each applies its rows.
     """
     for group in optimizer.param_groups:
         for parameters in _stacks([p for p in group["params"] if p.grad is not None], shards):
@@ -47,7 +47,7 @@ def step(
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates: Sequence[Tensor] = torch._foreach_lerp(gradients, momenta, group["momentum"])
-            # 2) Orthogonalise whole matrices, wide ones as a stack.
+            # 2) Orthogonalise whole matrices as a stack, with no more rows than columns.
             own = [shards[parameter] for parameter in parameters]
             if own[0].divided:
                 updates = all_gather([update.to(dtype) for update in updates], own, ranks)
@@ -57,7 +57,7 @@ def step(
             directions = orthogonalise(
                 stack.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
-            # 3) Update the rows that are here.
+            # 3) Update the rows of this process.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
             for parameter, shard, direction in zip(parameters, own, directions, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -70,10 +70,10 @@ def orthogonalise(
     steps: int,
     eps: float,
 ) -> Tensor:
-    """Each matrix with its singular values pushed towards 1 by Newton-Schulz iterations of the
-    fifth degree, in the dtype that it comes in: (M, R, S)."""
+    """Push the singular values of each matrix towards 1 by Newton-Schulz iterations of the fifth
+    degree, in the dtype of `matrices`. Returns (M, R, S)."""
     x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
-    if len(x) == 1:  # a product of two matrices is quicker than a batch of one
+    if len(x) == 1:  # a plain product is faster than a batch of one
         return _iterate(x[0], torch.addmm, coefficients, steps)[None]
     return _iterate(x, torch.baddbmm, coefficients, steps)
 

@@ -1,10 +1,10 @@
 """Optimizers: the initial weights and the optimizers of a recipe.
 
-Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
-embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
-Muon's and the others AdamW's; with `adamw` all are AdamW's. Adapters (`model/transformer/lora.py`)
-count as matrices, and frozen parameters belong to no optimizer. The learning rate of a step is in
-`model/training/optim/schedule.py`.
+There are four kinds of parameters, each with its own learning rate: the block matrices, the
+embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon`, Muon updates the
+matrices and AdamW the others; with `adamw`, AdamW updates all. Adapters
+(`model/transformer/lora.py`) count as matrices. Frozen parameters belong to no optimizer.
+`model/training/optim/schedule.py` computes the learning rate of a step.
 
 Sources: Muon by Keller Jordan (2024) from torch.optim, stepped by `model/training/optim/muon.py`;
 zero-initialised projections and separate learning rates from modded-nanogpt and nanochat.
@@ -32,7 +32,7 @@ Kind = Literal["matrix", "embedding", "head", "scalar"]
 
 @torch.no_grad()
 def initialise(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
-    """Fill in the initial weights. `generator` is the only source of randomness.
+    """Set the initial weights. `generator` is the only source of randomness.
 
     gpt2     N(0, 0.02), projections into the residual stream scaled down, as `GPT` itself does
     modern   matrices uniform with variance 1 / fan_in, projections into the residual stream zero
@@ -43,7 +43,7 @@ def initialise(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
         owner, _, leaf = name.rpartition(".")
         module = gpt.get_submodule(owner)
         if leaf == "bias" or parameter.ndim < 2:
-            continue  # biases are zero and norms one since `GPT` was built
+            continue  # `GPT` has set biases to zero and norms to one
         if recipe.init == "gpt2":
             scale = math.sqrt(2 * gpt.config.n_layer) if _into_residual(name) else 1.0
             parameter.normal_(std=0.02 / scale, generator=generator)
@@ -79,21 +79,22 @@ def kind_of(gpt: GPT, name: str) -> Kind:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _View:
-    """Rows of a parameter, in the same memory, which an optimizer updates in its place."""
+    """Rows of a parameter, in the same memory, which an optimizer updates instead of the
+    parameter."""
 
     tensor: nn.Parameter  # updated by the optimizer
     parameter: nn.Parameter  # the model's
     rows: slice  # rows of the parameter's local part
-    shard: ParamShard  # which rows of a map these are
+    shard: ParamShard  # rows of the map that these are
 
 
 class Optimizers:
     """The optimizers of a model, stepped together.
 
-    Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
-    key and value; the two halves of SwiGLU). Muon has each as a parameter of its own that shares
-    the fused one's storage; `step` hands it its rows of the gradient. If the model is sharded,
-    every optimizer has only the rows that are here.
+    Muon orthogonalises whole matrices, but some matrices fuse several maps (query, key and value;
+    the two halves of SwiGLU). So Muon gets each map as a separate parameter that shares the fused
+    matrix's storage, and `step` gives it its rows of the gradient. If the model is sharded, the
+    optimizers get only the rows of this process.
     """
 
     def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:
@@ -142,7 +143,8 @@ class Optimizers:
         )
 
     def step(self, lr_scale: float) -> None:
-        """One update, with every learning rate its peak times `lr_scale`. Drops the gradients."""
+        """Make one update, with learning rates of `lr_scale` times their peaks. Then drop the
+        gradients."""
         for view in self._views:
             gradient = view.parameter.grad
             assert gradient is not None
@@ -159,8 +161,8 @@ class Optimizers:
             view.parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as one process would have them, on the main process. All processes of a
-        sharded model have to call it."""
+        """The whole states, on the main process, as if there were one process. All processes of a
+        sharded model must call it."""
 
         def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
             return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
@@ -174,7 +176,8 @@ class Optimizers:
         """Load the state that `state_dict` returned on the main process."""
 
         def rows(tensor: Tensor, shard: ParamShard) -> Tensor:
-            # Copies: a view, even of one number, would keep the file and its blocks on the disk.
+            # Copy: a view of even one number would keep the mapped file, and its blocks on the
+            # disk.
             return (tensor[shard.rows] if tensor.ndim else tensor).clone()
 
         for name, optimizer in self.all.items():
@@ -194,8 +197,8 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state with `change` applied to the tensors of divided parameters: moments,
-        which have their rows, and counts of steps, which have no dimension."""
+        """An optimizer's state with `change` applied to the tensors of divided parameters. These
+        are moments, which have the parameter's rows, and counts of steps, which are scalars."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {
@@ -210,7 +213,7 @@ class Optimizers:
 
 
 def _maps(gpt: GPT) -> Iterator[_View]:
-    """The maps in the block matrices."""
+    """The maps that the block matrices are made of, as views."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
         for name, heights in gpt.config.maps().items():
@@ -225,6 +228,6 @@ def _maps(gpt: GPT) -> Iterator[_View]:
 
 
 def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
-    """With Muon only the matrices decay; with AdamW alone everything except the scalars, as in
-    GPT-2."""
+    """The weight decay of parameters that AdamW updates. With Muon only the matrices decay; with
+    AdamW alone everything except the scalars, as in GPT-2."""
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay

@@ -1,4 +1,4 @@
-"""Schedule: the learning rate of a step, as a share of its peak. Pure functions."""
+"""Schedule: the learning rate of a step, as a share of its peak."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ from logitd.model.training.configuration.presets import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarming:
-    """A rise of the learning rate in a run that was made longer, from the old schedule to the new
-    one, so that it does not jump.
+    """A gradual change from the old schedule to the new one, in a run that was made longer.
 
-    done   share of the longer run at which it begins
-    scale  learning rate there, as a share of the peak
-    span   share of the longer run that it takes
+    done   share of the longer run at which the change begins
+    scale  learning rate at that point, as a share of the peak
+    span   share of the longer run over which it takes place
     """
 
     done: float
@@ -22,8 +21,8 @@ class Rewarming:
 
 
 def lr_scale(recipe: Recipe, step: int, done: float, rewarming: Rewarming | None = None) -> float:
-    """The learning rate of a step as a share of its peak. `done` is the share of the run that is
-    done."""
+    """The learning rate of a step as a share of its peak. `done` is the completed share of the
+    run."""
     scale = _scheduled(recipe, step, done)
     if rewarming is None:
         return scale

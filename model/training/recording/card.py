@@ -1,7 +1,7 @@
 """Card: the README.md of a checkpoint, written from its run.
 
-Tells a stranger about the weights: the data and its licence, the model's size, how it was trained,
-its scores, and the command that reproduces them. Measures nothing.
+It describes the weights to others: the data and its licence, the model's size, the training, the
+scores, and the command that reproduces them. Nothing is measured here.
 """
 
 import platform
@@ -22,7 +22,7 @@ from logitd.model.transformer.size import parameter_count
 
 Records = Sequence[Mapping[str, Any]]
 ROWS = 12
-"""Rows of the curve at most."""
+"""Most rows of the curve."""
 _NOT_IN_COMMAND = frozenset(
     {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
 )
@@ -31,8 +31,8 @@ _NOT_IN_COMMAND = frozenset(
 def write_card(
     run: Run, counters: Counters, samples: Sequence[tuple[str, str]], sample_step: int | None
 ) -> str:
-    """The card as Markdown. `samples` are prompts, each with the text that the model wrote after it
-    at `sample_step`."""
+    """The card as Markdown. `samples` are pairs of a prompt and the text that the model wrote after
+    it at `sample_step`."""
     metrics = run.directory.metrics()
     evals = [record for record in metrics if record["kind"] == "eval"]
     reports = [record for record in metrics if record["kind"] == "train"]
@@ -53,7 +53,7 @@ def write_card(
 
 
 def command(config: TrainingConfig) -> str:
-    """The command line of a configuration, without devices and paths that it writes."""
+    """The command line that repeats a configuration, without devices and output paths."""
     words = ["logitd", "train", "--preset", config.preset]
     for name, field in TrainingConfig.model_fields.items():
         value = getattr(config, name)

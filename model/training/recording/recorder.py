@@ -1,13 +1,13 @@
-"""RunRecorder: the work between the steps of a run, its files, and their order.
+"""RunRecorder: saves, evaluates and samples between the steps of a run, in this order:
 
     state  ->  evaluation  ->  samples  ->  checkpoint
 
-The state comes first, so that a resumed run can repeat anything that fails after it. A checkpoint
-records the loss of the evaluation, and its card shows the samples. A checkpoint is written with
-every state and with every evaluation that is the best so far.
+The state comes first, so that a resumed run can repeat anything that fails after it. The checkpoint
+comes last, because it records the validation loss, and its card shows the samples. A checkpoint is
+written with every state and after every evaluation that is the best so far.
 
-All processes call these methods: each computes a part of the evaluation and has its part of the
-model, and the main one writes. Changes nothing of the model. The trainer decides when anything is
+All processes call these methods. Each computes a part of the evaluation and contributes its part of
+the model; the main process writes. The model is not changed. The trainer decides when each task is
 due.
 """
 
@@ -39,9 +39,9 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True)
 class Due:
-    """The work after a step."""
+    """The tasks that are due after a step."""
 
-    state: bool = False  # with an evaluation, and a checkpoint
+    state: bool = False  # followed by an evaluation and a checkpoint
     evaluation: bool = False
     samples: bool = False
 
@@ -49,7 +49,7 @@ class Due:
 class RunRecorder:
     """Evaluates, samples and saves a model in training.
 
-    evaluations  records of metrics.jsonl, oldest first
+    evaluations  evaluation records of metrics.jsonl, oldest first
     """
 
     def __init__(self, run: Run, gpt: GPT, optimizers: Optimizers, report: EventHandler) -> None:
@@ -65,7 +65,7 @@ class RunRecorder:
         self.evaluations: list[dict[str, Any]] = []
         self._state_step: int | None = None  # step of the saved state
         self._sample_step: int | None = None  # step of the latest samples
-        self._samples: list[tuple[str, str]] = []  # prompts, and the text that follows each
+        self._samples: list[tuple[str, str]] = []  # prompts with the text that the model wrote
 
     def restore(self, step: int) -> None:
         """Continue a run that was resumed from the state of `step`."""
@@ -74,18 +74,19 @@ class RunRecorder:
         self._state_step = step
 
     def record(self, due: Due, counters: Counters, reports: Mapping[str, Any]) -> None:
-        """Do the work after a step. `reports` is the state of the run's log."""
+        """Do the tasks due after a step. `reports` is the state of the step log and the divergence
+        monitor."""
         if due.state:
             self._save_state(counters, reports)
         self.finish(due, counters)
 
     def finish(self, due: Due, counters: Counters) -> None:
-        """Do the work that follows the state. A resumed run begins with it, because a kill may have
-        prevented any of it, and nothing is done twice."""
+        """Do the tasks that follow the state, unless they were done for this step. A resumed run
+        begins with this, because a kill may have prevented some of them."""
         directory, ranks = self._run.directory, self._run.ranks
         # 1) Evaluation.
         is_best = (due.state or due.evaluation) and self.evaluate(counters)
-        # 2) Samples, also if they are not due but a saved state lacks its checkpoint.
+        # 2) Samples: if they are due, or for the card of a checkpoint that a saved state lacks.
         exists = due.state and ranks.broadcast(counters.step in directory.checkpoints())
         lacks_checkpoint = due.state and not exists
         if due.samples or lacks_checkpoint:
@@ -97,8 +98,8 @@ class RunRecorder:
             directory.prune(self._run.training.recipe.keep, self._state_step)
 
     def evaluate(self, counters: Counters) -> bool:
-        """Compute and record the validation loss, unless this step has been evaluated. Returns True
-        if it is the best so far of the steps that trained."""
+        """Compute and record the validation loss, unless this step was evaluated before. Returns
+        True if it is the best so far, except at step 0."""
         run, step = self._run, counters.step
         if self.evaluations and self.evaluations[-1]["step"] == step:
             return False
@@ -154,11 +155,12 @@ class RunRecorder:
                 reports=reports,
                 ranks=ranks,
             )
-        ranks.barrier()  # here, because a barrier has no time limit and writing may take long
+        ranks.barrier()  # no time limit here: writing may take long
         self._state_step = counters.step
 
     def _require_finite(self, step: int) -> None:
-        """Raise TrainingError if the last update spoiled the weights: no loss has seen them yet."""
+        """Raise TrainingError if the last update made weights that are not finite. No loss has been
+        computed with them yet."""
         ranks = self._run.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
@@ -167,12 +169,12 @@ class RunRecorder:
         if not ranks.is_main:
             raise ranks.secondary_error()
         raise self._run.directory.diverged(
-            f"training diverged: after step {step} {spoiled or 'the model'} has numbers that are "
+            f"training diverged: after step {step} {spoiled or 'the model'} has values that are "
             "not finite",
         )
 
     def _sample(self, step: int) -> None:
-        """Let the model write after each prompt, unless it did at this step."""
+        """Sample a text after each prompt, unless this step was sampled before."""
         run = self._run
         if self._sample_step == step or not (run.ranks.is_main or run.sharded):
             return
@@ -185,7 +187,7 @@ class RunRecorder:
             self._report(Sampled(step, prompt, text))
 
     def _write_checkpoint(self, counters: Counters) -> None:
-        """Write the weights with the last evaluation and the latest samples, move the links
+        """Write a checkpoint with the last evaluation and the latest samples, update the links
         `latest` and `best`, and remove old checkpoints."""
         run, training, directory = self._run, self._run.training, self._run.directory
         weights = gather_weights(self._gpt, run.ranks)

@@ -1,9 +1,9 @@
-"""Samples: texts that a model in training writes after a few prompts.
+"""Samples: texts that a model in training generates after a few prompts.
 
-The whole window is computed again for every token: plain, and fast enough for a hundred tokens of a
-small model. Serving has the KV cache (`model/inference/engine`). Draws from a generator of its own,
-so a sample never disturbs training. If several processes share the model, all compute, and the main
-one draws. Writes no file (`recorder.py`).
+The whole window is computed again for every token, which is simple, and fast enough for a hundred
+tokens of a small model. (The serving engine has a KV cache, `model/inference/engine`.) Samples use
+their own random generator, so they never disturb training. If several processes share the model,
+all of them compute, and the main process samples. `recorder.py` writes the files.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from logitd.model.transformer.gpt import GPT
 
 TEMPERATURE = 0.8
 PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
-"""Beginnings of the samples of the built-in text."""
+"""Prompts for the built-in text."""
 INCOMPLETE = "\ufffd"
-"""Decoded from a character whose bytes are not all there, such as one that the last token cuts."""
+"""Result of decoding an incomplete character, such as one that the last token cuts."""
 
 
 def samples(run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, str]]:
-    """Each prompt and the text that the model writes after it. `forward` maps ids (B, T) to logits
-    (B, T, V)."""
+    """Yield each prompt with the text that the model generates after it. `forward` maps ids (B, T)
+    to logits (B, T, V)."""
     prompts, seed = run.training.config.prompts, run.training.recipe.seed
     for index, prompt in enumerate(prompts or default_prompts(run.text)):
         yield prompt, _text_after(prompt, seed + index, run, gpt, forward)
@@ -34,7 +34,7 @@ def samples(run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Iterator
 def _text_after(
     prompt: str, seed: int, run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]
 ) -> str:
-    """The text after a prompt, of at most `sample_tokens` tokens, or up to the document's end. The
+    """The generated text after a prompt: `sample_tokens` tokens, or fewer if the document ends. The
     model sees only the last `context_length` ids."""
     tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
     draw = torch.Generator().manual_seed(seed)
@@ -58,7 +58,8 @@ def _text_after(
 
 
 def default_prompts(text: PreparedText) -> tuple[str, ...]:
-    """Openings that suit the text: Python's, or those of three places in the held-out text."""
+    """Prompts that suit the text: fixed ones for the built-in text, else excerpts from three places
+    of the held-out text."""
     if text.record["built_in"]:
         return PYTHON_PROMPTS
     tokenizer, tokens = text.tokenizer, text.val.tokens

@@ -1,18 +1,18 @@
-"""RunDirectory: the files of a training run, and the errors that name them.
+"""RunDirectory: the files of a training run, and errors about them.
 
   run.json         the user's settings, and the resolved ones
   data/            the tokenised text (`model/data/prepare.py`)
-  metrics.jsonl    one JSON object a line: {"kind": "train" | "eval", "step": ..., ...}
+  metrics.jsonl    one JSON object per line: {"kind": "train" | "eval", "step": ..., ...}
   loss.png         the curves, redrawn at each evaluation
   samples.txt      samples of the model, oldest first
   step-000500/     checkpoints, ready to be served
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
-  run.lock         names the process that trains it now
+  run.lock         names the process that is training the run
 
-Everything is written under another name and renamed, so a kill at any moment leaves a directory
-that can be served and resumed. One trainer at a time writes a run: its main process, which has the
-lock. Readers need none.
+Files are written under a temporary name and renamed, so a kill at any moment leaves a directory
+that can be served and resumed. Only the main process of one trainer writes a run, and it holds the
+lock. Readers need no lock.
 """
 
 import errno
@@ -35,7 +35,7 @@ from logitd.model.training.configuration.resolve import ResolvedTraining
 
 SAMPLES, PLOT = "samples.txt", "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, a quota, a limit on the size of a file."""
+"""Errors of a full disk, a quota, or a limit on the size of a file."""
 _STEP = re.compile(r"step-(\d{6,})")
 SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 """First line of a sample."""
@@ -53,8 +53,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
-        """Create a run, locked. Raises TrainingError for a directory that is not empty, that
-        another process trains in, or that cannot be made."""
+        """Create and lock a run. Raises TrainingError if the directory is not empty, if another
+        process trains in it, or if it cannot be created."""
         directory = cls(path)
         directory.require_free()  # first, so that nothing is written into another folder
         with directory.preparing():
@@ -88,14 +88,14 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Open a run that exists, without a lock."""
+        """Open an existing run without locking it."""
         if not is_run(path):
             raise TrainingError(f"there is nothing to resume: {path} has no {RUN}")
         return cls(path)
 
     def lock(self) -> None:
-        """Keep other trainers out until `release`, or until this process ends. Raises TrainingError
-        if another one has the lock, and OSError if it cannot be written."""
+        """Lock the run until `release` or the end of this process. Raises TrainingError if another
+        trainer holds the lock, and OSError if it cannot be written."""
         try:
             self._lock = FolderLock(self.path / LOCK)
         except FolderLocked as error:
@@ -111,7 +111,7 @@ class RunDirectory:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Turn an error of the disk before the first step into a TrainingError."""
+        """Convert an OSError before the first step to a TrainingError."""
         try:
             yield
         except OSError as error:
@@ -123,24 +123,22 @@ class RunDirectory:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Turn an error of the disk into a TrainingError with the way to continue."""
+        """Convert an OSError to a TrainingError that says how to continue."""
         try:
             yield
         except OSError as error:
-            way_out = f"{self.path} was removed meanwhile: there is nothing left to resume"
+            way_out = f"{self.path} was removed during training: there is nothing left to resume"
             if is_run(self.path):
-                mended = (
-                    "With room on the disk" if error.errno in NO_SPACE else "Once that is mended"
-                )
-                way_out = f"{self.last_good()} {mended}, --resume continues"
+                fix = "Free disk space" if error.errno in NO_SPACE else "Fix the error"
+                way_out = f"{self.last_good()} {fix}, then continue with --resume"
             raise TrainingError(f"step {step} could not be saved: {error}. {way_out}") from error
 
     def diverged(self, reason: str) -> TrainingError:
-        """The error for training that went wrong for this `reason`."""
+        """The error for a training that diverged for this `reason`."""
         return TrainingError(f"{reason}. {self.last_good()} Try lower learning rates or a warmup")
 
     def last_good(self) -> str:
-        """A sentence about the checkpoint that is safe on the disk."""
+        """A sentence that names the newest checkpoint."""
         step = self.linked_step(self.latest)
         if step is None:
             return "Nothing was saved before."
@@ -150,7 +148,7 @@ class RunDirectory:
         write_whole(self.path / RUN, (json.dumps(training.to_dict(), indent=2) + "\n").encode())
 
     def read_training(self) -> ResolvedTraining:
-        """Read run.json. Raises TrainingError for a damaged file."""
+        """Read run.json. Raises TrainingError if it is damaged."""
         path = self.path / RUN
         try:
             document = parse_json(read_regular(path, CONFIG_BYTES))
@@ -175,13 +173,13 @@ class RunDirectory:
         return dict(sorted(by_step.items()))
 
     def linked_step(self, link: Path) -> int | None:
-        """The step that `latest` or `best` points to, if that checkpoint is there."""
+        """The step that `latest` or `best` points to; None if that checkpoint does not exist."""
         match = _STEP.fullmatch(os.readlink(link)) if link.is_symlink() else None
         return int(match[1]) if match and link.exists() else None
 
     def prune(self, keep: int, state_step: int | None) -> None:
         """Remove all checkpoints except the newest `keep`, the linked ones, and that of the saved
-        state, to which a resumed run would go back."""
+        state, from which a resumed run would continue."""
         kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
         for step, path in list(self.checkpoints().items())[:-keep]:
             if step not in kept:
@@ -204,7 +202,7 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Remove everything that was written after the state of `step`, because it will be written
-        again, and unfinished files of a killed process."""
+        again. Also remove incomplete files of a killed process."""
         state = self.state.parent.glob(f".{self.state.name}.*")
         for left in {*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state}:
             if left.is_dir() and not left.is_symlink():
@@ -215,7 +213,7 @@ class RunDirectory:
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_whole(self.path / METRICS, text.encode())
         self._cut_samples(step if step in self.checkpoints() else step - 1)
-        self.link_newest_and_best(last=step)  # before their targets are removed
+        self.link_newest_and_best(last=step)  # before checkpoints are removed
         for later, path in self.checkpoints().items():
             if later > step:
                 _remove(path)
@@ -232,7 +230,8 @@ class RunDirectory:
                 return
 
     def link_newest_and_best(self, last: int | None = None) -> None:
-        """Point `latest` and `best` to existing checkpoints, up to step `last`."""
+        """Link `latest` and `best` to the newest and the best of the existing checkpoints, up to
+        step `last`."""
         steps = [step for step in self.checkpoints() if last is None or step <= last]
         scores = {
             record["step"]: record["val_loss"]
@@ -253,19 +252,19 @@ class RunDirectory:
 
 
 def _require_empty(path: Path) -> None:
-    """Raise TrainingError for a folder with more than the lock."""
+    """Raise TrainingError if a folder contains anything except the lock."""
     if all(child.name == LOCK for child in path.iterdir()):
         return
     if not (path / RUN).exists():
         raise TrainingError(
-            f"{path} exists already and has no {RUN}: if a run left it that was killed while it "
-            "prepared its text, remove it, else choose another --out"
+            f"{path} exists already and has no {RUN}: remove it if it is left from a run that was "
+            "killed while preparing its text, else choose another --out"
         )
     raise TrainingError(f"{path} exists already: resume it with --resume, or choose another --out")
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint so that a folder of its name is always complete."""
+    """Remove a checkpoint under another name, so that a folder with its name is always complete."""
     aside = path.with_name(f".{path.name}.gone")
     path.rename(aside)
     shutil.rmtree(aside)

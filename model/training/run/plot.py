@@ -1,7 +1,6 @@
-"""Plot: the curves of a run as a picture, from its metrics.
+"""Plot: draws the curves of a run from its metrics.
 
-Needs matplotlib, an optional dependency: without it `draw` returns False and the run continues.
-Uses neither a display nor a global figure.
+This needs matplotlib, an optional dependency, but no display.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,8 @@ from typing import Any
 
 
 def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
-    """Draw losses, bits per byte and learning rate, one below the other. Returns False without
-    matplotlib."""
+    """Draw losses, bits per byte and learning rate into the image file `path`. Returns False if
+    matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -29,7 +28,7 @@ def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
     loss.legend(loc="upper right")
     loss.grid(alpha=0.3)
     loss.set_title(title)
-    # The value of the untrained model would flatten all others.
+    # Omit the untrained model: its value would flatten the rest of the curve.
     trained = [record for record in evals if record["step"]] or evals
     bits.plot(*_columns(trained, "val_bits_per_byte"), color="tab:green", marker=".")
     if trained:

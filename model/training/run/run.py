@@ -1,4 +1,4 @@
-"""Run: a resolved training, opened by one of its processes."""
+"""Run: a training run, as opened by one of its processes."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from logitd.model.training.run.directory import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The whole input of the code that trains, evaluates and saves.
+    """All input of the code that trains, evaluates and saves.
 
     placement  device, dtype and threads of this process
-    batch      its part of each step
-    sharded    it has a part of the model instead of a copy
+    batch      this process's part of each step
+    sharded    this process has a part of the model instead of a copy
     """
 
     training: ResolvedTraining
@@ -25,5 +25,5 @@ class Run:
     batch: RankBatch
     directory: RunDirectory
     text: PreparedText
-    chat_template: str | None = None  # for the checkpoints; only the main process has it
+    chat_template: str | None = None  # for checkpoints; None in processes that write none
     sharded: bool = False

@@ -1,12 +1,12 @@
-"""State: the saved state of a run, for an exact resume.
+"""State: saves the state of a run, so that a resumed run continues exactly.
 
-One file, `state/state.pt`: float32 weights (only those of adapters, with adapters), the states of
-all optimizers, the counters, and the state of the step log and the divergence monitor. Neither a
-position in the data nor a random state is in it: batches and the noise of dropout are functions of
-the seed and the step (`model/data/batches.py`). It is written under another name, synced and
-renamed, and read with `weights_only=True`, so reading never executes code.
+The file `state/state.pt` holds the float32 weights (with adapters only theirs), the states of all
+optimizers, the counters, and the states of the step log and the divergence monitor. It needs no
+position in the data and no random state, because batches and dropout are functions of the seed and
+the step (`model/data/batches.py`). It is written under a temporary name, synced and renamed, and
+read with `weights_only=True`, so reading never executes code.
 
-A resumed run has the same bits if the recorded environment is the same; `differences` names what
+A resumed run has the same bits if its recorded environment is the same; `differences` lists what
 changed. Checkpoints, which are for serving, are in `model/checkpoint/checkpoint.py`.
 """
 
@@ -33,9 +33,9 @@ VERSION = 2
 def environment(
     placement: Placement, processes: int = 1, *, sharded: bool = False
 ) -> dict[str, Any]:
-    """Everything outside the run that the bits of a training step depend on."""
+    """Everything besides the settings on which the bits of a training step depend."""
     return {
-        "torch": str(torch.__version__),  # a plain string: weights_only reads no other
+        "torch": str(torch.__version__),  # a plain string, as weights_only requires
         "device": describe(placement.device),
         "dtype": placement.dtype_name,
         "threads": placement.threads,
@@ -45,7 +45,7 @@ def environment(
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Changes of an environment, such as "threads 2, was 4"; "" if there are none."""
+    """The changes of an environment, such as "threads 2, was 4"; "" if there are none."""
     return ", ".join(
         f"{name} {value}, was {before.get(name)}"
         for name, value in now.items()
@@ -63,8 +63,8 @@ def save_state(
     reports: Mapping[str, Any],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replace the state file, atomically. The main process writes; all have to call it, because
-    each has a part of a sharded model. Raises OSError if it cannot be written."""
+    """Replace the state file atomically. Every process must call this, because each may have a part
+    of the model; the main process writes. Raises OSError if the file cannot be written."""
     document = {
         "version": VERSION,
         "counters": asdict(counters),
@@ -79,7 +79,7 @@ def save_state(
             try:
                 torch.save(document, file)
             except RuntimeError as error:
-                # torch's writer raises an error of its own with the file's as its context.
+                # torch's writer raises its own error, with that of the file as its context.
                 cause = error.__context__
                 raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
 
@@ -88,7 +88,7 @@ def load_state(
     path: Path, *, gpt: GPT, optimizers: Optimizers
 ) -> tuple[Counters, dict[str, Any], dict[str, Any]]:
     """Restore weights and optimizers. Returns the counters, the `environment` of the saved run, and
-    the state of its reports. Raises TrainingError."""
+    the states of its step log and divergence monitor. Raises TrainingError."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
         scatter_weights(gpt, document["weights"])
@@ -100,7 +100,7 @@ def load_state(
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The file's contents. `mapped` leaves tensors on the disk, for callers that read a counter.
+    """The contents of the state file. `mapped` leaves tensors on the disk until they are read.
     Raises TrainingError."""
     try:
         require_regular(path)

@@ -1,7 +1,6 @@
-"""StepLog: the figures of the steps since the last report.
+"""StepLog: collects the figures of the steps since the last report.
 
-Losses stay on the device and are read only when a report is due, so that a step does not wait for
-the one before it.
+Losses stay on the device until a report is due, so that a step does not wait for the previous one.
 """
 
 import time
@@ -12,24 +11,25 @@ from typing import Any
 from torch import Tensor
 
 SMOOTHING = 0.8
-"""Share of the past in the smoothed loss, at each report."""
+"""Weight of the previous smoothed loss at each report."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over the steps of a report; the gradient norm and learning rate are the last step's."""
+    """The figures of a report: means over its steps; gradient norm and learning rate of the last
+    step."""
 
     loss: float
     smoothed_loss: float
     learning_rate: float  # share of the peak
     gradient_norm: float  # before clipping
     tokens_per_second: float
-    matrix_share: float  # model FLOPs utilisation; above 1 if the measurement was disturbed
+    matrix_share: float  # model FLOPs utilisation; above 1 if the rate was measured too low
     seconds_per_step: float
 
 
 class StepLog:
-    """Collects steps until a report takes them. `machine_rate` are operations per second."""
+    """The steps since the last report. `machine_rate` is in operations per second."""
 
     def __init__(self, flops_per_token: float, machine_rate: float) -> None:
         self._flops_per_token, self._machine_rate = flops_per_token, machine_rate
@@ -44,7 +44,7 @@ class StepLog:
         self._lr_scale = 0.0
 
     def state(self) -> dict[str, Any]:
-        """The steps that no report has taken yet."""
+        """The state to save: the steps since the last report."""
         return {
             "smoothed": self._smoothed,
             "steps": self.steps,
@@ -62,7 +62,8 @@ class StepLog:
         self._since = time.monotonic() - state["seconds"]
 
     def start(self) -> None:
-        """Start the clock, unless it is running: time between steps is not training time."""
+        """Start the clock before the first step after a report, so that the time of evaluations and
+        checkpoints does not count."""
         if not self.steps:
             self._since = time.monotonic()
 
@@ -73,7 +74,8 @@ class StepLog:
         self._norm, self._lr_scale = norm, lr_scale
 
     def take(self) -> Figures:
-        """The figures of the steps since the last call; there is at least one."""
+        """Return the figures of the steps since the last call, at least one step, and begin a new
+        report."""
         figures = self.figures()
         self._smoothed = figures.smoothed_loss
         self._clear()

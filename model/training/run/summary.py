@@ -1,7 +1,7 @@
-"""Summary: the course of a training run, read from its directory.
+"""Summary: describes a running, interrupted or finished training run from its directory.
 
-Covers running, interrupted and finished runs. Damaged lines are left out, with a note. Reads
-run.json, metrics.jsonl and samples.txt, never the state or a checkpoint, and writes nothing.
+Only run.json, metrics.jsonl and samples.txt are read, never the state or a checkpoint. Damaged
+lines are skipped, with a note.
 """
 
 import json
@@ -24,14 +24,14 @@ from logitd.model.transformer.size import parameter_count
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run, as its files describe it. None: not happened yet, or not known."""
+    """A run as its files describe it. None means that a value does not exist yet or is unknown."""
 
     path: Path
     preset: str
-    base: Mapping[str, Any] | None  # the checkpoint that it fine-tunes
+    base: Mapping[str, Any] | None  # the fine-tuned checkpoint
     parameters: int  # without adapters
     settings: Mapping[str, Any]  # recipe, shape and adapters
-    changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, if they differ
+    changes: Mapping[str, tuple[Any, Any]]  # values of the preset and the run, if they differ
     finished: bool
     idle_seconds: float  # since something was last written
     step: int
@@ -46,12 +46,12 @@ class RunSummary:
     best_bits_per_byte: float | None
     tokens_per_second: float | None  # the median of the reports
     sampled_at: int | None
-    samples: tuple[str, ...]  # texts of that step with their prompts
+    samples: tuple[str, ...]  # samples of that step, including prompts
     notes: tuple[str, ...]  # sentences about damage
 
 
 def summarise(path: Path) -> RunSummary:
-    """Summarise the run directory at `path`. Raises TrainingError for another folder."""
+    """Summarise the run directory `path`. Raises TrainingError if it is none."""
     if not is_run(path):
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
     training = RunDirectory(path).read_training()
@@ -98,7 +98,7 @@ def summarise(path: Path) -> RunSummary:
 
 
 def differences(runs: Sequence[RunSummary]) -> dict[str, tuple[Any, ...]]:
-    """The settings that are not the same in all runs, with the value of each."""
+    """The settings that differ between runs, with the value in each run."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: tuple(run.settings.get(name) for run in runs) for name in names}
     return {
@@ -122,16 +122,18 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
             damaged.append(number)
     notes = []
     if damaged and damaged[-1] == len(lines) and not lines[-1].endswith(b"\n"):
-        notes.append(f"the last line of {METRICS} is cut off: {len(records)} whole ones were read")
+        notes.append(
+            f"the last line of {METRICS} is cut off: {len(records)} complete lines were read"
+        )
         damaged.pop()
     if damaged:
         where = ", ".join(map(str, damaged[:5])) + (" and more" if len(damaged) > 5 else "")
-        notes.append(f"{len(damaged)} lines of {METRICS} are damaged and left out: {where}")
+        notes.append(f"{len(damaged)} lines of {METRICS} are damaged and were skipped: {where}")
     return records, tuple(notes)
 
 
 def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
-    """The last step with samples, and these."""
+    """The last step that was sampled, and its samples."""
     if not path.is_file():
         return None, ()
     parts = SAMPLE.split(path.read_text(encoding="utf-8", errors="replace"))[1:]

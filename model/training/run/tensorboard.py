@@ -1,8 +1,8 @@
-"""TensorBoard: the curves and samples of a run, written next to metrics.jsonl.
+"""TensorBoard: also writes the curves and samples of a run as TensorBoard events.
 
-Writes events and hands each on to another handler. Event files are in the folder `tensorboard` of
-the run; when it is resumed, those after the saved state are purged. Needs the optional package
-tensorboard, and writes nothing that metrics.jsonl and samples.txt do not have.
+The event files are in the folder `tensorboard` of the run. When the run is resumed, events after
+the saved state are purged. This needs the optional package tensorboard. metrics.jsonl and
+samples.txt have the same data.
 """
 
 from typing import TYPE_CHECKING
@@ -18,12 +18,12 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Writes events from `Started` on, and hands each on."""
+    """An event handler that passes each event to `report` and, after `Started`, also writes it."""
 
     def __init__(self, report: EventHandler) -> None:
         self._report = report
         self._writer: SummaryWriter | None = None
-        self._sampled: tuple[int, int] = (-1, 0)  # step, samples of it
+        self._sampled: tuple[int, int] = (-1, 0)  # step, number of its samples
 
     def __call__(self, event: Event, /) -> None:
         self._report(event)
@@ -50,7 +50,7 @@ class TensorBoard:
             case Sampled(step, prompt, text):
                 count = self._sampled[1] + 1 if self._sampled[0] == step else 1
                 self._sampled = step, count
-                indented = "    " + (prompt + text).replace("\n", "\n    ")  # shown as it is
+                indented = "    " + (prompt + text).replace("\n", "\n    ")  # shown verbatim
                 self._writer.add_text(f"sample/{count}", indented, step)
 
     def close(self) -> None:
@@ -59,13 +59,13 @@ class TensorBoard:
 
 
 def require_tensorboard() -> "type[SummaryWriter]":
-    """Import the writer. Raises TrainingError that says how to install it."""
+    """Import the writer. Raises TrainingError with the way to install it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise TrainingError(
             "--tensorboard needs the package tensorboard, which is not installed: "
-            f"{installation('tensorboard')}  Or leave the flag out: metrics.jsonl and "
+            f"{installation('tensorboard')}  Or remove the flag: metrics.jsonl and "
             "loss.png have the same numbers"
         ) from error
     return SummaryWriter

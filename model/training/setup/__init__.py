@@ -1,1 +1,1 @@
-"""From a configuration to a run that is ready: sized, resolved, created, resumed or joined."""
+"""Set-up of a run: choosing its size, and creating, resuming or joining it."""

@@ -1,4 +1,4 @@
-"""Base: opens the checkpoint that a fine-tuned run begins with, and builds the initial model.
+"""Base: opens the checkpoint to fine-tune, and builds the initial model of any run.
 
 The rules of fine-tuning are in `model/training/configuration/finetune.py`; adapters are written by
 `model/checkpoint/adapter.py`.
@@ -30,8 +30,8 @@ def open_base(path: Path) -> Base:
     info = _read(path)
     if not info.tokenizer.has_text:
         raise TrainingError(
-            f"--from: {path} has no vocabulary to tokenise a text with; import the model again and "
-            "name its vocabulary with --tokenizer"
+            f"--from: {path} has no vocabulary to tokenise a text with; import the model again "
+            "and set --tokenizer to its vocabulary"
         )
     training = info.training
     resolved = info.path.resolve()  # `best` is a link into the run
@@ -47,20 +47,20 @@ def open_base(path: Path) -> Base:
 
 
 def reopen_base(base: Base, path: Path) -> Base:
-    """Open the base of a run that exists, at its present `path`. Raises TrainingError if it is
-    another checkpoint."""
+    """Open the base of an existing run at its current `path`. Raises TrainingError if it is a
+    different checkpoint."""
     info, record = _read(path), base.record
     if info.weights_sha256 != record["weights_sha256"]:
         raise TrainingError(
             f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., but "
-            f"{path} has {info.weights_sha256[:12]}...: set --from to the present place of the "
-            "former"
+            f"{path} has {info.weights_sha256[:12]}...: set --from to the current path of "
+            f"{record['name']}"
         )
     return replace(base, checkpoint=info)
 
 
 def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
-    """The model of a run before its first step, in float32: with random weights or the base's, and
+    """The model of a run before its first step, in float32: random weights or those of the base,
     with the adapters to train."""
     gpt = GPT(training.model)
     generator = torch.Generator().manual_seed(training.recipe.seed)

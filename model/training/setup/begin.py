@@ -1,9 +1,9 @@
-"""Setup: opens a run, ready to be trained.
+"""Setup: opens a run for training.
 
-There are three ways: `_create` a new run, `_resume` one that exists, and in every process except
-the main one `_join` the run that the main one has set up. Setup rejects a bad run before the first
-step, and before anything is written unless that takes the vocabulary. Reads and writes files;
-`model/training/configuration/` decides their contents. Builds no model and takes no steps.
+The main process creates a new run (`_create`) or resumes an existing one (`_resume`); all other
+processes join it (`_join`). Setup rejects a bad run before the first step, and before anything is
+written unless the check needs the vocabulary. It reads and writes the files whose contents
+`model/training/configuration/` decides. The model is built later.
 """
 
 import time
@@ -47,16 +47,16 @@ from logitd.model.training.setup.notices import notices, special_tokens_notice
 from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
 
-_MEASURING = "measuring the training speed of this machine, for some seconds"
+_MEASURING = "measuring the training speed of this machine, which takes some seconds"
 
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
-    """Open a new run in a directory of its own, or with `resume` one that exists. Every process
-    calls this and gets the same run with its own part of it. The main one has locked the directory,
-    and the caller releases it. `deadline` is the end of the minutes, by the monotonic clock."""
+    """Open a new run in a new directory, or an existing one with `resume`. Every process calls this
+    and gets the same run, with its own part of the work. The main process locks the directory; its
+    caller must release it. `deadline` is the end of the minutes on the monotonic clock."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
-            "shard is on, but there is one process, which has the whole model: start several with "
+            "shard is on, but there is only one process: start several with "
             "torchrun --no-python --nproc-per-node N logitd train ..."
         )
     run: Run | None = None
@@ -66,7 +66,7 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadli
         else:
             run = _create(config, ranks, report, deadline)
     try:
-        ranks.barrier()  # from here on, run.json and the text are there for the others to read
+        ranks.barrier()  # from here on, the others can read run.json and the text
         opened = run or _join(config, ranks)
         # The model is sharded if any process has no room for a copy.
         sharded = bool(ranks.all_reduce_max([_wants_sharding(opened)])[0])
@@ -78,19 +78,19 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadli
 
 
 def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
-    # 1) Reject all that can be rejected without the text, which may have to be downloaded.
+    # 1) Check everything that does not need the text, which may have to be downloaded.
     by_minutes = wants_size(config, ranks.size)
     base = None
     if config.from_checkpoint is not None:
         base = open_base(config.from_checkpoint)
-        # The checkpoint itself instead of the run whose best it is now: a resumed run needs it.
+        # Store the checkpoint's own path: `best` of a run may change before this run is resumed.
         config = config.model_copy(update={"from_checkpoint": base.opened.path})
     training = resolve(config, base)
     chat_template = _chat_template(training)
     placement, _ = _share(training, ranks)
     RunDirectory(config.run_path).require_free()
 
-    # 2) Open the text. If the minutes choose the model, its length counts too.
+    # 2) Open the text. If the minutes choose the model, the size of the text matters too.
     text = _open_text(config, report)
     if text.shards and config.special_tokens != "auto":
         raise TrainingError(
@@ -107,7 +107,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         training = resolve(config)
     recipe = training.recipe
 
-    # 3) Tokenise it. Now the size of the vocabulary is known, and with it the model.
+    # 3) Tokenise the text, which determines the vocabulary's size and so the model.
     directory = RunDirectory.create(config.run_path)
     try:
         report(Noticed("tokenising the text"))
@@ -134,7 +134,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         for notice in notices(training, prepared):
             report(Noticed(notice))
 
-        # 4) Write down what was decided.
+        # 4) Write run.json.
         with directory.preparing():
             directory.write_training(training)
     except BaseException:
@@ -144,21 +144,21 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
 
 
 def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
-    """Open a run that exists, back at its saved state. The whole of a resume, in order:
+    """Open an existing run at its saved state. This function does the first four steps of a resume:
 
-    1. Lock the directory. Read run.json, and change in it what was set again (here).
-    2. Open the base again if its weights are needed, the chat template and the tokenised text.
-       Refuse a --data that has changed.
-    3. Rewind the directory to the step of the saved state, as later steps will be taken again:
-       remove later metrics, samples and checkpoints, and what a kill left half done.
+    1. Lock the directory. Read run.json and apply the settings of this command.
+    2. Open the base if its weights are needed, the chat template and the tokenised text. Refuse
+       a --data that has changed.
+    3. Rewind the directory to the step of the saved state, because later steps will be repeated:
+       remove later metrics, samples and checkpoints, and incomplete files.
     4. Write run.json with the changes.
     5. The other processes join (`_join`), and all build the model as for a new run (`Trainer`).
-    6. Load weights, optimizers, counters and what was not yet reported (`Trainer.load`).
-    7. Do what follows a saved state, as far as a kill prevented it: evaluate, sample, write the
-       checkpoint (`RunRecorder.finish`).
-    8. Take steps.
+    6. Load weights, optimizers, counters and unreported figures (`Trainer.load`).
+    7. Evaluate, sample and write the checkpoint, unless this was done before the run was
+       interrupted (`RunRecorder.finish`).
+    8. Train.
 
-    A run that was killed before it first saved begins again at step 0.
+    A run that was killed before its first save begins again at step 0.
     """
     directory = RunDirectory.open(config.run_path)
     with directory.preparing():
@@ -171,9 +171,9 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
             scale = lr_scale(training.recipe, saved.step, training.rewarming.done)
             report(
                 Noticed(
-                    f"the run is longer now: the learning rate rises from x "
-                    f"{training.rewarming.scale:.2f} to x {scale:.2f} of its peak within "
-                    f"{REWARMING:.0%} of what is left, and falls to the new end"
+                    f"the run is longer now: the learning rate rises from "
+                    f"{training.rewarming.scale:.2f} to {scale:.2f} of its peak within "
+                    f"{REWARMING:.0%} of the remaining run, then falls until the new end"
                 )
             )
         training = _with_open_base(training, directory)
@@ -196,7 +196,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
 
 
 def _join(config: TrainingConfig, ranks: Ranks) -> Run:
-    """Open what the main process has decided and written."""
+    """Open the run that the main process has set up."""
     directory = RunDirectory.open(config.run_path)
     training = _with_open_base(directory.read_training(), directory)
     return _opened(training, ranks, directory, read_prepared(directory.data))
@@ -222,8 +222,8 @@ def _opened(
 
 
 def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBatch]:
-    """The device and the batches of this process. Raises DeviceError, and DataError if the
-    processes cannot share a step evenly."""
+    """The device and the part of each batch of this process. Raises DeviceError; DataError if the
+    processes cannot divide a step evenly."""
     config, recipe = training.config, training.recipe
     device, threads = str(ranks.device(config.device)), ranks.threads(config.threads)
     batch = rank_batch(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
@@ -231,7 +231,7 @@ def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBat
 
 
 def _wants_sharding(run: Run) -> bool:
-    """True if this process would divide the model among all."""
+    """True if this process needs the model to be sharded."""
     option, training = run.training.config.shard, run.training
     if run.ranks.size == 1 or option == "off":
         return False
@@ -250,7 +250,7 @@ def _open_text(config: TrainingConfig, report: EventHandler) -> Text:
 
 
 def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: EventHandler) -> None:
-    go_on = "leave --data out to go on with the text that the run has tokenised"
+    go_on = "remove --data to continue with the text that the run has tokenised"
     try:
         now, before = text_sha256(_open_text(config, report), text.tokenizer), text.record["sha256"]
     except DataError as error:
@@ -272,7 +272,8 @@ def _check_prompts(prompts: Sequence[str], text: PreparedText) -> None:
 
 
 def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> ResolvedTraining:
-    """Open the base if its weights are needed: for adapters, or without a saved state to load."""
+    """Open the base if its weights are needed: for adapters, or if there is no saved state to
+    load."""
     path = training.config.from_checkpoint
     if training.base is None or path is None:
         return training
@@ -282,15 +283,15 @@ def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> Reso
 
 
 def _saved_counters(directory: RunDirectory) -> Counters:
-    """The counters of the saved state; zeros for a run that was killed before it first saved."""
+    """The counters of the saved state; zeros if the run was killed before its first save."""
     if not directory.state.exists() and not directory.checkpoints():
         return Counters()
     return Counters(**read_state(directory.state, mapped=True)["counters"])
 
 
 def _chat_template(training: ResolvedTraining) -> str | None:
-    """The chat template of the checkpoints; the base's by default. It is read before training, so
-    that one that does not compile is rejected early."""
+    """The chat template of the checkpoints; that of the base by default. It is read and compiled
+    before training, so that errors are found early."""
     path, base = training.config.chat_template, training.base
     if path is None:
         return None if base is None else base.chat_template

@@ -1,6 +1,6 @@
-"""Measure: how fast this machine trains, by real steps on random ids.
+"""Measure: the training speed of this machine, in real steps on random ids.
 
-The speed chooses a size for `--minutes` (`model/training/configuration/autosize.py`).
+`model/training/configuration/autosize.py` chooses the model's size for `--minutes` by it.
 """
 
 import time
@@ -29,16 +29,16 @@ from logitd.model.transformer.gpt import GPT
 
 MOST_MEASURED_STEPS = 40
 LONG_ENOUGH, LONGEST = 0.25, 0.4
-"""Shares of the allowed time after which a measurement ends: if its two fastest steps agree, and in
-any case. A few steps in a row may be one bad moment, in which other programs have the processors,
-and would decide the size of the whole run."""
+"""Shares of the allowed time after which a measurement ends: LONG_ENOUGH if its two fastest steps
+agree, LONGEST in any case. A shorter measurement could fall into a moment in which other programs
+use the processors, and would choose too small a model."""
 AGREEMENT = 1.05
-"""Largest ratio of two steps that agree."""
+"""Largest ratio of the times of two steps that agree."""
 
 
 def measure_machine(config: TrainingConfig, placement: Placement, seconds: float) -> Measured:
-    """Choose the size for the `seconds` that are left of a configuration's minutes, by
-    measurements."""
+    """Measure how fast this machine trains models of several sizes, and choose the size for the
+    `seconds` that are left of the configured minutes."""
     use_threads(placement.threads)
     tokenizer = config.tokenizer or "own"
     published = None if tokenizer == "own" else published_vocabulary(tokenizer).vocab_size
@@ -57,9 +57,9 @@ def measure_machine(config: TrainingConfig, placement: Placement, seconds: float
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
-    """Tokens per second of the fastest of several real steps on random ids, because other programs
-    only make steps slower. The first is not counted. Takes no more steps than a run of `seconds`
-    has time for, but at least one."""
+    """Tokens per second of the fastest of several real steps on random ids, not counting the first.
+    The fastest is the least disturbed by other programs. Makes no more steps than the measuring
+    share of `seconds` allows, but counts at least one."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -75,15 +75,15 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
         loss = forward.loss(ids[:, :-1], ids[:, 1:])
         loss.backward()
         optimizers.step(1.0)
-        if placement.device.type == "cuda":  # there a call only queues the work
+        if placement.device.type == "cuda":  # a call only queues the work on CUDA
             torch.cuda.synchronize(placement.device)
         times.append(time.perf_counter() - began)
     return recipe.batch_size * model.context_length / min(times[1:])
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """True if another step is measured, after `times` of counted steps that took the share `spent`
-    of the allowed time."""
+    """True if another step should be measured. `times` are those of the counted steps; `spent` is
+    the used share of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1
     if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:

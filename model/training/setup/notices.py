@@ -1,4 +1,4 @@
-"""Notices about a prepared run, before its first step. Pure functions: they report nothing."""
+"""Notices about a prepared run before its first step. The caller reports them."""
 
 import shlex
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
     share = record["val_bytes"] / max(1, record["bytes"])
     if abs(share - asked) > asked / 4:
         yield (
-            f"{share:.1%} of the text is held out, and val_fraction is {asked:.1%}: documents "
-            "that are not larger are held out whole, and shards keep their sides"
+            f"{share:.1%} of the text is held out, although val_fraction is {asked:.1%}: small "
+            "documents are not divided, and shards keep their own division"
         )
     yield from special_tokens_notice(text)
     steps, model, warmup = training.length.steps, training.model, training.recipe.warmup
@@ -23,28 +23,28 @@ def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
         return
     if warmup >= steps:
         yield (
-            f"the warmup of the preset is {warmup:,} steps and the run has {steps:,}, so the "
+            f"the warmup of the preset is {warmup:,} steps, but the run has {steps:,}, so the "
             "learning rate never reaches its peak: set a shorter --warmup"
         )
     often = steps * training.tokens_per_step / text.train.count
     if often > MANY and not model.dropout:
         yield (
-            f"{steps:,} steps pass the text {often:.1f} times, without dropout: the model may "
-            "learn it by heart, and validation then gets worse. Set fewer --steps or --dropout "
-            f"{dropout_of(often, model.vocab_size):g}, or let --minutes without a preset choose"
+            f"{steps:,} steps pass the text {often:.1f} times without dropout: the model may "
+            "overfit, so that the validation loss rises. Set fewer --steps or --dropout "
+            f"{dropout_of(often, model.vocab_size):g}, or let --minutes without --preset choose"
         )
 
 
 def special_tokens_notice(text: PreparedText) -> Iterator[str]:
-    """A sentence about names of special tokens in the text, if it has any."""
+    """A sentence about special tokens' names in the text, if there are any."""
     if not (names := text.record.get("special_names")):
         return
     first = shlex.quote(next(iter(names)))
     encoded = "they are encoded as the tokens"
     if not text.special_ids:
         encoded = (
-            f"they are plain text. --split-at {first} makes documents of the text between two of "
-            "them, --special-tokens ids encodes them as the tokens, as a chat template does"
+            f"they are encoded as plain text. --split-at {first} splits the text into documents at "
+            "them; --special-tokens ids encodes them as the tokens, as a chat template does"
         )
     listed = ", ".join(f"{name} {count:,} times" for name, count in list(names.items())[:4])
-    yield f"the text has the names of special tokens ({listed}), and {encoded}"
+    yield f"the text contains names of special tokens ({listed}); {encoded}"

@@ -1,1 +1,1 @@
-"""One training step: forward, loss and what compiles them; validation; counted operations."""
+"""One training step: forward, loss and their compilation; validation; operation counts."""

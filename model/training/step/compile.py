@@ -1,11 +1,10 @@
-"""Compiling: the loss of training through `torch.compile`.
+"""Compiling: the training loss through `torch.compile`.
 
-On CUDA it is compiled unless `--compile off` is set or the minutes are few. On a CPU it takes
-the better part of a minute and makes a step of the presets `tiny` and `small` an eighth faster
-(`python -m benchmarks.train_throughput`), so only a long run is compiled there, measured by the
-operations that it will do. run.json keeps the decision (`ResolvedTraining.with_vocabulary`): a
-resumed run computes with the same kernels, hence the same bits. Does not compile evaluation,
-samples or the optimizers.
+On CUDA the loss is compiled unless `--compile off` is set or the minutes are few. On a CPU
+compiling takes almost a minute and makes a step of the presets `tiny` and `small` an eighth faster
+(`python -m benchmarks.train_throughput`), so only runs with many operations are compiled there.
+run.json stores the decision (`ResolvedTraining.with_vocabulary`), so that a resumed run uses the
+same kernels and has the same bits. Evaluation, samples and optimizers are not compiled.
 """
 
 import logging
@@ -21,7 +20,7 @@ from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.step.forward import Forward
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From ids and targets, (B, T) each, to the mean loss."""
+"""Maps ids and targets, (B, T) each, to the mean loss."""
 Notice = Callable[[str], None]
 SHORTEST_MINUTES = 2.0
 """Length of a run by the clock from which CUDA's auto compiles. On an H200 that takes 33 s for
@@ -29,15 +28,17 @@ GPT-2 124M, and a step is then 2.1 times as fast."""
 
 
 class CompiledLoss:
-    """A loss through `torch.compile`, or eager if compiling fails, because a machine without a C
-    compiler can train too. `notice` is called with a message in both cases.
+    """A loss through `torch.compile`. If compiling fails, it is computed eagerly, because a machine
+    without a C compiler can train too. `notice` gets a message before compiling and after a
+    failure.
 
-    The first call compiles: it runs forward and backward once before the call that counts, and
-    drops earlier gradients. An error of training itself occurs again in that call, and is raised.
+    The first call compiles: it runs forward and backward once, drops the gradients, and then
+    computes the result. If the first run fails for another reason than compiling, the second raises
+    the error again.
 
-    `peers` are processes that share a model, so that none computes alone. The first call would
-    never end if some of them went on eagerly. So each tries its compiler alone first, and if one
-    fails, all are eager.
+    `peers` are processes that share a model and must compute together. If one of them fell back to
+    eager alone, the others would wait for ever. So each tests its compiler on a small function
+    first, and if one fails, all compute eagerly.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class CompiledLoss:
             failure = self._try(compiled, token_ids, targets)
             if several and failure is not None:
                 raise TrainingError(
-                    f"the training step does not compile ({failure}), and the other processes wait "
-                    "in it: train with --compile off"
+                    f"the training step does not compile ({failure}), and the other processes are "
+                    "waiting for this one: train with --compile off"
                 )
         if failure is None:
             return compiled
@@ -75,12 +76,12 @@ class CompiledLoss:
 
     def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:
         devices = [token_ids.device] if token_ids.is_cuda else []
-        # While it is imported it warns that a CPU has no CUDA runtime.
+        # This module warns during import that a CPU has no CUDA runtime.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         try:
-            with torch.random.fork_rng(devices):  # dropout draws as if this had not been
+            with torch.random.fork_rng(devices):  # leaves the dropout of later steps unchanged
                 compiled(token_ids, targets).backward()
-        except RuntimeError as error:  # all of the compiler's exceptions are
+        except RuntimeError as error:  # the base class of the compiler's exceptions
             return _reason(error)
         finally:
             for parameter in self._forward.parameters():
@@ -88,8 +89,8 @@ class CompiledLoss:
         return None
 
     def _try_alone(self, device: torch.device) -> str | None:
-        """Compile a function without collective calls. Returns why that failed here or in another
-        process, or None."""
+        """Compile a function without collective calls. Returns the reason if that failed here or in
+        another process, else None."""
         failure = None
         try:
             values = torch.ones(8, device=device, requires_grad=True)
@@ -114,7 +115,8 @@ def choose_loss(forward: Forward, notice: Notice, *, compiled: bool, peers: Rank
 
 
 def compiles(option: Compile, device: torch.device, minutes: float | None = None) -> bool:
-    """True if a run compiles its loss. `auto`, which a short run keeps, does so only on CUDA, and
-    if the clock ends the run, only from SHORTEST_MINUTES on."""
+    """True if a run compiles its loss. `auto` compiles only on CUDA, and only if the run is not
+    shorter than SHORTEST_MINUTES. (A long run on a CPU has `on` here, see
+    `ResolvedTraining.with_vocabulary`.)"""
     long = minutes is None or minutes >= SHORTEST_MINUTES
     return option == "on" or (option == "auto" and device.type == "cuda" and long)

@@ -1,13 +1,12 @@
-"""Flops: the arithmetic that a training step needs, and its share of the machine's rate.
+"""Flops: the operations that a training step needs, and the rate at which the machine can do them.
 
-Counts the matrix products of the model's definition: for every token the block matrices and the
-head, and its attention over the positions that it sees. The backward pass takes twice the
-forward's. Does not count norms, activations, softmax, the optimizer, or discarded results, such as
-attention to positions that the causal mask hides. So the share is the part of the machine that goes
-into training, not its load.
+The count includes the matrix products of the model's definition: for every token the block
+matrices, the head, and attention over the positions before it. The backward pass counts twice the
+forward. Norms, activations, softmax, the optimizer and discarded results (such as attention to
+masked positions) do not count. So the share of the machine's rate is its useful work, not its load.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole
-window instead, and has larger shares at long contexts.
+window instead, which gives larger shares at long contexts.
 """
 
 from logitd.model.device import Placement
@@ -16,8 +15,8 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import attention_operations, count_elements
 
 RATE_WIDTH = 512
-"""Width of the square matrices that a CPU's rate is measured with: wide enough for its full rate,
-and done before another process takes the core away."""
+"""Width of the square matrices with which a CPU's rate is measured: wide enough for the full rate,
+small enough to finish before another process takes the core."""
 
 
 def flops_per_token(config: GPTConfig) -> float:
@@ -33,8 +32,8 @@ def flops_per_token(config: GPTConfig) -> float:
 
 
 def machine_rate(placement: Placement) -> float:
-    """Operations per second of matrix products in the dtype of training, with torch's present
-    threads. Measured in some hundredths of a second, or in two seconds if torch has no fast
+    """Operations per second of matrix products in the dtype of training, with torch's current
+    threads. Measuring takes some hundredths of a second, or two seconds if torch has no fast
     products of the dtype (bfloat16 on AVX2)."""
     width = RATE_WIDTH if placement.device.type == "cpu" else None
     return matrix_rate(placement.device, placement.dtype, width)

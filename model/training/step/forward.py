@@ -1,9 +1,8 @@
-"""Forward: the logits and the loss of training, in the dtype and with the attention that are
-fastest here.
+"""Forward: the logits and the loss in training, with the fastest attention for the device.
 
-Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16,
-attention is computed by `model/training/step/matrix_attention.py`. That costs memory for the
-attention weights of every head and layer, so long windows use torch's fused kernel.
+Weights are always float32; bfloat16 products use autocast. On a CPU in bfloat16,
+`model/training/step/matrix_attention.py` computes attention. It keeps the attention weights of
+every head and layer in memory, so long windows use torch's fused kernel instead.
 `model/training/step/compile.py` compiles the loss.
 
 Shapes: B sequences, T positions, V = vocab_size.
@@ -20,11 +19,12 @@ from logitd.model.transformer.attention import Attend, CausalAttend
 from logitd.model.transformer.gpt import GPT
 
 LONGEST = 1024
-"""Window up to which attention weights are kept for the backward pass."""
+"""Longest window for which attention weights are kept for the backward pass."""
 
 
 class Forward:
-    """Maps ids (B, T) to logits (B, T, V). `dropout` is that of attention: 0 to evaluate."""
+    """Maps ids (B, T) to logits (B, T, V). `dropout` is the dropout of attention, 0 for
+    evaluation."""
 
     def __init__(self, gpt: GPT, placement: Placement, *, dropout: float) -> None:
         self._gpt = gpt
@@ -36,8 +36,8 @@ class Forward:
             return self._gpt.logits(self._hidden(token_ids))
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss (nats per token) of targets (B, T), with gradients; the logits of a
-        batch are never in memory at once."""
+        """The mean loss (nats per token) of targets (B, T), with gradients. Only a chunk of the
+        logits is in memory at a time."""
         gpt = self._gpt
         with self._autocast():
             hidden = self._hidden(token_ids)  # (B, T, C)
@@ -66,8 +66,8 @@ class Forward:
 
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
-    """Resolve "auto": bfloat16 if the device multiplies it natively, which is several times faster,
-    else float32."""
+    """The device, dtype and threads of training. The dtype "auto" means bfloat16 if the device
+    multiplies it natively, which is several times faster, else float32."""
     placement = choose_placement(device, "float32", threads)
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"

@@ -1,12 +1,12 @@
-"""Loss: cross-entropy of the head's predictions, a chunk of the positions at a time.
+"""Loss: cross-entropy of the head's predictions, computed in chunks of positions.
 
-The logits of a batch are the largest tensor of a step: B * T * V elements, of which
-`F.cross_entropy` and its backward pass hold three in float32. Here a chunk of rows is multiplied by
-the head, turned into its loss and at once into its gradients, and dropped. Only gradients as large
-as the hidden states and the head are kept.
+The logits of a batch are the largest tensor of a step, with B * T * V elements, and
+`F.cross_entropy` with its backward pass holds three such tensors in float32. Here a chunk of rows
+is multiplied by the head, its loss and its gradients are computed at once, and the chunk's logits
+are dropped. Only gradients as large as the hidden states and the head are kept.
 
-Covers the mean loss, of a head with or without a bias, and one backward pass. Evaluation needs no
-gradients (`model/training/step/validate.py`).
+Supports the mean loss of a head with or without a bias, and a single backward pass. Evaluation
+needs no gradients (`model/training/step/validate.py`).
 
 Shapes: N = B * T positions, C = d_model, V = vocab_size.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
-"""Logits of a chunk. On a CPU 8 MB in float32, near the size of a processor's cache; the next chunk
-uses the same memory. On a GPU 1 GB, because each chunk adds to the gradient of the whole head; that
+"""Number of logits per chunk. On a CPU they take 8 MB in float32, about the size of a processor's
+cache. On a GPU they take 1 GB, because each chunk updates the gradient of the whole head; that
 value is chosen, not measured."""
 MIN_ROWS = 512
-"""Fewest rows of a chunk: each adds to the gradient of the whole head."""
+"""Fewest rows of a chunk, because each chunk updates the gradient of the whole head."""
 
 
 def cross_entropy(
@@ -38,8 +38,9 @@ def cross_entropy(
     """The mean of -log p(target) in nats, a float32 scalar with gradients to `hidden`, `head` and
     `bias`.
 
-    As `F.cross_entropy` of `F.linear(hidden, head, bias)[..., :vocab_size]` computed in `dtype` and
-    widened to float32. Rows of the head from `vocab_size` on take no part and get no gradient.
+    The same as `F.cross_entropy` of `F.linear(hidden, head, bias)[..., :vocab_size]`, computed in
+    `dtype` and converted to float32. Rows of the head from `vocab_size` on are ignored and get no
+    gradient.
     """
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, 1), head, bias, targets.flatten(), vocab_size, dtype
@@ -48,7 +49,8 @@ def cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradient of the logits is softmax - onehot, over N: known as soon as they are."""
+    """Computes gradients in the forward pass, because that of the logits is (softmax - onehot) /
+    N."""
 
     @staticmethod
     def forward(

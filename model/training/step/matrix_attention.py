@@ -1,10 +1,10 @@
 """Matrix attention: causal attention as batched matrix products, for training on a CPU in bfloat16.
 
-There, torch's fused kernel takes about twice as long, forward and backward, as two products with a
-softmax between them. Queries are processed in blocks, each against the keys up to the block's own
-end, so most positions that the causal mask hides are never computed: at 512 positions, the
-products, the softmax and their gradients take three fifths of the time they take without blocks.
-The price is memory: the probabilities of every head and layer are kept for the backward pass.
+On such a CPU torch's fused kernel takes about twice as long, forward and backward, as two products
+with a softmax between them. Queries are processed in blocks, each with the keys up to the end of
+the block, so most masked positions are never computed. At 512 positions this takes three fifths of
+the time without blocks. The cost is memory: the probabilities of every head and layer are kept for
+the backward pass.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 QUERIES = 128
-"""Positions of a block: half and twice as many were slower at windows of 256 and 512."""
+"""Positions per block. 64 and 256 were slower at windows of 256 and 512."""
 
 
 class MatrixAttend:
@@ -32,11 +32,11 @@ class MatrixAttend:
         b, h, t, d = q.shape
         kv = k.shape[1]
         groups = h // kv
-        # Queries that share a key head follow each other, so keys need no copies, and positions are
-        # the outer order, so that a block of positions is contiguous in memory.
+        # Queries that share a key head are adjacent, so keys need no copies. Positions are the
+        # outer axis, so that a block of positions is contiguous in memory.
         q = q.to(self.dtype).view(b, kv, groups, t, d).transpose(2, 3)  # (B, K, T, G, D)
         k, v = k.to(self.dtype), v.to(self.dtype)
-        with torch.autocast(q.device.type, enabled=False):  # it would choose other numbers
+        with torch.autocast(q.device.type, enabled=False):  # it would change dtypes
             out: Tensor = _BlockedAttention.apply(  # type: ignore[no-untyped-call]
                 q.reshape(b * kv, t * groups, d),
                 k.reshape(b * kv, t, d),
@@ -48,7 +48,7 @@ class MatrixAttend:
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """softmax(q k' / sqrt(D)) v, block by block, and its gradients by hand."""
+    """softmax(q k' / sqrt(D)) v, computed in blocks, with explicit gradients."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class _BlockedAttention(torch.autograd.Function):
             probs = scores.softmax(dim=-1)  # (B * K, (e - a) * G, e)
             kept.append(probs)
             if dropout:
-                # The factor scales up the probabilities that survive, and is 0 for the others.
+                # 0 for dropped probabilities, the usual scale for the others.
                 factor = F.dropout(torch.ones_like(probs), dropout)
                 kept.append(factor)
                 probs = probs * factor
@@ -83,7 +83,7 @@ class _BlockedAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
         of_q = torch.empty_like(q)
-        # A key is seen by several blocks: their shares are added up in float32.
+        # Several blocks attend to a key: their gradients are added up in float32.
         of_k, of_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()
         saved = iter(kept)
         for a, e in _blocks(k.shape[1]):
@@ -107,7 +107,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 def _mask(a: int, e: int, groups: int, like: Tensor) -> Tensor:
-    """0 for a key that a query of the block sees, -inf for others: ((e - a) * G, e)."""
+    """The mask ((e - a) * G, e) of a block: 0 for visible keys, -inf for later ones."""
     hidden = torch.ones(e - a, e, dtype=torch.bool, device=like.device).triu(a + 1)
     mask = torch.zeros(e - a, e, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(hidden, float("-inf")).repeat_interleave(groups, dim=0)

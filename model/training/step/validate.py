@@ -1,12 +1,13 @@
 """Validation: the loss on fixed windows of the validation tokens.
 
-It has two units. Training lowers nats per token, which depend on the vocabulary. Bits per byte do
-not: the nats of all predicted tokens, over the bytes of their text, over ln 2. The end of a
-document is predicted like any token, and has zero bytes.
+The loss is reported in two units. Nats per token are what training lowers; they depend on the
+vocabulary. Bits per byte do not: they are the nats of all predicted tokens, divided by the bytes of
+their text and by ln 2. The end of a document is predicted like any other token and has zero bytes.
 
-Draws no random numbers and leaves the model unchanged, so it does not disturb training. Each
-process computes some of the batches. The sums are added up batch by batch in one order, so the bits
-of the result do not depend on the number of processes. `model/data/windows.py` chooses the windows.
+Validation uses no random numbers and leaves the model unchanged, so it does not disturb training.
+Each process computes some of the batches. The sums of batches are added up in a fixed order, so the
+bits of the result do not depend on the number of processes. `model/data/windows.py` chooses the
+windows.
 """
 
 import math
@@ -22,7 +23,7 @@ from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.transformer.gpt import GPT
 
 MOST_NATS = 709.0
-"""Nats per token up to which the perplexity is a finite float64."""
+"""Largest number of nats per token whose perplexity is a finite float64."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """The number of equally likely tokens that are as hard to predict; inf above MOST_NATS."""
+        """exp(loss): the number of equally likely tokens among which a choice is as hard to
+        predict. inf from MOST_NATS on."""
         return math.inf if self.loss >= MOST_NATS else math.exp(self.loss)
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float:
-    """Bits per byte; inf for tokens without text, such as only the end of a document."""
+    """Bits per byte; inf if the tokens have no text, such as an end of document alone."""
     return nats / math.log(2) / text_bytes if text_bytes else math.inf
 
 
@@ -56,9 +58,9 @@ def validate(
     *,
     sharded: bool = False,
 ) -> ValidationLoss:
-    """The mean loss over all windows, the same on all ranks, which all have to call this. `forward`
-    maps ids (B, T) to logits (B, T, V). `sharded`: each rank has a part of the model, so none can
-    compute without the others.
+    """The mean loss over all windows. All ranks must call this and get the same result. `forward`
+    maps ids (B, T) to logits (B, T, V). `sharded`: each rank has a part of the model, so all must
+    compute together.
     """
     training = gpt.training
     gpt.eval()
@@ -89,7 +91,7 @@ def validate(
 
 
 def _own_batches(batches: int, ranks: Ranks, sharded: bool) -> range:
-    """The batches of one process. If `sharded`, each has the same number, so the last may not
-    exist."""
+    """Indices of the batches of one process. If `sharded`, all processes have the same number of
+    them, so the last index may not exist."""
     end = -(-batches // ranks.size) * ranks.size if sharded else batches
     return range(ranks.rank, end, ranks.size)

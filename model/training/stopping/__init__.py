@@ -1,1 +1,1 @@
-"""Progress and end of a run: its length, a signal, divergence."""
+"""The end of a run: by its length, a signal, or divergence."""

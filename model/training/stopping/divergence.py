@@ -1,14 +1,13 @@
-"""DivergenceMonitor: detects a run that no longer learns, so that bad weights never replace good
-ones.
+"""DivergenceMonitor: detects diverged training, so that bad weights never replace good ones.
 
-Training goes wrong in two ways. A loss or gradient norm that is not finite ends the run at once. A
-loss that has exploded may be finite: it stays far above its best. "Far above" is half the way from
-the best smoothed loss back up to that of the first step, and at least one nat. A run whose loss is
-there after its warmup, for `REPORTS` reports and `STEPS` steps in a row, has diverged; single bad
-batches and spikes are over long before. While the loss is there, the run is suspect and its weights
-are not to be saved.
+Training diverges in two ways. A loss or gradient norm that is not finite ends the run at once. A
+loss that exploded may also be finite, but stay far above its best. "Far above" means more than half
+the difference between the best smoothed loss and the first loss, and at least one nat. If the loss
+is far above its best after the warmup, for `REPORTS` reports and `STEPS` steps in a row, the run
+has diverged; bad batches and spikes are over long before. In the meantime the run is suspect, and
+its weights must not be saved.
 
-Sees only the figures of reports, and does not act on them: the trainer does.
+The monitor sees only the figures of reports. The trainer acts on the diagnosis.
 """
 
 import math
@@ -20,14 +19,14 @@ from logitd.model.training.run.step_log import Figures
 REPORTS = 20
 STEPS = 100
 MARGIN = 1.0
-"""Nats per token above the best, at least."""
+"""Smallest distance from the best loss that counts as far above, in nats per token."""
 
 
 class DivergenceMonitor:
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
         self._first = self._best = math.inf
-        self._since: int | None = None  # the step since which the loss has been far above
+        self._since: int | None = None  # step of the first report with a loss far above
         self._reports = 0
         self._last: tuple[int, Figures] | None = None
 
@@ -45,7 +44,7 @@ class DivergenceMonitor:
         self._since, self._reports = state["since"], state["reports"]
 
     def start(self, loss: float) -> None:
-        """Take the first step's loss, that of weights that have not learned anything here."""
+        """Record the loss of the first step, before any update."""
         self._first = self._best = loss
 
     def observe(self, step: int, figures: Figures) -> None:
@@ -63,11 +62,12 @@ class DivergenceMonitor:
 
     @property
     def suspect(self) -> bool:
-        """True if the loss is far above its best, so that the weights are not to be saved."""
+        """True if the loss is far above its best, so that the weights must not be saved."""
         return self._since is not None
 
     def diagnosis(self, *, last: bool = False) -> str | None:
-        """Why the run has diverged, or None. `last`: it has no steps left to recover in."""
+        """The reason if the run has diverged, else None. `last`: no steps are left in which it
+        could recover."""
         if self._last is None:
             return None
         step, figures = self._last
@@ -82,6 +82,6 @@ class DivergenceMonitor:
             return None
         return (
             f"training diverged: since step {self._since} the smoothed loss is above "
-            f"{self._limit():.2f}, at step {step} it is {figures.smoothed_loss:.2f}, and its "
+            f"{self._limit():.2f}; at step {step} it is {figures.smoothed_loss:.2f}, and its "
             f"best was {self._best:.2f}"
         )

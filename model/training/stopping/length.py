@@ -1,9 +1,9 @@
-"""Length: progress of a run and its end, by steps, by the clock, or by the first of both.
+"""Length: the progress and the end of a run, by steps, by the clock, or by whichever comes first.
 
-The minutes are those of the whole command, with setup and saving the last step. The learning rate
-falls with the share of the run that is done (`model/training/optim/schedule.py`), so a run that
-only the clock ends cools down in time as well. But its number of steps depends on the machine's
-speed: only a run of a given number of steps can be repeated exactly.
+The minutes include set-up and saving the last step. The learning rate depends on the completed
+share of the run (`model/training/optim/schedule.py`), so it also decays in a run that only the
+clock ends. But the number of steps of such a run depends on the machine's speed: only a run with a
+set number of steps can be repeated exactly.
 """
 
 import math
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counters:
-    """Progress of a run, in all sittings together.
+    """Progress of a run, over all commands that trained it.
 
-    seconds  wall clock
-    setup    seconds of them before each sitting's second step: text, measuring, compiling
-    ending   seconds that saving the last step is expected to take
+    seconds  wall-clock time
+    setup    part of `seconds` before the second step of each command: text, measuring, compiling
+    ending   expected seconds of saving the last step
     """
 
     step: int = 0
@@ -28,20 +28,20 @@ class Counters:
 
 @dataclass(frozen=True)
 class Length:
-    """The end of a run. At least one of the two is set."""
+    """The length of a run. At least one of the fields is set."""
 
     steps: int | None
-    minutes: float | None  # wall clock, all sittings together
+    minutes: float | None  # wall-clock time over all commands
 
     def done(self, counters: Counters) -> float:
-        """The share of the run that is done, 0 to 1."""
+        """The completed share of the run, 0 to 1."""
         by_steps = counters.step / self.steps if self.steps else 0.0
         trained = max(0.0, counters.seconds - counters.setup)
         by_clock = trained and trained / max(trained, trained + self.clock_left(counters))
         return min(1.0, max(by_steps, by_clock))
 
     def clock_left(self, counters: Counters) -> float:
-        """Seconds of the minutes that are left for steps; infinite without minutes."""
+        """Seconds left for steps; infinite if no minutes are set."""
         if self.minutes is None:
             return math.inf
         return self.minutes * 60 - counters.ending - counters.seconds

@@ -1,8 +1,8 @@
-"""Signals: Ctrl-C asks a run to stop, instead of ending it in the middle of a step.
+"""Signals: Ctrl-C stops a run after the current step instead of in the middle of it.
 
-While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so that a step is
-always finished; the second of either raises KeyboardInterrupt. A cluster sends SIGTERM before it
-takes a machine away. Outside the main thread signals cannot be caught, and nothing changes.
+In a `StopSignals` context the first SIGINT or SIGTERM only sets a flag, so that the step is
+finished; the second one raises KeyboardInterrupt. (Clusters send SIGTERM before they take a machine
+away.) Outside the main thread signals cannot be caught, and the context has no effect.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class StopSignals:
-    """A context manager whose `asked` becomes True when the run is to stop."""
+    """A context manager. `asked` becomes True at the first signal."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.asked = False
@@ -42,9 +42,9 @@ class StopSignals:
 
 @contextmanager
 def errors_outlive_sigterm(kind: type[Exception]) -> Iterator[None]:
-    """Keep SIGTERM from ending the process while it handles an error of this kind, so that the
-    message is printed. torchrun sends SIGTERM to all processes of a run within moments of the end
-    of one, while the others still handle its loss."""
+    """Ignore SIGTERM while the process handles an error of this kind, so that its message is
+    printed. When one process of a run ends, torchrun sends SIGTERM to all others at once, while
+    they are still handling the lost connection."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         if not isinstance(sys.exc_info()[1], kind):

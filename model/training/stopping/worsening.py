@@ -1,9 +1,9 @@
-"""Worsening: notices of a run whose validation loss rises, from its metrics.
+"""Worsening: notices about a rising validation loss, from the metrics of a run.
 
-A model that sees a text too often learns it by heart: the training loss keeps falling and the
-validation loss rises. Only time is lost, because the best checkpoint stays. Reported once in a row
-of worse evaluations, and at the end. `patience` ends such a run; it is off by default, because the
-fall of the learning rate at the end often brings a new best.
+A model that sees a text too often overfits: the training loss keeps falling, but the validation
+loss rises. The best checkpoint is kept, so only time is lost. The notice is given once in a series
+of worse evaluations, and at the end. `patience` ends such a run. It is off by default, because the
+decay of the learning rate at the end often leads to a new best.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from logitd.model.plural import pluralize
 
 EVALUATIONS = 2
-"""Evaluations in a row without a new best, after which they are reported."""
+"""Number of evaluations in a row without a new best that causes a notice."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
@@ -28,12 +28,12 @@ def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
     if before is not None and now is not None and now < before:
         meanwhile = (
             f", while the training loss fell from {before:.3f} to {now:.3f} nats per token: the "
-            "text is being learned by heart"
+            "model is overfitting"
         )
     advice = f"; --patience {EVALUATIONS} would end such a run" if patience is None else ""
     return (
-        f"validation gets worse: {rising} bits per byte{meanwhile}. Step "
-        f"{since_best[0]['step']:,} stays as `best`, which is served{advice}"
+        f"the validation loss rises: {rising} bits per byte{meanwhile}. `best`, which is served, "
+        f"stays at step {since_best[0]['step']:,}{advice}"
     )
 
 
@@ -52,13 +52,13 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
 
 
 def _since_best(metrics: Sequence[Record]) -> list[Record]:
-    """The evaluations from the first with the lowest loss on."""
+    """The evaluations from the best one on."""
     evaluations = [record for record in metrics if record["kind"] == "eval"]
     losses = [record["val_loss"] for record in evaluations]
     return evaluations[losses.index(min(losses)) :] if losses else []
 
 
 def _training_loss(metrics: Sequence[Record], step: int) -> float | None:
-    """The smoothed loss of the last report up to a step."""
+    """The smoothed loss of the last report at or before a step."""
     reported = [r for r in metrics if r["kind"] == "train" and r["step"] <= step]
     return reported[-1]["smoothed_loss"] if reported else None

@@ -347,7 +347,7 @@ def test_minutes_count_from_the_start_of_the_command(
     assert result.reason == "time is up"
     assert used < result.seconds < max(30, used) + 0.5
     said = [event.message for event in events if isinstance(event, Noticed)]
-    assert any("one step is taken" in each for each in said) == (used == 60)
+    assert any("only one step" in each for each in said) == (used == 60)
     if used == 60:
         assert result.step == 1
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
@@ -372,7 +372,7 @@ def test_lengthened_run_reports_and_keeps_the_rise_of_its_learning_rate(
     events: list[Event] = []
     train(TrainingConfig(out=first, resume=True, steps=24), events.append)
     (notice,) = (e.message for e in events if isinstance(e, Noticed) and "longer" in e.message)
-    assert "from x 0.00 to x 1.00" in notice
+    assert "from 0.00 to 1.00" in notice
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates[:3] == pytest.approx([0, 1, 1])
     assert RunDirectory(first).read_training().rewarming is not None
@@ -608,7 +608,7 @@ def test_rising_validation_loss_is_reported_meanwhile_and_at_the_end(
     bits = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
     best = min(bits, key=lambda step: bits[step])
     rising = [step for step in bits if step >= best][:3]
-    (meanwhile,) = (each for each in notices if each.startswith("validation gets worse"))
+    (meanwhile,) = (each for each in notices if each.startswith("the validation loss rises"))
     assert all(f"{bits[step]:.4f} at step {step}" in meanwhile for step in rising)
     assert notices[-1].startswith(
         f"the best evaluation is that of step {best}, {bits[best]:.4f} bits per byte; "

@@ -168,7 +168,7 @@ def test_given_preset_size_or_base_disables_autosizing(config: TrainingConfig) -
 
 def test_autosizing_refuses_several_processes() -> None:
     assert wants_size(TrainingConfig(minutes=5), 1)
-    with pytest.raises(TrainingError, match="there are 2: name one with --preset"):
+    with pytest.raises(TrainingError, match="there are 2: set --preset"):
         wants_size(TrainingConfig(minutes=5), 2)
 
 
@@ -256,10 +256,10 @@ def test_recipe_of_a_long_text_has_these_values() -> None:
 def test_short_text_keeps_given_fields() -> None:
     config, said = _autosized(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.3)
-    assert said == "the text is passed about 35 times in them, so it gets dropout 0.3"
+    assert said == "the text is passed about 35 times in them, so the run uses dropout 0.3"
     config, said = _autosized(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (512, 0.0)
-    assert said == "the text is passed about 23 times in them, so it gets a vocabulary of 512"
+    assert said == "the text is passed about 23 times in them, so the run uses a vocabulary of 512"
     both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
     config, said = _autosized(both, 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.0)

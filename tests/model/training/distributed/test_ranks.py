@@ -61,12 +61,12 @@ def test_processes_share_the_processors_of_their_machine() -> None:
 def test_each_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     second = Ranks(rank=3, size=4, local_rank=1, local_size=2)
     assert second.device("cpu") == torch.device("cpu")
-    with pytest.raises(DeviceError, match="'cuda:0' is one device for 4 processes"):
+    with pytest.raises(DeviceError, match="'cuda:0' is a single device, but there are 4 processes"):
         second.device("cuda:0")
     monkeypatch.setattr(ranks_module, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert second.device("auto") == second.device("cuda") == torch.device("cuda:1")
-    with pytest.raises(DeviceError, match=r"3 processes .* as many CUDA devices, and there are 2"):
+    with pytest.raises(DeviceError, match=r"3 processes .* as many CUDA devices; it has 2"):
         Ranks(size=3, local_size=3).device("cuda")
 
 

@@ -63,7 +63,7 @@ def test_failed_save_leaves_the_last_good_state(
     process.join(60)
     assert re.fullmatch(
         r"step 12 could not be saved: .*File too large. The last good checkpoint is \S+step-000006."
-        r" With room on the disk, --resume continues",
+        r" Free disk space, then continue with --resume",
         (tmp_path / "sentence").read_text(),
     )
     assert (run / "state" / "state.pt").read_bytes() == before
@@ -90,9 +90,9 @@ def test_removed_folder_is_not_reported_as_a_full_disk(
         train(configure(out=run, checkpoint_every=3, eval_every=3), remove)
     said = str(refusal.value)
     if removed == "run":
-        assert said.endswith(f"{run} was removed meanwhile: there is nothing left to resume")
+        assert said.endswith(f"{run} was removed during training: there is nothing left to resume")
     else:
-        assert re.search(r"step-00000\d\. Once that is mended, --resume continues$", said)
+        assert re.search(r"step-00000\d\. Fix the error, then continue with --resume$", said)
 
 
 def test_checkpoint_that_cannot_be_written_leaves_nothing(

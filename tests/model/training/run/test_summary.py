@@ -85,7 +85,7 @@ def test_cut_off_last_line_is_noted(copy: Path) -> None:
     found = summarise(copy)
     lines = len(RunDirectory(copy).metrics())
     assert found.notes == (
-        f"the last line of metrics.jsonl is cut off: {lines} whole ones were read",
+        f"the last line of metrics.jsonl is cut off: {lines} complete lines were read",
     )
     assert (found.step, found.val_loss) == (before.step, before.val_loss)
 
@@ -95,7 +95,7 @@ def test_damaged_lines_are_noted(copy: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     lines[1], lines[3] = "\0\0\0\n", '["train"]\n'
     path.write_text("".join(lines))
-    assert summarise(copy).notes == ("2 lines of metrics.jsonl are damaged and left out: 2, 4",)
+    assert summarise(copy).notes == ("2 lines of metrics.jsonl are damaged and were skipped: 2, 4",)
 
 
 def test_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_changed_text_is_refused_on_resume(configure: Configure, tmp_path: Path)
     with pytest.raises(TrainingError, match=r"--data: .*t\.txt has changed .*sha256 [0-9a-f]{12}"):
         train(again)
     path.unlink()
-    with pytest.raises(TrainingError, match=r"--data: .*t\.txt is not a file.*leave --data out"):
+    with pytest.raises(TrainingError, match=r"--data: .*t\.txt is not a file.*remove --data"):
         train(again)
     assert train(TrainingConfig(out=config.out, resume=True, steps=4)).step == 4
 

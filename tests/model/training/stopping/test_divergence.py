@@ -82,7 +82,7 @@ def test_last_report_has_no_time_to_recover() -> None:
     assert monitor.diagnosis() is None
     diagnosis = monitor.diagnosis(last=True)
     assert diagnosis == (
-        "training diverged: since step 10 the smoothed loss is above 9.00, at step 10 it is "
+        "training diverged: since step 10 the smoothed loss is above 9.00; at step 10 it is "
         "9.50, and its best was 8.00"
     )
     monitor.observe(20, _figures(8.5, 1.0))

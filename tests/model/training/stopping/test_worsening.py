@@ -23,22 +23,21 @@ def test_two_worse_evaluations_are_reported_once() -> None:
     assert worsening(records(5, 4, 4.5), None) is None
     said = worsening(records(5, 4, 4.5, 4.8), None)
     assert said == (
-        "validation gets worse: 2.0000 at step 10, 2.2500 at step 20, 2.4000 at step 30 bits per "
-        "byte, while the training loss fell from 2.000 to 0.000 nats per token: the text is "
-        "being learned by heart. Step 10 stays as `best`, which is served; --patience 2 would "
-        "end such a run"
+        "the validation loss rises: 2.0000 at step 10, 2.2500 at step 20, 2.4000 at step 30 bits "
+        "per byte, while the training loss fell from 2.000 to 0.000 nats per token: the model is "
+        "overfitting. `best`, which is served, stays at step 10; --patience 2 would end such a run"
     )
     assert worsening(records(5, 4, 4.5, 4.8, 4.9), None) is None
     assert worsening(records(5, 4, 4.5, 4.8, 3.9, 4, 4.1), None) is not None  # another row
     assert worsening(records(5, 4, 4.5, 4.6, 4.2), None) is None
 
 
-def test_notice_leaves_out_learning_by_heart_and_patience_if_they_do_not_apply() -> None:
+def test_notice_leaves_out_overfitting_and_patience_if_they_do_not_apply() -> None:
     rising = [{**each, "smoothed_loss": 1.0} for each in records(5, 4, 4.5, 4.8)]
     for metrics in (rising, records(5, 4, 4.5, 4.8, training=False)):
         said = worsening(metrics, None)
         assert said is not None
-        assert "by heart" not in said
+        assert "overfitting" not in said
     said = worsening(records(5, 4, 4.5, 4.8), 3)
     assert said is not None
     assert "--patience" not in said
@@ -56,6 +55,6 @@ def test_end_that_is_the_best_has_no_notice(losses: tuple[float, ...]) -> None:
 def test_end_of_a_run_that_got_worse_has_the_numbers() -> None:
     assert ended_worse(records(5, 4, 4.5, 4.8)) == (
         "the best evaluation is that of step 10, 2.0000 bits per byte; 20 steps later it is "
-        "2.4000. `best` is the former, and is served"
+        "2.4000. The link `best`, which is served, points to step 10"
     )
     assert EVALUATIONS == 2
