@@ -1,4 +1,4 @@
-"""Models trained elsewhere: from other people's formats to a checkpoint, and back.
+"""Conversion of models: imports checkpoints of other formats, and exports checkpoints to them.
 
-`importing.py` and `exporting.py` are the doors. Serving imports nothing of this package.
+`importing.py` and `exporting.py` are the entry points. Serving imports nothing of this package.
 """

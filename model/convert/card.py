@@ -1,7 +1,7 @@
 """Card: the README.md of an imported checkpoint.
 
-Lists the source of the weights, the model's shape, and everything that the import changed or
-assumed. The card of a training run is `model/training/recording/card.py`.
+It describes the source of the weights, the model's shape, and everything that the import changed or
+assumed. `model/training/recording/card.py` writes the cards of training runs.
 """
 
 from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer

@@ -1,7 +1,7 @@
-"""Exportable: the formats in which a model can leave, and everything that is in the way.
+"""Exportable: the formats to which a model can be exported, and everything that prevents it.
 
-Depends on a shape (`family.py`) and a vocabulary, not on weights, so it is known before a model is
-trained. `require` raises one error with all objections. Does not write anything.
+This depends only on the shape (`family.py`) and the vocabulary, so it is known before a model is
+trained. `require` raises one error with all objections.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     QWEN2_PATTERN: "qwen2",
     QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
 }
-"""llama.cpp's names of ways to cut texts, by the equivalent pattern."""
+"""llama.cpp's names of pre-tokenizers, by the equivalent split pattern."""
 
 NAMES: Mapping[str, str] = {
     "gpt2": "GPT-2",
@@ -38,16 +38,16 @@ NAMES: Mapping[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""Architectures, as their authors spell them."""
+"""Architectures by the spelling of their authors."""
 
 GGUF_ENDS = 3
-"""Most ends in a GGUF file: of a text, a turn and a message."""
+"""Most end tokens in a GGUF file: of a text, a turn and a message."""
 
 HF_INSTEAD = "export it with --to hf"
 
 
 def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
-    """Everything that prevents a Hugging Face folder."""
+    """Everything that prevents an export as a Hugging Face folder."""
     found = [str(each) for each in folder_objections(config, tokenizer.pattern)]
     if not tokenizer.has_text:
         return found
@@ -65,8 +65,8 @@ def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) -> list[str]:
-    """Everything that prevents a GGUF file; `pre` is llama.cpp's name of a way to cut texts, if one
-    is given."""
+    """Everything that prevents an export as GGUF. `pre` is the name of a llama.cpp pre-tokenizer,
+    if the user chose one."""
     found = [str(each) for each in shape_objections(config)]
     family = "" if found else family_of(config)
     if family == GPT2 and config.activation != "gelu_tanh":
@@ -91,7 +91,7 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
     if tokenizer.kind != "bpe":
         what = "whole words" if tokenizer.has_text else "token ids without a text"
         return [
-            f"this checkpoint's vocabulary is {what}, and llama.cpp needs byte pairs; {HF_INSTEAD}"
+            f"this checkpoint's vocabulary is {what}, but llama.cpp needs byte pairs; {HF_INSTEAD}"
         ]
     found = list[str]()
     flags = {flag for flags in tokenizer.added_flags.values() for flag in flags}
@@ -101,7 +101,7 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
         )
     if len(tokenizer.ends) > GGUF_ENDS:
         found.append(
-            f"{len(tokenizer.ends)} tokens end a text, and a GGUF file names {GGUF_ENDS}; "
+            f"{len(tokenizer.ends)} tokens end a text, but a GGUF file has at most {GGUF_ENDS}; "
             f"{HF_INSTEAD}"
         )
     if pre is None and tokenizer.pattern not in PRE_TOKENIZERS:
@@ -124,7 +124,7 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
         )
     elif not merges:
         found.append(
-            "the vocabulary is the bytes alone, and GGUF's list of merges may not be empty; "
+            "the vocabulary has only single bytes, but GGUF's list of merges may not be empty; "
             f"{HF_INSTEAD}"
         )
     return found
@@ -137,7 +137,7 @@ def require(found: Sequence[str], then: str = "") -> None:
 
 
 def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
-    """A line with the formats of a model's export, or with the reasons why there is none."""
+    """A line with the formats to which a model can be exported, or with the reasons against it."""
     if found := hf_objections(config, tokenizer):
         return f"export: not possible with this model: {'; '.join(found)}"
     folder = NAMES[folder_family_of(config, tokenizer.pattern)]

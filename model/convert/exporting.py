@@ -1,8 +1,8 @@
-"""Export: from a checkpoint to a Hugging Face folder or a GGUF file.
+"""Export: writes a checkpoint as a Hugging Face folder or a GGUF file.
 
-Writes under another name and renames, as saving does. Padded rows are dropped. `family.py` chooses
-the architecture, `exportable.py` lists everything that prevents it, `hf/export.py` and
-`gguf_file.py` write.
+Files are written under a temporary name and renamed. Padded rows are dropped. `family.py` chooses
+the architecture, `exportable.py` lists everything that prevents an export, and `hf/export.py` and
+`gguf_file.py` write the formats.
 """
 
 import shutil
@@ -40,14 +40,15 @@ def export_model(
     pre: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write the checkpoint at `destination`, a folder or, as GGUF, a file; completely or not.
+    """Export a checkpoint to `destination`, a folder or a GGUF file. After an error nothing is left
+    there.
 
-    `dtype` is the dtype of the written weights, "auto" that of the stored ones; `pre` is for GGUF
-    (see `write_gguf`). Raises ConvertError, CheckpointError, DeviceError if the model does not fit
-    into memory, and FileError if it cannot be written.
+    `dtype` is the dtype of the written weights; "auto" keeps that of the checkpoint. `pre` is for
+    GGUF (see `write_gguf`). Raises ConvertError, CheckpointError, DeviceError if the model does not
+    fit into memory, and FileError if it cannot be written.
     """
     if destination.exists():
-        raise CheckpointError(f"{destination} exists; nothing is overwritten")
+        raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
     info = read_checkpoint(checkpoint)
     again = "; train it again with --exportable" if shape_objections(info.config) else ""
     if to == "hf":
@@ -80,7 +81,7 @@ def _aside(destination: Path) -> Iterator[Path]:
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of a checkpoint's weights, which is the same for all. Raises CheckpointError."""
+    """The dtype of a checkpoint's weights, which all have the same. Raises CheckpointError."""
     try:
         require_regular(checkpoint / WEIGHTS)
     except OSError as error:

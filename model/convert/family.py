@@ -1,12 +1,13 @@
-"""Families: the foreign architecture that computes the same as a checkpoint's model.
+"""Families: finds the architecture of other programs that computes the same as a checkpoint's
+model.
 
-GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3 (with QK-norm)
-exist in other programs. Any other shape is rejected with every key of the configuration that has no
-counterpart, and the value that would have one. Missing biases are exported as zeros if an
-architecture needs them.
+Other programs have GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and
+Qwen3 (with QK-norm). Any other shape is refused; the error names every key of the configuration
+that has no counterpart. If an architecture needs biases that the model lacks, they are exported as
+zeros.
 
-transformers always cuts the texts of a Qwen2 model in Qwen2's own way. With another vocabulary that
-shape is exported as Llama, with biases of zeros on the output projection.
+transformers always uses Qwen2's split pattern for a Qwen2 model. If the vocabulary has another
+pattern, this shape is exported as Llama, with zero biases on the output projection.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,18 +21,18 @@ from logitd.model.transformer.config import GPTConfig
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
 NARROWER = 2 / 3
-"""Width of a feed-forward with a gate over that of one without, for equally many parameters."""
+"""Width of a gated feed-forward relative to one without a gate that has as many parameters."""
 MULTIPLE = 32
-"""Divisor of a width that is chosen here."""
+"""Divisor of the widths that `nearest` chooses."""
 
 _Rule = tuple[bool, str, str, Any]
-"""True if a key is in the way, the key, the reason, and the value that would do."""
+"""True if a key prevents the export; the key, the reason, and a value that would not prevent it."""
 
 
 @dataclass(frozen=True)
 class Objection:
-    """A key of a configuration that prevents its export, and the value that would not; None if
-    another key decides."""
+    """A key of a configuration that prevents its export. `instead` is a value that would not; None
+    if no value of this key would help."""
 
     key: str
     value: Any
@@ -43,7 +44,8 @@ class Objection:
 
 
 def objections(config: GPTConfig) -> list[Objection]:
-    """Every key that no architecture computes; if empty, `family_of` returns the architecture."""
+    """Every key with a value that no architecture supports. If there is none, `family_of` returns
+    the architecture."""
     found = _broken(config, _of_any(config))
     if config.norm == "layernorm":
         return found + _broken(config, _of_gpt(config))
@@ -54,7 +56,7 @@ def objections(config: GPTConfig) -> list[Objection]:
 
 
 def family_of(config: GPTConfig) -> str:
-    """The architecture's name. Raises ConvertError with every objection."""
+    """Name of the architecture. Raises ConvertError with every objection."""
     _require(objections(config))
     if config.norm == "layernorm":
         return GPT_NEOX if config.positions == "rotary" else GPT2
@@ -64,14 +66,15 @@ def family_of(config: GPTConfig) -> str:
 
 
 def folder_family_of(config: GPTConfig, pattern: str) -> str:
-    """The same for a Hugging Face folder with a vocabulary that cuts texts by `pattern`."""
+    """Name of the architecture in a Hugging Face folder, for a vocabulary with this split
+    pattern."""
     _require(folder_objections(config, pattern))
     family = family_of(config)
     return LLAMA if family == QWEN2 and pattern != QWEN2_PATTERN else family
 
 
 def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
-    """Every key that a Hugging Face folder with such a vocabulary cannot express."""
+    """Every key that prevents a Hugging Face folder, for a vocabulary with this split pattern."""
     found = objections(config)
     if not found and family_of(config) == QWEN2 and pattern != QWEN2_PATTERN:
         found = _broken(config, _of_shared_width(config))
@@ -79,9 +82,8 @@ def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
 
 
 def nearest(config: GPTConfig) -> GPTConfig:
-    """The configuration with every objectionable key changed. A feed-forward that gets a gate also
-    changes its width, to keep about as many parameters. Raises ConvertError if no value of a key
-    would do."""
+    """Change every key that prevents the export. A feed-forward that gets a gate also gets a
+    smaller width, to keep about as many parameters. Raises ConvertError if no change helps."""
     while found := objections(config):
         if stuck := [objection for objection in found if objection.instead is None]:
             raise ConvertError(f"{_listed(stuck)}; no other value can be exported in its place")
@@ -120,7 +122,7 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
-    """GPT-2 and GPT-NeoX, which differ only in positions and residuals."""
+    """What GPT-2 and GPT-NeoX cannot represent. They differ only in positions and residuals."""
     gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
     norms = "GPT-2 and GPT-NeoX do not normalise queries and keys"
     equal = f"it must equal n_head, {config.n_head}"
@@ -140,7 +142,7 @@ def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_llama(config: GPTConfig) -> Iterable[_Rule]:
-    """Llama, Qwen2 and Qwen3."""
+    """What Llama, Qwen2 and Qwen3 cannot represent."""
     llama = "with norm 'rmsnorm' it is Llama's, which are rotary"
     whole = f"Llama rotates whole heads, {config.head_dim}"
     after = "Llama has one sublayer after the other"

@@ -1,8 +1,8 @@
-"""Foreign models: the values that every reader returns, and checked access to their parts.
+"""Foreign models: the results of all readers, and checked access to tensors and settings.
 
 A reader (`nanogpt.py`, `hf/config.py`, `litgpt.py`, `by_role/`) translates names and shapes.
-Nothing in a file is trusted: `StateDictReader` names a tensor that is missing, has another shape or
-dtype, or is left over at the end; `Settings` names a key that is missing or has a wrong value.
+Nothing in a file is trusted. `StateDictReader` raises errors for tensors that are missing, have
+another shape or dtype, or are not used; `Settings` for keys that are missing or have a wrong value.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class ConvertError(ValueError):
 
 @contextmanager
 def naming(where: object) -> Iterator[None]:
-    """Turn the error of a shape or a vocabulary into a ConvertError that names its source."""
+    """Convert errors of shapes and vocabularies to a ConvertError that names the source."""
     try:
         yield
     except (ConfigError, TokenizerError) as error:
@@ -42,10 +42,10 @@ def naming(where: object) -> Iterator[None]:
 class ForeignTokenizer:
     """A vocabulary in this project's form.
 
-    order          the source's id of each of our ids; None if they are the same
+    order          the source's id for each id of `tokenizer`; None if they are the same
     notes          sentences for the user
-    chat_template  its source, if the model has one that means the same here
-    end_known      the source names the special token that ends a document; else its name is a guess
+    chat_template  source of the chat template, if it has the same meaning here
+    end_known      the source names the special token that ends a document; else it is a guess
     """
 
     tokenizer: Tokenizer
@@ -64,10 +64,10 @@ class ForeignModel:
 
     kind      "nanoGPT", "Hugging Face llama", ...
     dtype     dtype of the source
-    contents  the rest of the file or its configuration, as read
+    contents  other contents of the file or its configuration, as read
     facts     facts about the source, for the card
-    notes     changes of weights, as sentences
-    unknown   settings that nothing here understands
+    notes     descriptions of changes to the weights
+    unknown   settings that no reader understands
     """
 
     kind: str
@@ -91,7 +91,7 @@ def check_tensor(where: str, name: str, tensor: Tensor) -> None:
     """Raise ConvertError unless a tensor is dense, of a float dtype, and finite."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "without values" if tensor.is_meta else "sparse"
-        raise ConvertError(f"{where}: {name} is {kind}; dense tensors can be imported")
+        raise ConvertError(f"{where}: {name} is {kind}; only dense tensors can be imported")
     if tensor.dtype not in FLOATS:
         raise ConvertError(
             f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights in "
@@ -109,7 +109,7 @@ def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
 
 
 class StateDictReader:
-    """The tensors of one file or folder, by name; each is taken once."""
+    """The tensors of one file or folder. Records which of them were used."""
 
     def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
         self._where = where
@@ -127,8 +127,8 @@ class StateDictReader:
         tensor = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise ConvertError(
-                f"{self._where}: {name} has shape {tuple(tensor.shape)}, its configuration says "
-                f"{shape}"
+                f"{self._where}: {name} has shape {tuple(tensor.shape)}; by its configuration it "
+                f"must be {shape}"
             )
         check_tensor(self._where, name, tensor)
         self._taken.add(name)
@@ -136,8 +136,8 @@ class StateDictReader:
         return tensor
 
     def require_layers(self, count: int) -> None:
-        """Raise ConvertError if there are fewer tensors than layers: a configuration may say any
-        number, and listing the names alone would fill memory."""
+        """Raise ConvertError if there are more layers than tensors: for a false number in a
+        configuration, the list of names alone could fill the memory."""
         if count > len(self._tensors):
             raise ConvertError(
                 f"{self._where} has {len(self._tensors):,} tensors, and its configuration says "
@@ -145,12 +145,12 @@ class StateDictReader:
             )
 
     def ignore(self, *suffixes: str) -> None:
-        """Leave out tensors that are not weights: masks and tables."""
+        """Ignore tensors that are not weights, such as masks and tables."""
         self._taken |= {name for name in self._tensors if name.endswith(suffixes)}
 
     def finish(self) -> torch.dtype:
-        """The dtype of the tensors taken. Raises ConvertError if one is left over: the source
-        computes with it."""
+        """The common dtype of the used tensors. Raises ConvertError if a tensor was not used,
+        because the source computes with it."""
         if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
                 f"{self._where} has {pluralize(len(left), 'tensor')} that a model of its "

@@ -1,11 +1,11 @@
-"""GGUF, llama.cpp's file format, by the `gguf` package (the extra `gguf`).
+"""GGUF: writes llama.cpp's file format with the `gguf` package (the extra `gguf`).
 
-Matrices have the dtype of the checkpoint, norms, biases and positions float32, as in llama.cpp's
-own converter, with the vocabulary as byte-level BPE.
+Matrices keep the dtype of the checkpoint; norms, biases and positions are float32, as in
+llama.cpp's own converter. The vocabulary is written as byte-level BPE.
 
-llama.cpp cuts texts in code, chosen by a name. A pattern without such a name is refused unless a
-name is given: some texts then have other ids, tokens do not. `exportable.py` lists everything else
-that is refused. llama.cpp quantizes itself (`llama-quantize`).
+llama.cpp implements split patterns in code and selects them by name. A pattern without a name is
+refused unless the user chooses a name; then some texts are encoded differently. `exportable.py`
+lists everything else that is refused. To quantize a file, use `llama-quantize`.
 """
 
 from contextlib import closing
@@ -28,8 +28,8 @@ LAYOUTS = {GPT2: GGUF_GPT2, LLAMA: GGUF_LLAMA, QWEN2: GGUF_QWEN, QWEN3: GGUF_QWE
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
-    """Write a model without objections as a GGUF file. `pre` is llama.cpp's name of the way to cut
-    texts, if the checkpoint's pattern has none. Raises ConvertError and OSError."""
+    """Write a model that has no objections as a GGUF file. `pre` is the name of a llama.cpp
+    pre-tokenizer to use if the checkpoint's pattern has none. Raises ConvertError and OSError."""
     try:
         import gguf
     except ImportError as error:

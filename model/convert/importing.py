@@ -1,10 +1,10 @@
-"""Import: from a model trained elsewhere to a checkpoint.
+"""Import: converts a model trained elsewhere to a checkpoint.
 
-Opens a path with the reader of its format, brings the rows of embedding and head into the order of
-the vocabulary, and saves. Rows without a token are padding. Every weight is checked by name against
-the shapes of the saved model. Formats that fix the whole computation: nanoGPT's `ckpt.pt`
-(`nanogpt.py`), Hugging Face folders (`hf/config.py`), LitGPT's (`litgpt.py`). Everything else is
-recognised by the role of its tensors (`by_role/`).
+It reads the model with the reader of its format, puts the rows of embedding and head into the order
+of the vocabulary, and saves a checkpoint. Rows without a token are padding. Every weight is checked
+by name against the shapes of the saved model. These formats determine the whole computation:
+nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.py`) and LitGPT's
+(`litgpt.py`). All other models are recognised by the roles of their tensors (`by_role/`).
 """
 
 import hashlib
@@ -57,17 +57,17 @@ from logitd.model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
-"""Files that name the folder they are in."""
+"""Files that mean their folder if they are given as the source."""
 FINGERPRINT_BYTES = 2**20
 CHECKED_CHARACTERS = 2_000_000
-"""Most characters of a text for --check; windows are taken from all of them."""
+"""Most characters of the text for --check. Windows are taken from all parts of it."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
     RuntimeError,
     zipfile.BadZipFile,
 )
-"""Errors that a value of an unexpected kind may raise."""
+"""Errors that a damaged or unexpected value may raise."""
 
 ROWS = frozenset(("token_embedding.weight", "head.weight", "head.bias"))
 """Weights with one row per token."""
@@ -89,22 +89,22 @@ def import_model(
 ) -> CheckpointInfo:
     """Read the model at `source` and save it as a new checkpoint at `destination`.
 
-    tokenizer         a vocabulary to use instead of the source's (`vocabulary/named.py`)
+    tokenizer         vocabulary to use instead of the source's (`vocabulary/named.py`)
     dtype             dtype of the stored weights; "auto" is the source's
-    context_length    positions to keep; None keeps all
+    context_length    number of positions to keep; None keeps all
     skip_normalizer   import a tokenizer.json without its normalizer
     unused_rows       allow a vocabulary with fewer ids than the model has rows
-    roles             answers to open questions; with any, tensors of every program are recognised
-                      by role
-    check             a text that the model should predict
-    ignored_settings  settings of the source that are not understood and change no logit
-    log               called with each line of what was understood
+    roles             answers to open questions; if there are any, tensors of every format are
+                      recognised by role
+    check             text that the model should predict well
+    ignored_settings  settings of the source that are not understood but change no logits
+    log               called with each line of the report
 
     Raises ConvertError, CheckpointError if `destination` exists, and FileError if it cannot be
     written.
     """
     if destination.exists():
-        raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
+        raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
     files = [] if check is None else _check_files(check)
     with _reporting_damage(source):
         opened, folder = _open(
@@ -114,7 +114,9 @@ def import_model(
     if roles is None or roles.code is None:
         _require_understood(opened, ignored_settings, checked=check is not None)
     elif ignored_settings:
-        raise ConvertError("--ignore-setting and --code: the owner's code says what settings do")
+        raise ConvertError(
+            "--ignore-setting has no effect with --code, which defines all settings: remove one"
+        )
     with _reporting_damage(folder):
         vocabulary = choose_vocabulary(
             tokenizer,
@@ -171,8 +173,8 @@ def import_model(
 
 
 def importable(source: Path) -> bool:
-    """True if a path may hold a foreign model: a file of weights, or a folder with one that is not
-    a checkpoint of this project."""
+    """True if a path may be a foreign model: a file of weights, or a folder that contains one and
+    is not a checkpoint of this project."""
     if source.is_file():
         return source.suffix in SUFFIXES
     if not source.is_dir() or _is_own(source):
@@ -183,8 +185,8 @@ def importable(source: Path) -> bool:
 
 
 def fingerprint(source: Path) -> str:
-    """A hash that tells a source from another of the same name: of the names, sizes, first and last
-    bytes of its files of weights."""
+    """A hash that distinguishes sources of the same name. It covers the names, sizes, first and
+    last bytes of all files of weights."""
     files = [source]
     if source.is_dir():
         files = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix in LOOKED_FOR)
@@ -201,8 +203,8 @@ def fingerprint(source: Path) -> str:
 
 @contextmanager
 def _reporting_damage(where: Path) -> Iterator[None]:
-    """Turn the errors of damaged values into a ConvertError: a field of JSON or of a pickle may be
-    of any kind, and not every field is checked before it is used."""
+    """Convert errors of damaged values to a ConvertError. Values of JSON or a pickle may have any
+    type, and not all are checked before use."""
     try:
         yield
     except (ConvertError, CheckpointError):
@@ -210,16 +212,16 @@ def _reporting_damage(where: Path) -> Iterator[None]:
     except DAMAGE as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConvertError(
-            f"{where} cannot be read ({reason}): one of its files is damaged, or has a value where "
-            "another kind is expected"
+            f"{where} cannot be read ({reason}): one of its files is damaged, or has a value of an "
+            "unexpected type"
         ) from error
 
 
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognised, Path]:
-    """The model at a path, already read if its format fixes the computation, and the folder of its
-    tokenizer."""
+    """Open the model at a path. It is already read if its format determines the computation. Also
+    returns the folder of its tokenizer."""
     if source.is_file() and source.name in PUBLISHED_FILES:
         source = source.parent
     if not source.exists():
@@ -229,7 +231,7 @@ def _open(
         if published is not None:
             return published, source if source.is_dir() else source.parent
     if source.is_dir() and _is_own(source):
-        raise ConvertError(f"{source} is logitd's own already; serve it as it is")
+        raise ConvertError(f"{source} is already a checkpoint or run of logitd: serve it directly")
     path = find_state_file(source) if source.is_dir() else source
     state = roles.map_file.state if roles.map_file is not None else None
     return recognise_file(read_state_file(path, state=state), roles, context_length), path.parent
@@ -238,8 +240,8 @@ def _open(
 def _read_published(
     source: Path, context_length: int | None, *, by_role_else: bool
 ) -> ForeignModel | None:
-    """A model in a format that fixes its computation; None if it has another format, or is of a
-    Hugging Face family without a reader that may be recognised by role."""
+    """Read a model whose format determines the computation. None if it has another format; with
+    `by_role_else` also if it is of a Hugging Face family without a reader."""
     if source.is_file():
         return read_nanogpt(source)
     if (source / litgpt.WEIGHTS).is_file():
@@ -260,8 +262,8 @@ def _is_own(folder: Path) -> bool:
 def _require_understood(
     opened: ForeignModel | Recognised, ignored: Collection[str], *, checked: bool
 ) -> None:
-    """Raise OpenQuestions if settings of the source are not understood, with its other open
-    questions unless a text will answer them."""
+    """Raise OpenQuestions if settings of the source are not understood. The message includes other
+    open questions, unless a text will answer them."""
     where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
     if not (unknown := still_unknown(opened.unknown, ignored, where)):
         return
@@ -292,7 +294,7 @@ def _check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokenizer)
 
 
 def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -> ForeignModel:
-    """A model of a known format with its loss on a text. Raises ConvertError if it predicts the
+    """Add the loss on a text to a model of a known format. Raises ConvertError if it predicts the
     text worse than the frequencies of its tokens do."""
     objective = text_objective(text, model.config.context_length)
     built = Built(model.config, model.weights, ())
@@ -301,8 +303,8 @@ def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -
     sentence = compared_with_chance(loss, chance, text.name)
     if loss > chance:
         raise ConvertError(
-            f"the model does not predict {text.name}: {sentence}. The text or the vocabulary is "
-            "not the model's"
+            f"the model does not predict {text.name}: {sentence}. The text or the vocabulary does "
+            "not belong to the model"
         )
     log(f"verified: {sentence}")
     return replace(model, facts={**model.facts, "verified": sentence})

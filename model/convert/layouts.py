@@ -1,8 +1,9 @@
-"""Layouts: the names, order and orientation of a GPT's weights and sizes in other programs.
+"""Layouts: names, row order and orientation of a GPT's weights, and keys of its sizes, in other
+programs.
 
-A `Layout` maps our modules and sizes to theirs, for reading (`read_weights`, `read_sizes`) and
-writing (`write_weights`, `write_sizes`). Other keys of configurations are in `hf/config.py`,
-`nanogpt.py` and `litgpt.py`.
+A `Layout` maps this project's modules and sizes to those of another program, for reading
+(`read_weights`, `read_sizes`) and writing (`write_weights`, `write_sizes`). Other keys of
+configurations are in `hf/config.py`, `nanogpt.py` and `litgpt.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,26 +22,27 @@ EMBEDDING, POSITIONS, HEAD = "token_embedding", "position_embedding", "head"
 NORMS = ("attention_norm", "mlp_norm", "final_norm")
 MATRICES = ("attention_out", "mlp_up", "mlp_down")
 LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_down")
-"""The modules of a layer, without norms of query and key."""
+"""The modules of a layer, except norms of query and key."""
 
 Rows = Mapping[str, Tensor]
-"""For a module, the index in their rows of each of our rows."""
+"""For each module with a different order of rows: the other program's row index for each row
+here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Their names by ours.
+    """The names of another program ("theirs") by the names here ("ours").
 
     outside     modules outside the layers
-    inside      modules of a layer (`inside`)
-    layer       text before the names of a layer, with {N} for its number
-    prefixes    alternatives of the text before every name except the head's; the last is written
-    heads       alternatives of the head's name; the first is written
+    inside      modules of a layer (see the function `inside`)
+    layer       prefix of names in a layer, with {N} for its number
+    prefixes    alternative prefixes of all names except the head's; an export writes the last
+    heads       alternative names of the head; an export writes the first
     transposed  matrices of the layers are stored (in, out)
-    skipped     rows at the start of a table that are not used
+    skipped     number of unused rows at the start of a table
     rows        the order of rows, if it differs
-    sizes       their keys of fields of a GPTConfig; alternatives have spaces between them
-    eps         their key of the norms' eps, and its default
+    sizes       their keys for fields of GPTConfig; alternatives are separated by spaces
+    eps         their key for the norms' eps, and its default
     """
 
     outside: Mapping[str, str]
@@ -68,7 +70,7 @@ class Layout:
 
 
 def read_sizes(settings: Settings, layout: Layout, **defaults: int) -> dict[str, Any]:
-    """The sizes of a configuration as fields of a GPTConfig. Raises ConvertError."""
+    """Read the sizes of a configuration as fields of a GPTConfig. Raises ConvertError."""
     read: dict[str, Any] = {"vocab_size": settings.integer("vocab_size")}
     for ours, theirs in layout.sizes.items():
         read[ours] = settings.integer(*theirs.split(), default=defaults.get(ours))
@@ -76,7 +78,7 @@ def read_sizes(settings: Settings, layout: Layout, **defaults: int) -> dict[str,
 
 
 def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
-    """The sizes by their keys, each alternative included."""
+    """The sizes under their keys, including all alternatives."""
     written = {
         key: getattr(config, ours) for ours, keys in layout.sizes.items() for key in keys.split()
     }
@@ -86,8 +88,8 @@ def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
 def read_weights(
     reader: StateDictReader, config: GPTConfig, layout: Layout, *, unbiased: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """The weights of a model of this shape by our names. Parts in `unbiased` have no biases there
-    and get zeros. Raises ConvertError for a tensor that is missing or of another shape."""
+    """Read the weights of a model of this shape under our names. Parts in `unbiased` have no biases
+    in the source and get zeros. Raises ConvertError if a tensor is missing or has another shape."""
     reader.require_layers(config.n_layer)
     first = layout.names(EMBEDDING, "")[0]
     found = (prefix for prefix in layout.prefixes if f"{prefix}{first}.weight" in reader)
@@ -113,7 +115,8 @@ def read_weights(
 def _read_head(
     reader: StateDictReader, config: GPTConfig, layout: Layout, embedding: Tensor
 ) -> dict[str, Tensor]:
-    """The head's weights; if it is tied and stored all the same, they must equal the embedding."""
+    """The head's weights. If the head is tied but stored nevertheless, it must equal the
+    embedding."""
     head = next((name for name in layout.heads if f"{name}.weight" in reader), layout.heads[0])
     weights: dict[str, Tensor] = {}
     if not config.tied_head or f"{head}.weight" in reader:
@@ -122,15 +125,15 @@ def _read_head(
         weights["head.bias"] = reader.take(f"{head}.bias", len(embedding))
     if config.tied_head and not torch.equal(weights.pop("head.weight", embedding), embedding):
         raise ConvertError(
-            f"{head}.weight differs from the embedding, and tie_word_embeddings says that they are "
-            "one: the file contradicts its configuration"
+            f"{head}.weight differs from the embedding, but by tie_word_embeddings they are the "
+            "same: the file contradicts its configuration"
         )
     return weights
 
 
 def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
-    """Add zeros for the biases that a model of this shape has and its weights lack. Returns the
-    parts that got some, sorted."""
+    """Add zeros for the biases that the shape has but the weights lack. Returns the sorted names of
+    the parts that got zeros."""
     filled = set[str]()
     for name in _shapes(config):
         module, kind, part = _split(name)
@@ -143,7 +146,7 @@ def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
 def tie_if_equal(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The model with a tied head if its head equals its embedding."""
+    """Tie the head if it equals the embedding."""
     rest = dict(weights)
     head = rest.pop("head.weight", None)
     if head is None or not torch.equal(head, rest[f"{EMBEDDING}.weight"]):
@@ -152,8 +155,9 @@ def tie_if_equal(
 
 
 def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[str, Tensor]:
-    """The weights by their names, without padded rows, each in memory of its own. Parts that are
-    `biased` there get zeros if they have no bias here. Sinusoidal positions become learned ones."""
+    """The weights under their names, without padded rows, as separate tensors. Parts that are
+    `biased` in the other program get zeros if they have no bias here. Sinusoidal positions become
+    learned ones."""
     config, state = gpt.config, gpt.state_dict()
     rows = layout.rows(config)
     if POSITIONS in layout.outside and f"{POSITIONS}.weight" not in state:
@@ -185,20 +189,22 @@ def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Module, kind and part: blocks.0.qkv.bias is blocks.0.qkv, bias and qkv."""
+    """Split a name into module, kind and part: blocks.0.qkv.bias becomes blocks.0.qkv, bias,
+    qkv."""
     module, _, kind = name.rpartition(".")
     return module, kind, module.rpartition(".")[2]
 
 
 def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
-    """The rows of each of the `count` modules that one of ours is made of."""
+    """The numbers of rows of the `count` modules that one of ours consists of."""
     if part == "qkv" and count == 3:
         return [rows - 2 * config.kv_width, config.kv_width, config.kv_width]
     return [rows // count] * count
 
 
 def head_by_head(config: GPTConfig) -> Rows:
-    """GPT-NeoX: query, key and value of each head in turn; rotated channels come first."""
+    """GPT-NeoX's order: query, key and value of one head after the other; rotated channels
+    first."""
     rows = torch.arange(config.qkv_width).view(config.n_head, 3, config.head_dim)
     order = half_split(config)
     query, key, value = rows.unbind(dim=1)
@@ -206,7 +212,7 @@ def head_by_head(config: GPTConfig) -> Rows:
 
 
 def turning_first(config: GPTConfig) -> Rows:
-    """LitGPT: all queries, all keys, all values; the rotated channels of a head come first."""
+    """LitGPT's order: all queries, all keys, all values; the rotated channels of a head first."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)  # (H + 2K, D)
     order, turned = half_split(config), config.n_head + config.n_kv_head
     norm = torch.tensor(order)
@@ -215,7 +221,7 @@ def turning_first(config: GPTConfig) -> Rows:
 
 
 def group_by_group(config: GPTConfig) -> Rows:
-    """LitGPT before 0.5: the queries of a group, its key and its value, in turn."""
+    """The order of LitGPT before 0.5: queries, key and value of one group after the other."""
     per_group = config.n_head // config.n_kv_head
     rows = torch.arange(config.qkv_width).view(config.n_kv_head, per_group + 2, config.head_dim)
     apart = torch.cat([part.flatten() for part in rows.split([per_group, 1, 1], dim=1)])
@@ -224,7 +230,7 @@ def group_by_group(config: GPTConfig) -> Rows:
 
 
 def neighbours_turn(config: GPTConfig) -> Rows:
-    """llama.cpp's "llama": channels 2i and 2i + 1 of a head are rotated together."""
+    """The order of llama.cpp's "llama": channels 2i and 2i + 1 of a head are rotated together."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     turned = config.n_head + config.n_kv_head
     pairs = rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
@@ -232,8 +238,8 @@ def neighbours_turn(config: GPTConfig) -> Rows:
 
 
 def half_split(config: GPTConfig) -> list[int]:
-    """For each channel of a head here its number there, if the `rotary_dim` channels that turn come
-    first there, as two halves: here the first halves of turning and resting channels come first."""
+    """Their index for each of our channels of a head. There the `rotary_dim` rotated channels come
+    first, then the others; here the first halves of both come first, then the second halves."""
     turning = config.rotary_dim // 2
     resting = (config.head_dim - config.rotary_dim) // 2
     ends = config.rotary_dim + resting
@@ -242,14 +248,14 @@ def half_split(config: GPTConfig) -> list[int]:
 
 
 def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
-    """Modules of a layer in the order of LAYER; the rows of modules in one string, with spaces
-    between them, are joined here. `norms` are those of query and key."""
+    """Names of a layer's modules, in the order of LAYER. Several names in one string, separated by
+    spaces, are stacked into one module here. `norms` are those of query and key."""
     parts = dict(zip(LAYER, names, strict=True)) | norms
     return {part: tuple(theirs.split()) for part, theirs in parts.items()}
 
 
 def sizes(*keys: str, **more: str) -> dict[str, str]:
-    """Keys of the context, width, layers and heads, and of further sizes."""
+    """Keys of the context length, width, layers and heads, and of `more` sizes."""
     names = ("context_length", "d_model", "n_layer", "n_head")
     return dict(zip(names, keys, strict=True)) | more
 

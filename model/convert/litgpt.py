@@ -1,9 +1,9 @@
 """LitGPT's `lit_model.pth` with `model_config.yaml`: the shapes of Llama, GPT-NeoX and Pythia.
 
-Old versions store query, key and value under `attn.attn`, group by group. A head is always stored;
-one that equals the embedding is kept once. Reading YAML needs PyYAML. Recognition by role
-(`by_role/`) does not replace this reader: it reads no YAML, rotates whole heads only, and does not
-know that order.
+Old versions store query, key and value under `attn.attn`, group by group. The head is always
+stored; if it equals the embedding, it is tied. YAML needs PyYAML. Recognition by role (`by_role/`)
+cannot replace this reader: it reads no YAML, supports only rotation of whole heads, and does not
+know the old order.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_condense_ratio": (1,),
     "n_expert": (0,),
 }
-"""Keys that change the computation, each with the values that do not, next to null."""
+"""Keys that may change the computation, with the values that do not (besides null)."""
 
 READ = {
     "name", "hf_config", "block_size", "n_layer", "n_embd", "vocab_size", "padding_multiple",
@@ -106,7 +106,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _unknown(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that nothing here understands. Raises ConvertError for a computation that is not
+    """The keys that are not understood. Raises ConvertError for a computation that is not
     supported."""
     for name, neutral in NEUTRAL.items():
         settings.reject_unless(name, neutral, "not supported here")
@@ -130,8 +130,9 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     window = settings.integer("sliding_window_size", default=context)
     if window < min(context, context_length or context):
         raise ConvertError(
-            f"sliding_window_size is {window}; here every position sees all before it. Within the "
-            f"window both are the same: import it with --context-length {window}"
+            f"sliding_window_size is {window}, but here every position attends to all earlier "
+            "ones. Both are the same within the window: import the model with "
+            f"--context-length {window}"
         )
     norm_qk = settings.flag("norm_qk", False)
     if norm_qk and layer_norm:

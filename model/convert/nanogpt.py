@@ -1,7 +1,7 @@
 """nanoGPT's `ckpt.pt`: GPT-2's shape, with or without biases, and exact GELU.
 
-The optimizer's state in the file is not read. Recognition by role (`by_role/`) does not replace
-this reader: it would have to ask for the activation and the place of the norms, and does not check
+The optimizer's state in the file is not read. Recognition by role (`by_role/`) cannot replace this
+reader: it would have to ask for the activation and the position of the norms, and does not check
 shapes against `model_args`.
 """
 
@@ -74,7 +74,7 @@ def _tokens_per_step(training: Mapping[Any, Any]) -> int:
 
 
 def _loss(value: Any) -> float | None:
-    """The loss of the last evaluation; nanoGPT writes 1e9 if there was none."""
+    """The loss of the best evaluation; None for 1e9, which nanoGPT stores before the first one."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value)
     known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6

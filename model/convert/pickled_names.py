@@ -1,7 +1,7 @@
-"""Names in a pickle: the classes and functions that it asks for, read without building anything.
+"""Names in a pickle: lists the classes and functions that a pickle refers to, without loading it.
 
-Walks the instructions with `pickletools`, which runs none of them. Covers torch.save's zip
-archives, its older form (several pickles in a row), and plain pickles.
+`pickletools` reads the instructions and runs none of them. Supports torch.save's zip archives, its
+older form (several pickles in a row), and plain pickles.
 """
 
 import pickletools
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BYTES = 256 * 2**20
-"""Most bytes of a pickle's instructions; a zip archive stores tensors outside them."""
+"""Most bytes of a pickle outside a zip archive that are read. (Archives store tensors
+separately.)"""
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of torch.save's older form: its magic number, pickled."""
@@ -41,17 +42,17 @@ HARMLESS = frozenset(
         "torch.serialization._get_layout",
     }
 )
-"""Names that `weights_only=True` builds by itself, next to storages and dtypes."""
+"""Names that `weights_only=True` allows, besides storages and dtypes."""
 
 
 @dataclass(frozen=True)
 class PickledNames:
-    """Names in a file.
+    """The names in a file.
 
-    foreign       classes and functions beyond tensors and containers, in the file's order
-    holds_module  it would build a torch module
-    by_torch      torch.save wrote it, not pickle.dump
-    complete      the instructions could be read to their end
+    foreign       classes and functions besides tensors and containers, in the file's order
+    holds_module  the file contains a torch module
+    by_torch      the file was written by torch.save, not pickle.dump
+    complete      the instructions could be read to the end
     """
 
     foreign: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class PickledNames:
 
 
 def pickled_names(path: Path) -> PickledNames:
-    """The names in a file; none if it is not a pickle."""
+    """Read the names in a file; there are none if it is not a pickle."""
     by_torch, names, complete, texts = False, list[str](), False, set[str]()
     try:
         if zipfile.is_zipfile(path):
@@ -96,11 +97,13 @@ def _harmless(name: str) -> bool:
 
 
 def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Instructions with their arguments. Python warns of damaged bytes that look like outdated
-    escapes; such warnings are for authors of source code."""
+    """Yield instructions with their arguments. Suppresses Python's warnings about invalid escapes,
+    which damaged bytes may cause."""
     instructions = pickletools.genops(file)
     while True:
-        with warnings.catch_warnings():  # around each step: a generator must not keep filters
+        with (
+            warnings.catch_warnings()
+        ):  # only during each step, because a generator must not change filters between steps
             warnings.simplefilter("ignore", DeprecationWarning)
             instruction = next(instructions, None)
         if instruction is None:
@@ -110,7 +113,8 @@ def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
 
 
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
-    """The names in one pickle. Adds to `texts` the strings that mark a torch module."""
+    """Yield the names in one pickle. Adds to `texts` the strings by which a torch module is
+    recognised."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""

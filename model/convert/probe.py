@@ -1,8 +1,9 @@
-"""A text on which two tokenizers are compared: what tends to tell them apart, and nothing rare.
+"""Probe: a text on which two tokenizers are compared.
 
-Several scripts, contractions in both cases, code, digits in runs of every length, white space of
-all kinds and lengths, characters of one to four bytes, and marks that combine. No name of a special
-token, and no character that is younger than Unicode 9: there tables differ by age.
+It has what usually reveals differences: several scripts, contractions in both cases, code, runs of
+digits of many lengths, all kinds of white space, characters of one to four bytes, and combining
+marks. It has no names of special tokens, and no characters added after Unicode 9, because the
+engines' tables of newer characters differ.
 """
 
 _PARTS = (
@@ -18,7 +19,7 @@ _PARTS = (
 
 
 def probe_text() -> str:
-    """The text, some 1,500 characters; the same at every call."""
+    """The text, about 1,500 characters long."""
     digits = " ".join("1234567890123"[:length] for length in range(1, 14))
     lengths = (1, 2, 3, 4, 7, 8, 17, 70)
     blanks = "".join(f"a{' ' * length}b{chr(10) * length}c" for length in lengths)

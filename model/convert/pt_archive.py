@@ -1,9 +1,9 @@
-"""Archives of torch.save: their list of files, checked against the tensors that were read.
+"""Archives of torch.save: checks the sizes of tensors against the archive's list of files.
 
-The values of a tensor are one file of the zip archive, its shape is in another. torch maps the
-former without a check that it is uncompressed and as long as the shape needs, and returns the bytes
-that happen to be there. A shape may also repeat a few values billions of times. Knows nothing of
-pickles (`pt_file.py`).
+A zip archive stores the values of each tensor in a file of its own, but the shapes in another one.
+torch maps the values without checking that the file is uncompressed and long enough for the shape,
+and would return whatever bytes follow. A shape may also repeat a few values billions of times.
+`pt_file.py` reads the pickles.
 """
 
 import zipfile
@@ -19,18 +19,18 @@ from torch import Tensor
 from logitd.model.convert.foreign import ConvertError
 
 REPEATED_BYTES = 64 * 2**20
-"""Most bytes of a tensor that repeats stored values, as masks do."""
+"""Most bytes of a tensor that repeats stored values, as masks may."""
 DEPTH = 8
-"""Levels of dictionaries and lists that are searched for tensors."""
+"""Number of levels of dictionaries and lists that are searched for tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
     """The sizes in an archive's list of files.
 
-    unpacked    bytes of all files
-    data        bytes of each file that holds a tensor's values, the largest first
-    compressed  True if one of these is compressed
+    unpacked    total bytes of all files, unpacked
+    data        bytes of each file with a tensor's values, largest first
+    compressed  True if one of those files is compressed
     """
 
     unpacked: int
@@ -52,8 +52,8 @@ def read_archive(path: Path) -> Archive:
 
 
 def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
-    """Raise ConvertError for a tensor with more values than the file holds. `archive` is None for
-    files from before torch 1.6."""
+    """Raise ConvertError if a tensor has more values than the file. `archive` is None for files
+    from before torch 1.6."""
     stored: dict[int, int] = {}  # bytes by address
     for name, tensor in tensors_in(loaded):
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -64,7 +64,7 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if size > max(storage.nbytes(), REPEATED_BYTES):
             raise ConvertError(
                 f"{path}: {name} has the shape {tuple(tensor.shape)}, which takes {size:,} bytes, "
-                f"and the file holds {storage.nbytes():,} of them: the rest would be repeated"
+                f"but the file has only {storage.nbytes():,}: the rest would be repeated"
             )
     if archive is None:
         return
@@ -80,7 +80,7 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
 
 
 def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in nested containers, by the keys that lead to them."""
+    """Yield the tensors in nested containers with their paths of keys."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < DEPTH and isinstance(value, Mapping):

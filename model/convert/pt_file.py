@@ -1,11 +1,11 @@
-"""PyTorch's .pt and .pth files, read as data alone.
+"""PyTorch's .pt and .pth files, read as data only.
 
-Uses `torch.load` with `weights_only=True`. Objects of a configuration's class
-(`__main__.GPTConfig`, `argparse.Namespace`) are read as their attributes, by a class of this
-module: none of their code is imported or run. A whole pickled module is refused with the names that
-it holds (`pickled_names.py`) and the line that saves its weights. Files from before torch 1.6,
-which are not zip archives, are read too. `read_plain_pickle` reads the plain containers of a
-vocabulary.
+`torch.load` is used with `weights_only=True`. Objects of configuration classes
+(`__main__.GPTConfig`, `argparse.Namespace`) become objects of a class in this module with the same
+attributes; none of their code is imported or run. A whole pickled module is refused; the error
+lists its classes (`pickled_names.py`) and the command that saves only its weights. Files from
+before torch 1.6, which are not zip archives, can be read too. `read_plain_pickle` reads the plain
+containers of a vocabulary.
 """
 
 import io
@@ -26,7 +26,7 @@ from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive
 from logitd.model.convert.source_file import require_source, source_bytes
 
 PACKED_TIMES = 4
-"""Largest ratio of an archive's unpacked size to its own."""
+"""Largest allowed ratio of an archive's unpacked size to its file size."""
 PICKLE_BYTES = 64 * 2**20
 """Largest pickle, in bytes; character vocabularies are smaller."""
 
@@ -41,16 +41,16 @@ class Attributes:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """Take the attributes as pickle stores them: a dictionary, optionally with one for slots.
-        Other states (NumPy's tuples) have no names and are left out."""
+        """Store the attributes as pickle passes them: a dictionary, optionally with another for
+        slots. Other states (NumPy's tuples) have no names and are ignored."""
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 vars(self).update(part)
 
 
 class UncalledAttributes(Attributes):
-    """The same in a plain pickle, which makes objects without a call: calling `__init__` or passing
-    arguments would run code of the class."""
+    """`Attributes` for a plain pickle, in which objects are made without calling the class. A
+    pickle that calls it would run code and is refused."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         if arguments or named:
@@ -62,13 +62,13 @@ class UncalledAttributes(Attributes):
 
     @classmethod
     def _refuse(cls) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {cls.__name__}, and to build that would run code")
+        raise pickle.UnpicklingError(f"it names {cls.__name__}; building that would run code")
 
 
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
-    """The dictionary that a .pt file holds; its tensors stay on disk until they are read.
+    """Read the dictionary in a .pt file. Its tensors stay on disk until they are used.
 
-    `keep` is the Python expression to save instead if the file cannot be read. Raises ConvertError.
+    `keep` is the Python expression that messages recommend to save instead. Raises ConvertError.
     """
     require_source(path)
     archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
@@ -86,9 +86,9 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
 
 
 def _archive(path: Path, keep: str) -> Archive:
-    """The list of files of an archive. Raises ConvertError if it cannot be read, or if the archive
-    unpacks to much more than its size: torch.save does not compress, and torch allocates the sizes
-    that the list names."""
+    """Read an archive's list of files. Raises ConvertError if it cannot be read, or if the unpacked
+    size is much larger than the file: torch.save does not compress, and torch would allocate the
+    listed sizes."""
     try:
         archive = read_archive(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
@@ -96,8 +96,8 @@ def _archive(path: Path, keep: str) -> Archive:
     size = path.stat().st_size
     if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
-            f"{path} has {size:,} bytes and says that it unpacks to {archive.unpacked:,}: it is "
-            "damaged, or was packed again. Unpack it where it was made, and save it with torch.save"
+            f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,}: it is damaged, "
+            "or was compressed later. Unpack it where it was made, and save it with torch.save"
         )
     return archive
 
@@ -112,8 +112,8 @@ def _load(path: Path, archive: Archive | None) -> Any:
 def _load_with_attributes(
     path: Path, keep: str, archive: Archive | None, refused: pickle.UnpicklingError
 ) -> Any:
-    """The file with `Attributes` in place of the classes that it names. Raises ConvertError if it
-    holds more than configurations: a module, or functions to call."""
+    """Load a file with `Attributes` in place of its classes. Raises ConvertError if it contains
+    more than configurations, such as a module or calls of functions."""
     names = pickled_names(path)
     if not (archive is not None or names.holds_module or names.foreign):
         raise _unreadable(path, keep, refused) from refused
@@ -145,16 +145,16 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
     shown = ", ".join(names.foreign[:6]) + (", ..." if len(names.foreign) > 6 else "")
     if not names.holds_module:
         return ConvertError(
-            f"{path} holds {shown or 'more than tensors and numbers'}, and to read that would run "
-            "code. Load it where it was made and save what is needed: "
+            f"{path} holds {shown or 'more than tensors and numbers'}; reading that would run "
+            "code. Load it where it was made, and save only what is needed: "
             f"torch.save({keep}, {path.name!r})"
         )
     load = f"torch.load({path.name!r}, weights_only=False)"
     if not names.by_torch:
         load = f"pickle.load(open({path.name!r}, 'rb'))"
     return ConvertError(
-        f"{path} is a whole pickled module ({shown}), and to read that would run its code. Where "
-        f"that code is, save the weights alone: "
+        f"{path} is a whole pickled module ({shown}); reading it would run its code. Where that "
+        f"code is, save only the weights: "
         f"torch.save({load}.state_dict(), {path.stem + '-weights.pt'!r})"
     )
 
@@ -171,13 +171,13 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         return ConvertError(f"{size} is a truncated or damaged zip archive: copy it again")
     if begins == b"GGUF":
         return ConvertError(
-            f"{size} is a file of llama.cpp's, and GGUF is written here, not read: import what it "
-            "was made of, the Hugging Face folder or the .pt file"
+            f"{size} is a GGUF file of llama.cpp, which can be exported but not imported: import "
+            "the Hugging Face folder or the .pt file that it was made from"
         )
     if names.complete:
         return ConvertError(
-            f"{size} is a pickle that torch.save did not write, or not to its end. Where it was "
-            f"made: torch.save({keep}, {path.name!r})"
+            f"{size} is a pickle that torch.save did not write or complete. Where it was made: "
+            f"torch.save({keep}, {path.name!r})"
         )
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:
@@ -186,7 +186,7 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
 
 
 def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a file except its tensors and the dictionaries and lists that hold some."""
+    """The values of a file, except its tensors and the containers that hold tensors."""
     return {
         key: value
         for key, value in checkpoint.items()
@@ -195,7 +195,7 @@ def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """A pickle of dictionaries, lists, numbers and texts; an object with these as attributes
+    """Read a pickle of dictionaries, lists, numbers and texts. An object with such attributes
     becomes a dictionary. Raises ConvertError."""
     raw = source_bytes(path, PICKLE_BYTES)
     try:
@@ -208,11 +208,11 @@ def read_plain_pickle(path: Path) -> Any:
 
 
 def _check_memo(raw: bytes) -> None:
-    """Raise UnpicklingError if a memo index exceeds the pickle's length: Python allocates all
-    entries before it."""
+    """Raise UnpicklingError if a memo index exceeds the pickle's length, because Python would
+    allocate all entries up to it."""
     for opcode, argument, _ in pickletools.genops(raw):
         if opcode.name.endswith("PUT") and argument is not None and argument > len(raw):
-            raise pickle.UnpicklingError(f"it has no {argument:,} values to remember")
+            raise pickle.UnpicklingError(f"its memo index {argument:,} exceeds its length")
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -1,7 +1,7 @@
-"""Source files: reading a foreign file, with ConvertError for everything that is wrong with it.
+"""Source files: reads foreign files, with ConvertError for all errors.
 
-`model/files.py` reads the bytes; here its system errors become ConvertError: a pipe, a device, a
-folder, a file that is missing, too large, not UTF-8 or not JSON. Knows no formats.
+`model/files.py` reads the bytes and raises OSError for a pipe, a device, a folder, or a file that
+is missing or too large. Here these become ConvertError, as do files that are not UTF-8 or not JSON.
 """
 
 import json
@@ -13,7 +13,7 @@ from logitd.model.files import TEXT_BYTES, VOCABULARY_BYTES, read_regular, requi
 
 
 def require_source(path: Path) -> None:
-    """Raise ConvertError unless a path names a regular file: for libraries that open it."""
+    """Raise ConvertError unless a path is a regular file. Used before a library opens it."""
     try:
         require_regular(path)
     except OSError as error:
@@ -29,7 +29,7 @@ def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
 
 
 def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> str:
-    """A file as UTF-8; with `lines` every line ends in "\\n", as Python's open() does. Raises
+    """Read a UTF-8 text. `lines` converts line ends to "\\n", as Python's open() does. Raises
     ConvertError."""
     try:
         text = source_bytes(path, most).decode("utf-8")
@@ -39,7 +39,7 @@ def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> st
 
 
 def source_json(path: Path) -> Any:
-    """The JSON of a file. Raises ConvertError."""
+    """Read a JSON file. Raises ConvertError."""
     try:
         return json.loads(source_bytes(path).decode("utf-8-sig"))
     except RecursionError as error:
@@ -49,7 +49,7 @@ def source_json(path: Path) -> Any:
 
 
 def source_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file. Raises ConvertError."""
+    """Read a JSON file that must hold an object. Raises ConvertError."""
     document = source_json(path)
     if not isinstance(document, dict):
         raise ConvertError(f"{path} is not a JSON object")
@@ -57,7 +57,8 @@ def source_object(path: Path) -> dict[str, Any]:
 
 
 def object_beside(folder: Path | None, name: str) -> dict[str, Any]:
-    """The JSON object of a file in a folder; empty if there is none. Raises ConvertError."""
+    """Read the JSON object in a file of a folder; empty if there is no such file. Raises
+    ConvertError."""
     return source_object(folder / name) if folder and (folder / name).is_file() else {}
 
 

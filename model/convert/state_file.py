@@ -1,8 +1,8 @@
-"""State files: weights that any code wrote, as tensors by name, settings and other contents.
+"""State files: reads tensors, settings and other contents of weights that any code wrote.
 
-Finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, however deep it is nested,
-and the values of its configuration, in the file or in a JSON file next to it. Pickles are read as
-data alone (`pt_file.py`). Does not interpret tensors: see `by_role/`.
+It finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, even if it is nested, and
+the configuration, in the file or in a JSON file next to it. Pickles are read as data only
+(`pt_file.py`). `by_role/` interprets the tensors.
 """
 
 import re
@@ -21,31 +21,31 @@ from logitd.model.convert.source_file import require_source, source_json
 from logitd.model.convert.unknown_settings import unknown_settings
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""Suffixes of files of weights that are found in a folder."""
+"""Suffixes by which files of weights are found in a folder."""
 SUFFIXES = (*LOOKED_FOR, ".pkl", ".tar", ".model")
-"""Suffixes of files that may hold weights if they are named."""
+"""Suffixes of files that may be given as the source."""
 
 STATES = (
     "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",
     "params", "parameters", "generator", "gpt", "transformer",
 )  # fmt: skip
-"""Keys that hold the state dict, the likeliest first."""
+"""Usual keys of a state dict, the most likely first."""
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _TRAINING = re.compile("optim|sched|train|scaler|rng|metric|hist|loss|wandb|stats|data")
-"""Words in names of sections that do not describe the model."""
+"""Words in the names of sections that describe training instead of the model."""
 
 
 @dataclass(frozen=True)
 class StateFile:
     """The contents of a file of weights.
 
-    where      the file and the key of its state dict, for messages
-    tensors    by name, without the prefixes of wrappers
-    state      the key of the state dict; None if the file is the state dict
-    settings   numbers, flags and words of its configuration, by their names there
+    where      file and key of the state dict, for messages
+    tensors    tensors by name, without the prefixes of wrappers
+    state      key of the state dict; None if the file is the state dict
+    settings   numbers, flags and words of the configuration, by name
     contents   everything in the file except tensors; may include a vocabulary
-    unknown    settings that may change logits and that nothing here understands
+    unknown    settings that may change logits but are not understood
     """
 
     path: Path
@@ -58,7 +58,7 @@ class StateFile:
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
-    """Read a file of weights; `state` is the key of the state dict, with dots between nested keys.
+    """Read a file of weights. `state` is the key of the state dict; nested keys are joined by dots.
     Raises ConvertError."""
     loaded, key, contents = read_tensors(path), "", dict[str, Any]()
     if path.suffix != ".safetensors":
@@ -79,7 +79,7 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
 
 
 def find_state_file(folder: Path) -> Path:
-    """The one file of weights in a folder, or in the folders below it. Raises ConvertError."""
+    """Find the only file of weights in a folder or in the folders below it. Raises ConvertError."""
     for files in (folder.iterdir(), folder.glob("*/*"), folder.glob("*/*/*")):
         candidates = sorted(p for p in files if p.suffix in LOOKED_FOR and p.is_file())
         if len(candidates) == 1:
@@ -96,8 +96,7 @@ def find_state_file(folder: Path) -> Path:
 
 
 def read_tensors(path: Path) -> Mapping[Any, Any]:
-    """The dictionary of a file of weights. Its values stay on disk until they are read. Raises
-    ConvertError."""
+    """Read the dictionary in a file of weights. Raises ConvertError."""
     if path.suffix != ".safetensors":
         return read_pt(path, keep="model.state_dict()")
     require_source(path)
@@ -152,8 +151,8 @@ def _state_dicts(
 
 
 def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Tensors by their names without the prefixes of wrappers. Raises ConvertError if a state dict
-    holds anything else."""
+    """Remove the prefixes of wrappers from the names of tensors. Raises ConvertError if a state
+    dict holds anything but tensors."""
     unwrapped: dict[str, Tensor] = {}
     for full, tensor in state.items():
         if not isinstance(full, str) or not isinstance(tensor, Tensor):
@@ -172,9 +171,9 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 def collect_settings(
     contents: Mapping[str, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
-    """Numbers, flags and words of all nested dictionaries except vocabularies. If two sections
-    disagree, a section of the model overrides the others. `of_model_alone` leaves out the sections
-    of a training."""
+    """Collect numbers, flags and words of all nested dictionaries except vocabularies. If sections
+    disagree, those about the model take precedence. `of_model_alone` skips sections about
+    training."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 

@@ -1,8 +1,8 @@
-"""Unknown settings: numbers and flags of a configuration that may change a model's logits.
+"""Unknown settings: finds numbers and flags of a configuration that may change a model's logits.
 
-A setting is known if something here reads it, if it is a part of a shape, which tensors show, or if
-it belongs to the training. Every other number or flag is a question: a cap on logits or a factor
-leaves no trace in the names and shapes of tensors. Words are no questions: those that name a
+A setting is known if a reader uses it, if the shapes of tensors show it, or if it belongs to
+training. Every other number or flag is a question for the user, because a cap on logits or a factor
+leaves no trace in the names and shapes of tensors. Words are no questions: those that describe a
 computation are read (`by_role/questions.py`).
 """
 
@@ -22,7 +22,7 @@ _SHAPE = (
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
     r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
 )
-"""Names of facts that tensors show: widths, biases, and whether the head is the embedding."""
+"""Names of settings that tensors show: widths, biases, and a tied head."""
 _TRAINING = (
     r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
     r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
@@ -51,12 +51,12 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
 }
-"""Values of other settings that ask for the computation of this project."""
+"""Values of other settings that describe the computation of this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and flags that may change a logit and that nothing here understands. The number 0
-    changes none."""
+    """The numbers and flags that may change logits but are not understood. A value of 0 changes
+    nothing."""
     return {
         name: value
         for name, value in settings.items()
@@ -71,8 +71,8 @@ def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def still_unknown(
     settings: Mapping[str, Any], ignored: Collection[str], where: str
 ) -> dict[str, Any]:
-    """The unknown settings except those that the user ignores. Raises ConvertError for an ignored
-    one that is not unknown."""
+    """The unknown settings, except those that the user ignores. Raises ConvertError if an ignored
+    setting is not among them."""
     if wrong := sorted(set(ignored) - settings.keys()):
         raise ConvertError(
             f"--ignore-setting {wrong[0]}: it is not an unknown setting of {where}; those are "
@@ -82,11 +82,11 @@ def still_unknown(
 
 
 def question(settings: Mapping[str, Any]) -> str:
-    """The unknown settings as a question for a person."""
+    """The question to the user about unknown settings."""
     shown = ", ".join(f"{name} {value!r}" for name, value in list(settings.items())[:12])
     flags = " ".join(f"--ignore-setting {name}" for name in list(settings)[:12])
     return (
-        f"settings are not understood, and a text does not show their effect: {shown}. Give --code "
-        "FILE.py:NAME (the owner's own class) to compare logits; or, if they change no logit: "
+        f"these settings are not understood, and a text cannot show their effect: {shown}. Give "
+        "--code FILE.py:NAME (the owner's class) to compare logits; or, if they change no logits: "
         f"{flags}"
     )

@@ -1,16 +1,16 @@
-"""Build: tensors by role and a computation as a GPTConfig and its weights.
+"""Build: turns tensors with known roles and a computation into a GPTConfig and its weights.
 
-Computations that this project's GPT does not have are folded into the weights once, which changes
-the result only by float rounding:
+If the source computes something that this project's GPT does not, the difference is folded into the
+weights, which changes results only by float rounding:
 
-- heads with tensors of their own, and fused matrices in another order: rows in this order;
-- scores over sqrt(d_model), or over nothing: query rows times the difference;
-- rotary positions on neighbouring channels: rows of query and key, even channels first;
-- norms of query and key without weights: ones; with another eps: query and key rows scaled;
-- no projection behind attention, no second matrix of the feed-forward: the identity;
-- additive position tables of any kind: as learned positions;
-- embeddings times sqrt(d_model): in the embedding, and the head a matrix of its own;
-- biases that some parts have and others lack: zeros.
+- separate tensors for heads, or a different order in fused matrices: rows are reordered;
+- scores divided by sqrt(d_model) or not at all: query rows are scaled;
+- rotary positions on adjacent channels: rows of query and key are reordered, even channels first;
+- query and key norms without weights get weights of 1; with another eps, their rows are scaled;
+- a missing output projection of attention or second matrix of the feed-forward: the identity;
+- additive position tables of any type: stored as learned positions;
+- embeddings times sqrt(d_model): the embedding is scaled, and the head becomes a separate matrix;
+- biases that only some parts have: zeros for the others.
 """
 
 import math
@@ -30,15 +30,16 @@ from logitd.model.transformer.gpt import sinusoidal_table
 PARTS: tuple[Part, ...] = ("weight", "bias")
 COPIED = ("context_length", "norm", "norm_position", "norm_eps", "final_norm", "residual",
           "rope_theta", "activation")  # fmt: skip
-"""Fields of a Computation that are fields of a GPTConfig."""
+"""Fields of Computation that are copied to the GPTConfig."""
 UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model in this project's form. `folds` are the changes of weights, as sentences.
+    """A model in this project's form.
 
-    rescaled   numbers were multiplied, so a narrow dtype would round them again
+    folds      descriptions of the changes to weights
+    rescaled   weights were multiplied, so a narrow dtype would round them again
     """
 
     config: GPTConfig
@@ -55,16 +56,16 @@ class HeadShape:
 
 
 def query_rows(tensors: MappedTensors) -> tuple[int, int]:
-    """Rows of all queries, and of all keys. Raises ConvertError if a fused matrix cannot be cut
-    into three."""
+    """Number of query rows and of key rows. Raises ConvertError if a fused matrix cannot be
+    divided."""
     if not tensors.map.has("qkv"):
         return tensors.shape("query")[0], tensors.shape("key")[0]
     rows, width = tensors.shape("qkv")
     queries = tensors.shape("attention_out")[1] if tensors.map.has("attention_out") else width
     if rows < 3 or (rows - queries) % 2 or rows <= queries:
         raise ConvertError(
-            f"{tensors.where}: the fused matrix of query, key and value has {rows} rows, and "
-            f"attention's output takes {queries}: it cannot be cut into three"
+            f"{tensors.where}: the fused matrix of query, key and value has {rows} rows, but "
+            f"attention's output takes {queries}: it cannot be divided into three"
         )
     return queries, (rows - queries) // 2
 
@@ -104,7 +105,7 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:
-    """The model that computes `how` with these tensors. Raises ConvertError and ConfigError."""
+    """Build the model that computes `how` with these tensors. Raises ConvertError, ConfigError."""
     _check_consistent(tensors, how)
     mapped, heads = tensors.map, head_shape(tensors, how.n_head)
     weights = _outside(tensors, how)
@@ -211,7 +212,7 @@ def _layer(
 
 @dataclass(frozen=True)
 class _Projection:
-    """Rows of a matrix (R, C), and their biases (R,) if it has some."""
+    """A matrix (R, C), and its bias (R,) if it has one."""
 
     weight: Tensor
     bias: Tensor | None
@@ -235,7 +236,7 @@ def _attention(
     else:
         norms = _qk_norms(tensors, how, heads, layer)
         weights |= {"query_norm.weight": norms[0] * scale, "key_norm.weight": norms[1]}
-        # Rows are scaled by this so that the norms' eps has the weight of the source's own eps.
+        # Scaling the rows makes the norms' eps as large, relative to them, as in the source.
         stretch = math.sqrt(how.norm_eps / how.qk_norm_eps)
         if stretch != 1.0:
             query, key = (part.change(lambda rows: rows * stretch) for part in (query, key))
@@ -307,13 +308,15 @@ def _qk_norms(
 
 
 def _evens_first(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head in the order 0, 2, 4, ..., 1, 3, 5, ...: neighbours become halves."""
+    """Reorder the rows of each head to 0, 2, 4, ..., 1, 3, 5, ..., so that pairs of adjacent rows
+    become pairs of the two halves."""
     by_head = tensor.unflatten(0, (-1, head_dim))  # (H, D, ...)
     return torch.cat((by_head[:, 0::2], by_head[:, 1::2]), dim=1).flatten(0, 1)
 
 
 def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[str, Tensor]:
-    """The first matrix of the feed-forward; with a gate, the gate's rows come first."""
+    """The first matrix of the feed-forward and its bias. If there is a gate, its rows come
+    first."""
     weights: dict[str, Tensor] = {}
     for part in PARTS:
         gate, up, both = (
@@ -321,7 +324,9 @@ def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[
         )
         if both is not None:
             gate, up = both.chunk(2)
-        elif tensors.map.has("mlp_gate") and (gate is None) != (up is None):  # one bias of two
+        elif tensors.map.has("mlp_gate") and (gate is None) != (
+            up is None
+        ):  # only one of the two has a bias
             known = up if gate is None else gate
             assert known is not None
             zeros = torch.zeros_like(known)

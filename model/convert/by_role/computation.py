@@ -1,7 +1,8 @@
-"""Computation: the parts of a GPT's computation that names and shapes do not fix.
+"""Computation: the details of a GPT's computation that names and shapes of tensors leave open.
 
-Each field has a flag of the same name. `questions.py` lists the values that a file leaves open,
-`resolve.py` chooses among them, `build.py` turns the result into a `GPTConfig` and its weights.
+Each field has a flag of the same name. `questions.py` lists the values that are possible for a
+file, `resolve.py` chooses among them, and `build.py` turns the result into a `GPTConfig` and its
+weights.
 """
 
 from dataclasses import dataclass
@@ -12,23 +13,23 @@ from logitd.model.transformer.config import Activation, Norm, NormPosition, Resi
 ScoreScale = Literal["head_dim", "d_model", "none"]
 """Width whose square root divides attention scores; "none" does not divide them."""
 Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "none"]
-"""`sinusoidal_halves` has all sines first and then all cosines."""
+"""With `sinusoidal_halves`, all sines come first, then all cosines."""
 RotaryLayout = Literal["half", "interleaved"]
 """Channels of a head that are rotated together: i and i + D / 2, or 2 i and 2 i + 1."""
 QkvLayout = Literal["qkv", "kqv", "per_head"]
-"""Rows of a fused matrix: all queries, keys, values; keys first; or query, key and value of each
-head in turn."""
+"""Order of the rows in a fused matrix: all queries, then keys, then values; or keys first; or
+query, key and value of one head after the other."""
 GateOrder = Literal["gate_first", "up_first"]
 QkNorm = Literal["none", "learned", "unit"]
-"""RMS norm of queries and keys: with weights of the file, or without weights."""
+"""RMS norm of queries and keys: none, with learned weights, or without weights."""
 EmbeddingScale = Literal["one", "sqrt_d_model"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """One way to compute with the tensors of a file.
+    """One possible computation with the tensors of a file.
 
-    causal   a position sees itself and earlier ones; a model that sees all is refused
+    causal   a position attends to itself and earlier ones; models that attend to all are refused
     """
 
     n_head: int

@@ -1,9 +1,10 @@
-"""Layers: the names of a state dict as modules and as a running number over equal sets of tensors.
+"""Layers: finds the modules and the layers in the tensor names of a state dict.
 
-A module is a weight and its bias under one path: covers the ways to write its name
-(`attn.proj.weight`, `W_q`, `b_q`). Layers are blocks in one list, in one list per kind of part,
-written out by hand, or alone without a number, with heads that may have tensors of their own. Names
-have `{N}` and `{M}` in place of numbers. `recognise.py` finds roles.
+A module is a weight and its bias, whose names follow one of several conventions
+(`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, numbered
+attributes written by hand, or a single block without a number. Their heads may have separate
+tensors. In names `{N}` stands for the number of the layer and `{M}` for that of the head.
+`recognise.py` finds roles.
 """
 
 import re
@@ -20,8 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Module:
-    """A weight and its bias. `path` is the name without its last part, cut at the dots, with
-    `{N}` and `{M}` in place of the layer's and the head's number."""
+    """A weight and its bias. `path` holds the parts of the module's name between dots."""
 
     path: tuple[str, ...]
     weight: str  # full name, with {N} and {M}
@@ -30,7 +30,7 @@ class Module:
 
     @property
     def last(self) -> str:
-        """The last part of the path that is a word or a number in a Sequential."""
+        """The last part of the path, ignoring {N} and {M}."""
         return next((part for part in reversed(self.path) if part not in ("{N}", "{M}")), "")
 
     def within(self, pattern: re.Pattern[str]) -> bool:
@@ -51,7 +51,7 @@ class Module:
 
 
 def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
-    """Weights with their biases, in the file's order."""
+    """The modules, in the file's order."""
     weights: dict[tuple[str, ...], tuple[str, Shape]] = {}
     biases: dict[tuple[str, ...], str] = {}
     for name, shape in shapes.items():
@@ -66,7 +66,7 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
-    # A bias without a weight keeps its name, so that it is reported as not understood.
+    # A bias without a weight becomes a module, so that it is reported as not understood.
     return modules + [Module(path, name, ()) for path, name in biases.items()]
 
 
@@ -79,7 +79,8 @@ def _twin(word: str, path: tuple[str, ...], shapes: Mapping[str, Shape]) -> tupl
 
 
 def module_name(name: str) -> tuple[str, ...]:
-    """The parts of a tensor's name that name its module; a bare parameter names itself."""
+    """The parts of a tensor's name that form its module's name. A bare parameter is a module of its
+    own."""
     parts = name.split(".")
     last = parts[-1].lower()
     if last in words.NORM_WEIGHTS or last in words.NORM_BIASES:
@@ -90,7 +91,8 @@ def module_name(name: str) -> tuple[str, ...]:
 
 
 def projection_of(name: str) -> Role | None:
-    """The projection of attention that a tensor belongs to, by its name alone."""
+    """The attention projection that a tensor belongs to, judged only by its name; None if it is
+    none."""
     path = module_name(name)
     last = next((part for part in reversed(path) if not _is_number(part)), "")
     in_attention = any(
@@ -111,7 +113,7 @@ def _is_number(part: str) -> bool:
 
 @dataclass(frozen=True)
 class Layers:
-    """Tensors in the layers, by names with {N} and {M}, and outside them."""
+    """Tensors inside the layers, by their names with {N} and {M}, and outside them."""
 
     count: int
     first: int
@@ -125,7 +127,7 @@ class Layers:
 
 
 _Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]
-"""Shapes by the text before the first number of a name, the number, and the text behind it."""
+"""Shapes by the text before the first number of a name, the number, and the text after it."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class _Run:
 
 
 def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """Cut the names into those of the layers and the others. Raises ConvertError without layers."""
+    """Divide the names into those of the layers and the others. Raises ConvertError if there are no
+    layers."""
     lists, homes = _numbered_lists(shapes)
     run = _longest_run(lists)
     if run is None:
@@ -157,7 +160,7 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]]:
-    """The lists in the names, and for each name in a list the text before its number."""
+    """The numbered lists in the names; and for each name in a list, the text before its number."""
     lists: _Lists = defaultdict(lambda: defaultdict(dict))
     homes: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -174,15 +177,15 @@ def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]
 
 
 def _longest_run(lists: _Lists) -> _Run | None:
-    """The most layers of one list, or of all lists with the same numbers; None if none has
-    attention."""
+    """The longest run of layers: a single list, or all lists with the same numbers. None if no list
+    has attention."""
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
         first, count = min(numbered), len(numbered)
         if first in (0, 1) and sorted(numbered) == list(range(first, first + count)):
             runs[first, count].append(before)
-            # `tensor_map.check` reports a layer with other tensors than most.
+            # `tensor_map.check` reports layers whose tensors differ from these.
             usual[before] = _most_common(list(numbered.values()))
     longest: _Run | None = None
     for (first, count), prefixes in runs.items():
@@ -207,15 +210,16 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """One block without a number: all names except those of tensors outside a block."""
+    """A single block without a number: all tensors except those whose names belong outside a
+    block."""
     outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
         names = ", ".join(list(shapes)[:6]) or "no float tensor"
         raise ConvertError(
-            f"{where} has no layers of a GPT: no running number in the names over equal sets of "
-            f"attention and feed-forward, nor one block without a number; it holds {names}. "
-            "Name them with --map"
+            f"{where} has no layers of a GPT: its names contain neither numbered layers with "
+            f"attention and feed-forward, nor a single such block; it holds {names}. "
+            "Name the tensors with --map"
         )
     block, heads = _with_heads(where, rest)
     return Layers(1, 0, heads, block, outside)
@@ -244,7 +248,7 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
 
 
 def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
-    """The set of tensors that most layers have; of equally common ones, the larger set."""
+    """The most common set of tensors of a layer. Of equally common ones, the larger set."""
     return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
 
 
@@ -271,7 +275,7 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
     for name, shape in shapes.items():
         parts, at = name.split("."), None
         if projection_of(name) is not None:
-            # A number right behind the layer's is a part of the block, not a head.
+            # A number directly after the layer's is a part of the block, not a head.
             heads = (i for i, part in enumerate(parts) if part.isdigit() and i)
             at = next((i for i in heads if parts[i - 1] != "{N}"), None)
         if at is None:
@@ -281,7 +285,7 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
         joined = ".".join(parts)
         if replaced.setdefault(joined, shape) != shape:
             raise ConvertError(
-                f"{where}: {name} has shape {list(shape)} and another head {list(replaced[joined])}"
+                f"{where}: {name} has shape {list(shape)}, another head {list(replaced[joined])}"
             )
         numbers[joined].add(head)
     counts = {count for heads in numbers.values() for count in (max(heads) + 1, len(heads))}

@@ -1,8 +1,9 @@
-"""Map files: a `TensorMap` and a `Computation` as TOML, for facts that names and shapes hide.
+"""Map files: a `TensorMap` and a `Computation` in TOML, for models that cannot be recognised.
 
-`logitd import` writes a draft if it stops; a person completes it and passes it with `--map`.
+If `logitd import` cannot recognise a model, it writes a draft. The user completes it and passes it
+with `--map`.
 
-    state = "model_state"             # key of the state dict; leave out if the file is one
+    state = "model_state"             # key of the state dict; omit it if the file is one
 
     [tensors]                         # {N} is the number of the layer, {M} that of the head
     token_embedding.weight = "emb.weight"
@@ -50,13 +51,14 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 
 MOST_DOTS = 100
-"""Most dots in the keys of a line: the parser takes memory by the square of a key's parts."""
+"""Most dots in a line's keys. The parser's memory grows with the square of a key's parts."""
 _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 
 @dataclass(frozen=True)
 class MapFile:
-    """The contents of a map file. Without `names`, tensors are recognised."""
+    """The contents of a map file. If `names` is empty, tensors are recognised by their names and
+    shapes."""
 
     path: Path
     state: str | None = None
@@ -93,16 +95,19 @@ class _Document(_Strict):
 
 
 def read_map_file(path: Path) -> MapFile:
-    """Read a map file. Raises ConvertError with the name of the wrong key."""
+    """Read a map file. Raises ConvertError that names the invalid key."""
     text = source_text(path, CONFIG_BYTES)
     for number, line in enumerate(text.splitlines(), start=1):
         if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
             raise ConvertError(
-                f"line {number} of {path} has {dots:,} dots; {MOST_DOTS} are the most it may have"
+                f"line {number} of {path} has {dots:,} dots; at most {MOST_DOTS} are allowed"
             )
     try:
         parsed = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError also for numbers of thousands of digits
         raise ConvertError(f"{path} is not TOML: {error}") from error
     document = _validated(str(path), _Document, parsed)
     names = {
@@ -114,8 +119,8 @@ def read_map_file(path: Path) -> MapFile:
         known = {"{N}", "{M}"} if role in LAYER_ROLES else set()
         if unknown := set(re.findall(r"\{[^}]*\}", name)) - known:
             raise ConvertError(
-                f"{path}: {role}.{part} is {name!r}, which has {sorted(unknown)}; only names in "
-                "the layers have marks, {N} and {M}"
+                f"{path}: {role}.{part} is {name!r}, which contains {sorted(unknown)}; only names "
+                "in the layers may contain placeholders, {N} and {M}"
             )
     return MapFile(
         path=path,
@@ -128,7 +133,7 @@ def read_map_file(path: Path) -> MapFile:
 
 
 def check_answers(where: str, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers by field, each of its kind. Raises ConvertError."""
+    """Validate answers by field. Raises ConvertError."""
     return _validated(where, Answers, answers).model_dump(exclude_unset=True)
 
 
@@ -144,8 +149,9 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
 
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
-    """The map that a file describes, with layers and heads counted in the tensors' names. `ignored`
-    are tensors known not to be weights. Raises ConvertError for a name without a match."""
+    """The TensorMap that a file describes. Layers and heads are counted in the tensors' names.
+    `ignored` are tensors known not to be weights. Raises ConvertError if a name matches no
+    tensor."""
     weights = {role for role, part in file.names if part == "weight"}
     attention = () if "qkv" in weights else SEPARATE
     up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
@@ -168,7 +174,7 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
 
 
 def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int]:
-    """The numbers in place of a mark, over all names that have it."""
+    """The numbers that a placeholder (`mark`) matches in the tensors' names."""
     numbers: set[int] = set()
     other = "{M}" if mark == "{N}" else "{N}"
     for (role, part), pattern in file.names.items():
@@ -187,8 +193,9 @@ def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int
 
 
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
-    """A map file of what was recognised, with the open fields as lines to complete."""
-    lines = ["# What was recognised, and what is open. Complete it and give it back with --map."]
+    """A draft of a map file with everything that was recognised. Open fields are lines to
+    complete."""
+    lines = ["# Recognised and open fields. Complete the file and pass it with --map."]
     if state:
         lines.append(f'state = "{state}"')
     lines += ["", "[tensors]"]
@@ -203,7 +210,7 @@ def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
             values = " | ".join(map(_toml, finding.values))
             lines.append(f"# {name} = {values}  # open: {finding.origin}")
         else:
-            lines.append(f"# {name} = {value}  # assumed unless you say otherwise")
+            lines.append(f"# {name} = {value}  # assumed unless you set it")
     lines += ["", "[files]"]
     if mapped.ignored:
         lines.append(f"ignore = [{', '.join(f'{name!r}' for name in _patterns(mapped.ignored))}]")

@@ -1,8 +1,7 @@
-"""Names: words that people use for the parts of a GPT, as tables to look a name up in.
+"""Names: tables of the words that people use for the parts and settings of a GPT.
 
-A name of a state dict is cut at its dots (`blocks.0.attn.c_attn.weight`). Covers the words for
-tensors and for settings. A word is only evidence; `layers.py` and `recognise.py` weigh it together
-with shapes.
+A tensor's name is split at its dots (`blocks.0.attn.c_attn.weight`). A word is only evidence;
+`layers.py` and `recognise.py` weigh it together with shapes.
 """
 
 import re
@@ -12,10 +11,10 @@ from typing import Literal
 SeparateRole = Literal["query", "key", "value"]
 
 WRAPPERS = ("_orig_mod", "module")
-"""First parts that torch.compile and DistributedDataParallel put before every name."""
+"""Prefixes that torch.compile and DistributedDataParallel add to every name."""
 
 LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|transformer_?blocks?)_?(\d+)")
-"""`block_0` and `layer3` are a list of layers that was written out by hand."""
+"""Names of layers that were written as separate attributes, such as `block_0` and `layer3`."""
 
 TOKEN_EMBEDDING = re.compile(
     r"(?<!pos_)(?<!position_)(wte|w_e|tok|token|word|vocab|embed|embedding|embeddings|emb|tokens)"
@@ -43,7 +42,7 @@ HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 
 
 def _projection(words: str) -> re.Pattern[str]:
-    """`q`, `W_q`, `to_q`, `q_proj`: one of the words, with the usual affixes."""
+    """A pattern for one of the words with the usual affixes: `q`, `W_q`, `to_q`, `q_proj`."""
     return re.compile(
         rf"(w|to|in|fc|lin|linear|proj)?_?({words})"
         r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
@@ -83,7 +82,7 @@ GATED_DOWN = re.compile(
 
 
 def _norm_of(words: str) -> re.Pattern[str]:
-    """`q_norm`, `norm_q`: one of the words with a norm on either side."""
+    """A pattern for a norm of one of the words: `q_norm`, `norm_q`."""
     return re.compile(
         rf"({words})_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?({words})"
     )
@@ -108,7 +107,7 @@ BUFFERS = re.compile(
     r"freqs?(_cis|_cos|_sin)?|cos|sin|cos_cached|sin_cached|cosine|sine|theta|thetas|angles)|"
     r"rope(_cache|_cos|_sin)?|cache_[kv]|k_cache|v_cache"
 )
-"""Last parts of names of tensors that a module computes with but does not learn."""
+"""Last parts of the names of tensors that are not learned."""
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "n_layer": (
@@ -164,7 +163,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "step": ("iter_num", "step", "steps", "iter", "iteration", "global_step", "n_steps", "iters"),
     "val_loss": ("best_val_loss", "val_loss", "best_loss", "validation_loss"),
 }  # fmt: skip
-"""The keys in configurations of each number of a shape, in lower case."""
+"""Keys in configurations, in lower case, by the field they describe."""
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_tanh": "gelu_tanh",
@@ -182,15 +181,16 @@ ACTIVATIONS: Mapping[str, str] = {
     "silu": "swiglu",
     "swish": "swiglu",
 }
-"""Names of activations in configurations. "gelu" is torch's default, the exact one."""
+"""Names of activations in configurations. "gelu" is the exact one, as in torch."""
 
 
 def matches(pattern: re.Pattern[str], part: str) -> bool:
-    """True if a whole part of a name is one of the words, in any case."""
+    """True if a part of a name matches a pattern, ignoring upper case."""
     return pattern.fullmatch(snake_case(part)) is not None
 
 
 def snake_case(part: str) -> str:
-    """`outProj`, `W_Q` and `LayerNorm1` as `out_proj`, `w_q` and `layer_norm1`."""
+    """Convert to snake case: `outProj` becomes `out_proj`, `W_Q` `w_q`, `LayerNorm1`
+    `layer_norm1`."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part)
     return spaced.lower().replace("__", "_")

@@ -1,9 +1,9 @@
-"""Objectives: penalties of the variants of a model, lower being better; equally many at every call
-with the same effort.
+"""Objectives: measure how well a variant of a model computes; lower is better.
 
-`TextObjective` has a text that the model was trained for: nats of each token. `LogitsObjective` has
-logits of the owner's code for some ids: the largest difference. Both run this project's forward in
-float32 on weights of `build.py`. `resolve.py` chooses.
+`TextObjective` returns the nats of each token of a text like those that the model was trained on.
+`LogitsObjective` returns the largest difference from logits of the owner's code. Both run this
+project's forward in float32 on the weights of `build.py`. Calls with the same effort return the
+same number of values. `resolve.py` chooses the best variant.
 """
 
 import math
@@ -22,15 +22,15 @@ from logitd.model.transformer.gpt import GPT
 
 Effort = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
-"""Most predicted tokens of a text."""
+"""Most predicted tokens of a text, by effort."""
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
-"""Approximate time limits: large models predict fewer tokens."""
+"""Approximate time limits by effort. Slow models predict fewer tokens."""
 WINDOW_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class CheckText:
-    """A text that the model should predict, as ids of the source."""
+    """A text that the model should predict well, as token ids of the source."""
 
     name: str
     token_ids: Sequence[int]
@@ -46,7 +46,8 @@ def open_gpt(built: Built) -> GPT:
 
 @torch.inference_mode()
 def logits_of(gpt: GPT, token_ids: Tensor, *, causal: bool) -> Tensor:
-    """Logits (B, T, V) of ids (B, T). If not causal, every position sees its whole sequence."""
+    """Logits (B, T, V) of ids (B, T). If not causal, every position attends to the whole
+    sequence."""
     positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
     if causal:
         return gpt(token_ids).logits
@@ -71,7 +72,7 @@ class TextObjective:
     tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
     def at_speed(self, seconds_per_token: float) -> "TextObjective":
-        """The same objective with as many tokens as the time limits allow."""
+        """The objective with the numbers of tokens that the time limits allow at this speed."""
         tokens = {
             effort: max(WINDOW_TOKENS, min(most, int(SECONDS[effort] / seconds_per_token)))
             for effort, most in TOKENS.items()
@@ -90,22 +91,23 @@ class TextObjective:
         return torch.cat(losses)
 
     def unigram_nats(self) -> float:
-        """Nats per token of the text's own frequencies."""
+        """Nats per token of a unigram model with the text's own frequencies."""
         counts = torch.bincount(self.windows.flatten()).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
 
 
 def text_objective(text: CheckText, context_length: int) -> TextObjective:
-    """Windows spread over a text. Raises ConvertError if it is too short for one of two tokens."""
+    """An objective of windows from all parts of a text. Raises ConvertError if the text is too
+    short for a window of two tokens."""
     length = min(context_length, WINDOW_TOKENS, len(text.token_ids) - 1)
     if length < 2:
         raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
     last = len(text.token_ids) - length - 1
-    # Windows overlap by half, as far as the budget reaches.
+    # Windows overlap by half, if the budget allows so many.
     count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))
     starts = sorted({round(last * i / max(1, count - 1)) for i in range(count)})
-    # Shuffled, so that the first windows, a quick look, come from the whole text.
+    # Shuffled, so that the first windows, which a quick effort uses, come from the whole text.
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor(text.token_ids)
     windows = torch.stack([ids[starts[i] : starts[i] + length + 1] for i in order])
@@ -140,7 +142,8 @@ class LogitsObjective:
 
     @property
     def tolerance(self) -> float:
-        """1e-4, or for large logits the error of float32."""
+        """Largest difference that counts as equal: 1e-4, or more for large logits, by float32's
+        error."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
 
 

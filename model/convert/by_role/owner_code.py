@@ -1,7 +1,7 @@
-"""Owner's code: logits of the class that a model was trained with, for random ids.
+"""Owner's code: computes logits for random ids with the code that a model was trained with.
 
-Runs `owner_process.py` in a process of its own, with the owner's file and the weights of the
-checkpoint, and reads back numbers alone. Values of the shape are passed under every usual name.
+It runs `owner_process.py` in a separate process, with the owner's file and the checkpoint's
+weights, and reads back only numbers. Values of the shape are passed under all usual names.
 `resolve.py` compares the logits.
 """
 
@@ -29,13 +29,13 @@ from logitd.model.convert.foreign import ConvertError
 
 TIMEOUT_SECONDS = 300
 TOKENS = 24
-"""Length of each of two sequences of ids, unless the context is shorter."""
+"""Length of the two sequences of ids, unless the context is shorter."""
 CAUSAL_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class OwnerCode:
-    """A file, and a name in it or an expression over its names."""
+    """The owner's file, and a name in it or an expression that uses its names."""
 
     file: Path
     expression: str
@@ -45,7 +45,7 @@ class OwnerCode:
 
 
 def parse_owner_code(text: str) -> OwnerCode:
-    """`FILE.py:NAME` or `FILE.py:EXPRESSION`. Raises ConvertError."""
+    """Parse `FILE.py:NAME` or `FILE.py:EXPRESSION`. Raises ConvertError."""
     path, separator, expression = text.partition(".py:")
     if not separator or not expression.strip():
         raise ConvertError(
@@ -75,8 +75,8 @@ def owner_logits(
     *,
     timeout: float = TIMEOUT_SECONDS,
 ) -> LogitsObjective:
-    """Run the owner's code. Raises ConvertError with its own message, or if a later id changes an
-    earlier position's logits."""
+    """Compute logits with the owner's code. Raises ConvertError if the code fails, or if it is not
+    causal."""
     request = request_of(code, tensors, findings, settings)
     weights = {
         name: tensor.clone().contiguous()
@@ -117,8 +117,8 @@ def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ConvertError(
-            f"{code} did not return logits within {timeout:.0f} seconds; name the class itself, so "
-            "that nothing else of the file runs"
+            f"{code} did not return logits within {timeout:.0f} seconds; name only the class, so "
+            "that no other code of the file runs"
         ) from error
     problem = folder / owner_process.PROBLEM
     if problem.is_file():
@@ -133,7 +133,7 @@ def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
 def request_of(
     code: OwnerCode, tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
 ) -> Request:
-    """The request for the owner's process, without dropout and on the CPU."""
+    """The request to the owner's process: everything that is known, dropout off, on the CPU."""
     rows, width = tensors.shape("token_embedding")
     mapped, context_length = tensors.map, findings["context_length"].values[0]
     fields: dict[str, Any] = {
@@ -165,11 +165,12 @@ def request_of(
 
 
 def _check_causal(code: OwnerCode, logits: Tensor, changed: Tensor) -> None:
-    """Raise ConvertError if `changed`, logits after another last id, differ before it."""
+    """Raise ConvertError if the model is not causal. `changed` are the logits for a different last
+    id, which must not affect earlier positions."""
     difference = (logits[:, :-1] - changed[:, :-1]).abs()
     if difference.numel() and float(difference.max()) > CAUSAL_TOLERANCE:
         raise ConvertError(
-            f"{code}: another last id changes the logits of earlier positions (by up to "
+            f"{code}: a different last id changes the logits of earlier positions (by up to "
             f"{float(difference.max()):.3g}): it has no causal mask, so it is not a GPT and cannot "
             "generate"
         )

@@ -1,12 +1,12 @@
-"""The process that runs an owner's model code: definitions in, logits for random ids out.
+"""Program that runs an owner's model code and writes its logits for random ids.
 
-A program that imports nothing of this project. It runs the owner's file with the rights of the
-user, but without network. Only imports, classes, functions and the assignments that these need are
-executed, not a training loop. An assignment that fails (`len(chars)` of a missing text) is left
-out, or replaced by a value of the checkpoint.
+It imports nothing of this project. It runs the owner's file with the user's rights, but without
+network access. Only imports, classes, functions and the assignments that these need are executed,
+not a training loop. If an assignment fails (`len(chars)` of a missing text), it is skipped, or its
+value is taken from the checkpoint.
 
-Reads a `Request` and the weights from its folder; writes `answer.safetensors` (token_ids, logits,
-and the logits after another last id), or `problem.txt`.
+It reads a `Request` and the weights from its folder. It writes `answer.safetensors` (the ids, their
+logits, and the logits after the last id is changed), or `problem.txt`.
 """
 
 import ast
@@ -36,18 +36,18 @@ CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_arg
 
 
 class Problem(Exception):
-    """The reason why there is no model or no logits, for the person who gave the code."""
+    """The model or its logits cannot be computed. The message is for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The owner's code and the numbers of the checkpoint, by every usual name in lower case.
+    """The owner's code and the values of the checkpoint, under all usual names in lower case.
 
-    file, expression   the owner's file, and a name in it or an expression over its names
-    said               values of the file's settings and of the user
-    shape              values that the tensors show
-    flags              guesses of which layers have a bias
-    rows, length       ids are below `rows`, and sequences are `length` long
+    file, expression   the owner's file, and a name in it or an expression that uses its names
+    said               values from the checkpoint's settings and from the user
+    shape              values that follow from the tensors
+    flags              guesses about which layers have a bias
+    rows, length       limit of the ids, and length of the sequences
     """
 
     file: str
@@ -64,7 +64,7 @@ class Request:
 
 
 class Values(dict[str, Any]):
-    """A dictionary whose keys are attributes too; `asked` are the keys that were looked up."""
+    """A dictionary whose keys are also attributes. `asked` records the keys that were looked up."""
 
     def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
         super().__init__(values)
@@ -88,10 +88,10 @@ class Values(dict[str, Any]):
 class Attempt:
     """One way to make the model.
 
-    top     values that override names at the top of the file
+    top     values that override global names of the file
     over    values that override the defaults of parameters
-    values  values of parameters without a default
-    asked   names that the code wants values for, over all attempts
+    values  values for parameters without a default
+    asked   names that the code looked up, over all attempts
     """
 
     top: Mapping[str, Any]
@@ -101,8 +101,8 @@ class Attempt:
 
 
 def attempts(request: Request) -> Iterator[Attempt]:
-    """Attempts with the defaults of the owner's code; then with the shape that the tensors show;
-    then with either value of the flags."""
+    """The attempts to make: with the defaults of the owner's code, then with the shape of the
+    tensors, then with all combinations of the flags."""
     said, shape = request.said, request.shape
     asked, none = set[str](), dict[str, Any]()
     for top, shown in ((said, none), (said, shape), ({**said, **shape}, shape)):
@@ -128,7 +128,8 @@ def main(folder: Path) -> int:
 
 
 def leave_network() -> None:
-    """Give up the network: in Python always, by a separate namespace if the system allows it."""
+    """Block network access: by an audit hook, and by a separate namespace if the system allows
+    it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET)
 
@@ -154,15 +155,15 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> nn.Module:
     said = str(problems[:3][-1])
     if flags := sorted(tried - request.said.keys()):
         said += (
-            f". {' and '.join(flags)}: neither True nor False fits everywhere; give the expression "
-            f"that makes the model, such as '{request.expression}({flags[0]}=False)'"
+            f". No combination of {' and '.join(flags)} fits; give the expression that makes the "
+            f"model, such as '{request.expression}({flags[0]}=False)'"
         )
     raise Problem(said)
 
 
 def run_definitions(request: Request, override: Mapping[str, Any]) -> types.ModuleType:
-    """The owner's file as a module, without the statements of a script. `override` are values for
-    names at the top of the file. Raises Problem."""
+    """Run the definitions of the owner's file, but not the statements of a script, as a module.
+    `override` replaces values of global names. Raises Problem."""
     file, values = Path(request.file), request.values
     sys.path.insert(0, str(file.parent))
     try:
@@ -195,7 +196,8 @@ def run_definitions(request: Request, override: Mapping[str, Any]) -> types.Modu
 
 
 def is_definition(statement: ast.stmt) -> bool:
-    """True for imports, classes and functions, and for a `try` of imports and assignments."""
+    """True for imports, classes and functions, and for a `try` that contains only imports and
+    assignments."""
     if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
         return True
     if isinstance(statement, ast.Try):
@@ -217,8 +219,8 @@ def assigned(statement: ast.stmt) -> set[str]:
 
 
 def needed_assignments(tree: ast.Module, expression: str) -> set[str]:
-    """Names at the top of the file that its definitions and the expression use, directly or through
-    other assignments."""
+    """Global names that the file's definitions or the expression use, directly or through other
+    assignments."""
     uses: dict[str, set[str]] = {}
     needed = loaded(ast.parse(expression, mode="eval"))
     for statement in tree.body:
@@ -243,8 +245,8 @@ def loaded(tree: ast.AST) -> set[str]:
 
 
 def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
-    """The model without weights: the value of the expression, called with the known values of its
-    parameters if it is a class or a function. Raises Problem."""
+    """Make the model, without its weights, by evaluating the expression. If the value is a class or
+    a function, call it with the known values of its parameters. Raises Problem."""
     torch.manual_seed(0)
     names = {**attempt.values, **vars(module)}
     try:
@@ -265,7 +267,7 @@ def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Mod
             "an expression that makes the model, such as 'GPT(vocab_size=65, n_head=4)'"
         ) from error
     if not isinstance(made, nn.Module):
-        raise Problem(f"it makes a {type(made).__name__}; expected a torch module")
+        raise Problem(f"the expression makes a {type(made).__name__}; expected a torch module")
     return made.float().to("cpu")
 
 
@@ -292,8 +294,8 @@ def arguments(
         elif needed:
             called = getattr(made, "__name__", "GPT")
             raise Problem(
-                f"{called} needs {name!r}, which the checkpoint does not say: give an expression "
-                f"that makes the model, such as '{called}(..., {name}=...)'"
+                f"{called} needs {name!r}, which the checkpoint does not contain: give an "
+                f"expression that makes the model, such as '{called}(..., {name}=...)'"
             )
     return given
 
@@ -306,8 +308,8 @@ def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type
 
 
 def config_object(parameter: inspect.Parameter, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration with the known values: of the annotated class, or of the file's one class
-    that is named like a configuration, else a dictionary whose keys are attributes."""
+    """A configuration object with the known values. Its class is the annotated one, or the file's
+    only class that is named like a configuration, else `Values`."""
     named = config_class(parameter, module)
     classes = [named] if named else [
         value for name, value in vars(module).items()
@@ -337,7 +339,7 @@ def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
 
 
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the weights. Only masks and tables may be missing or left over. Raises Problem."""
+    """Load the weights. Only masks and tables may be missing or unused. Raises Problem."""
     problems: list[str] = []
     for names in renamed(weights, model):
         try:
@@ -353,15 +355,15 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if len(learned) == len(tied) and not left:
             return
         problems.append(
-            f"the owner's model and the checkpoint do not have the same tensors: it lacks "
-            f"{learned[:3] or 'none'} of the model's, and the model does not know "
-            f"{left[:3] or 'none'}"
+            f"the owner's model and the checkpoint have different tensors: the checkpoint lacks "
+            f"{learned[:3] or 'none'}, and the model lacks {left[:3] or 'none'}"
         )
-    raise Problem(problems[0])  # the one with the file's own names
+    raise Problem(problems[0])  # that of the unchanged names
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights by their names; without a first part that all share; and below each child."""
+    """The weights by their own names; without a common first part; and prefixed by each child's
+    name."""
     yield dict(weights)
     heads = {name.partition(".")[0] for name in weights}
     if len(heads) == 1:
@@ -388,7 +390,7 @@ def is_weight(name: str, tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def run(model: nn.Module, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and those after another last id."""
+    """Random ids (2, T), their logits (2, T, rows), and the logits after the last id is changed."""
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(0, rows, (2, length), generator=generator)
     other = token_ids.clone()
@@ -397,8 +399,8 @@ def run(model: nn.Module, rows: int, length: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
-    """Logits (B, T, rows). A model that returns only the last position is called for every prefix.
-    Raises Problem."""
+    """Logits (B, T, rows). If the model returns only the last position, it is called for every
+    prefix. Raises Problem."""
     logits = call(model, token_ids, rows)
     if logits.dim() == 2 and len(logits) == token_ids.numel():
         logits = logits.view(*token_ids.shape, -1)  # (B * T, V) to (B, T, V)
@@ -408,15 +410,15 @@ def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
     stacked = [out[:, -1] if out.dim() == 3 else out for out in last]
     if any(out.shape[0] != len(token_ids) for out in stacked):
         raise Problem(
-            f"it returns {list(logits.shape)} for ids of shape {list(token_ids.shape)}; expected "
+            f"the model returns {list(logits.shape)} for ids {list(token_ids.shape)}; expected "
             "logits (batch, positions, vocabulary)"
         )
     return torch.stack(stacked, dim=1)[..., :rows].float().contiguous()  # (B, T, V)
 
 
 def call(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
-    """The first tensor of the model's output whose last axis is the vocabulary. Raises
-    Problem."""
+    """Call the model, and return the first tensor of its output whose last axis is the vocabulary.
+    Raises Problem."""
     try:
         try:
             inspect.signature(model.forward).bind(token_ids)

@@ -1,10 +1,12 @@
-"""Questions: the values of each field of a `Computation` that fit a file, as `Finding`s.
+"""Questions: finds the values of each field of a `Computation` that are possible for a file.
 
-One value is an answer, several are a question. A question is ambiguous if a wrong value would
-change logits and no convention is strong enough; it is never assumed. Otherwise the first value is
-the convention: it is assumed, and compared with the others if there is a text or the owner's code.
+If only one value fits, the field is resolved. If several fit, the first is the convention: it is
+assumed, and compared with the others if there is a text or the owner's code. But if no convention
+is strong enough and a wrong value would change logits, the field is ambiguous, and no value is
+assumed.
 
-Evidence is the file: shapes, settings, tables. Flags, code and texts answer in `resolve.py`.
+The evidence here is the file: its shapes, settings and tables. Flags, the owner's code and texts
+are used in `resolve.py`.
 """
 
 import math
@@ -31,8 +33,8 @@ from logitd.model.convert.foreign import ConvertError
 
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
-"""Positions of a model whose file has neither a table nor a number of them: a limit that does not
-change the computation. Positions beyond those of the training compute, but mean little."""
+"""Context length if the file has neither a table of positions nor a number. The limit does not
+change the computation, but positions beyond those seen in training have little meaning."""
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 
@@ -43,9 +45,9 @@ UNUSED = "not used"
 
 @dataclass(frozen=True)
 class Finding:
-    """The values of one field that fit, the likeliest first, and their origin.
+    """The possible values of one field, the most likely first, and the reason for them.
 
-    ambiguous   several values, and none may be assumed
+    ambiguous   several values are possible, and none may be assumed
     """
 
     values: tuple[Any, ...]
@@ -64,14 +66,15 @@ Settings = Mapping[str, Any]
 def find(
     tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Settings
 ) -> dict[str, Finding]:
-    """Find each field of a Computation. `ignored` are the masks and tables. Raises ConvertError if
-    settings and shapes contradict each other."""
+    """Find the values of each field of a Computation. `ignored` are masks and tables. Raises
+    ConvertError if settings and shapes contradict each other."""
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
     return without_unused({name: finder(file) for name, finder in FINDERS.items()})
 
 
 def without_unused(findings: Findings) -> dict[str, Finding]:
-    """The findings, with the fields of rotary positions closed if positions are not rotary."""
+    """The findings; if positions are not rotary, the fields of rotary positions are resolved as
+    unused."""
     if "rotary" in findings["positions"].values:
         return dict(findings)
     unused = {"rotary_layout": Finding(("half",), UNUSED), "rope_theta": Finding((1e4,), UNUSED)}
@@ -79,8 +82,8 @@ def without_unused(findings: Findings) -> dict[str, Finding]:
 
 
 def canonical(how: Computation) -> Computation:
-    """The same computation with fields that change nothing at their first value, so that equal
-    computations compare equal."""
+    """The same computation with unused fields set to fixed values, so that equal computations
+    compare equal."""
     if how.positions != "rotary":
         how = replace(how, rotary_layout="half", rope_theta=1e4)
     if how.qk_norm == "none":
@@ -89,7 +92,7 @@ def canonical(how: Computation) -> Computation:
 
 
 def setting(settings: Settings, field: str) -> tuple[Any, str] | None:
-    """The value of a field in a file's settings, and its key there."""
+    """The value of a field in a file's settings, and its key there; None if it is not set."""
     lowered = {str(key).lower(): (value, str(key)) for key, value in settings.items()}
     for key in words.SETTINGS[field]:
         value, name = lowered.get(key, (None, ""))
@@ -118,7 +121,7 @@ class _File:
     tables: list[RotaryTable]
 
     def said(self, field: str, accepts: Callable[[Any], bool]) -> Finding | None:
-        """The value of a field in the settings, if it is acceptable."""
+        """The value of a field in the settings; None if it is missing or not acceptable."""
         said = setting(self.settings, field)
         if said is None or not accepts(said[0]):
             return None
@@ -143,8 +146,8 @@ def _n_head(file: _File) -> Finding:
     if (said := file.said("n_head", is_count)) is not None:
         if not fits(said.values[0]):
             raise ConvertError(
-                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, and {queries} rows "
-                f"of queries and {keys} of keys are no multiple of it; give --n-head"
+                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, but {queries} rows "
+                f"of queries and {keys} of keys are no multiple of it; set --n-head"
             )
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
@@ -175,8 +178,8 @@ def _norm(file: _File) -> Finding:
     mapped = file.tensors.map
     if not mapped.has("attention_norm"):
         raise ConvertError(
-            f"{file.tensors.where}: its layers have no norms, and every layer has two here; a "
-            "model whose norms have no weights cannot be imported"
+            f"{file.tensors.where}: its layers have no norms with weights; such a model cannot be "
+            "imported"
         )
     if mapped.has("attention_norm", "bias"):
         return Finding(("layernorm",), "norms have biases")

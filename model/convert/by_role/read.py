@@ -1,9 +1,9 @@
-"""Read: a model of any code as a `ForeignModel`, by the roles of its tensors.
+"""Read: reads a model from arbitrary code as a `ForeignModel`, by the roles of its tensors.
 
-The one way through this room: recognise the tensors, or take them from a map file; find the
-evidence in the file; resolve the rest; build; report. The report has the roles with their names and
-shapes in the file, each number with its origin, the changes of weights, and a table if variants
-were compared. `model/convert/state_file.py` reads files of weights.
+The steps are: recognise the tensors, or take their roles from a map file; find evidence in the
+file; resolve what is open; build the model; report. The report lists the roles with their names and
+shapes in the file, each value with its origin, the changes of weights, and a table if variants were
+compared. `model/convert/state_file.py` reads the files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,9 +47,9 @@ KIND = "its own code"
 class RoleOptions:
     """The user's answers about a model.
 
-    answers   values of fields of a `Computation`
-    code      FILE.py:NAME, the owner's own class
-    draft     path of the draft of a map file, written if questions stay open
+    answers   values of fields of `Computation`
+    code      FILE.py:NAME, the owner's class
+    draft     path for the draft of a map file, written if questions stay open
     """
 
     answers: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class RoleOptions:
 
     @property
     def given(self) -> bool:
-        """True if there is anything that only recognition by role can use."""
+        """True if an option is set that applies only to recognition by role."""
         return bool(self.answers) or self.map_file is not None or self.code is not None
 
 
@@ -88,21 +88,21 @@ class Recognised:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Facts that lead to the source's vocabulary."""
+        """Facts that help to find the source's vocabulary."""
         dataset = self.file.settings.get("dataset")
         return {"dataset": dataset} if isinstance(dataset, str) else {}
 
 
 def draft_of(destination: Path) -> Path:
-    """The path of the draft of a map file for a checkpoint that could not be written."""
+    """Path of the draft of a map file, next to the checkpoint that an import could not write."""
     return destination.parent / f"{destination.name}.map.toml"
 
 
 def recognise_file(
     file: StateFile, options: RoleOptions, context_length: int | None = None
 ) -> Recognised:
-    """The roles of a file's tensors. `context_length` is used if the file does not state it. Raises
-    ConvertError."""
+    """Find the roles of a file's tensors and the evidence for the computation. `context_length` is
+    used if the file does not contain one. Raises ConvertError."""
     code = None if options.code is None else parse_owner_code(options.code)
     mapped = _tensor_map(file, options.map_file)
     check(file.where, file.tensors, mapped)
@@ -134,7 +134,7 @@ def read_by_role(
     text: CheckText | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> ForeignModel:
-    """The model with the source's computation. Raises OpenQuestions if something is open, and
+    """Read the model with the source's computation. Raises OpenQuestions if a field stays open, and
     ConvertError."""
     tensors, file = recognised.tensors, recognised.file
     resolution = _resolve(recognised, text)
@@ -154,7 +154,7 @@ def read_by_role(
         weights=built.weights,
         dtype=torch.float32 if built.rescaled else check(file.where, file.tensors, tensors.map),
         step=step if is_count(step) else 0,
-        # nanoGPT's kind writes 1e9 for no evaluation.
+        # nanoGPT and code like it store 1e9 before the first evaluation.
         val_loss=float(val_loss) if is_number(val_loss) and 0 <= val_loss < 1e6 else None,
         facts={
             "file": file.path.name,
@@ -187,20 +187,20 @@ def _resolve(recognised: Recognised, text: CheckText | None) -> Resolution:
 
 
 def _write_draft(path: Path, text: str) -> str:
-    """Write a draft. Returns a sentence with its path, or with the reason why it cannot be written:
-    the questions are more important than the draft."""
+    """Write a draft. Returns a sentence with its path, or with the error, which must not hide the
+    open questions."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     except OSError as error:
         return f"The draft of a map file, {path}, cannot be written: {error.strerror or error}"
-    return f"A draft with what was recognised is in {path}: complete it and give it back with --map"
+    return f"{path} is a draft of a map file: complete it and pass it with --map"
 
 
 def understood(
     tensors: MappedTensors, config: GPTConfig, resolution: Resolution, folds: tuple[str, ...]
 ) -> Iterator[str]:
-    """Everything that was understood, line by line."""
+    """The lines of the report."""
     yield "tensors:"
     yield from _tensor_lines(tensors)
     yield "computation:"
@@ -255,7 +255,7 @@ def _line(name: str, value: object, origin: str) -> str:
 
 
 def table(resolution: Resolution) -> Iterator[str]:
-    yield f"compared (lower is better; taken: {resolution.penalty:.4g}):"
+    yield f"compared (lower is better; chosen: {resolution.penalty:.4g}):"
     by_field: dict[str, list[Alternative]] = {}
     for alternative in resolution.alternatives:
         by_field.setdefault(alternative.field, []).append(alternative)

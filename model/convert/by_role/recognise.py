@@ -1,14 +1,13 @@
-"""Recognise: the role of each tensor, by the words in its name and by its shape.
+"""Recognise: finds the role of each tensor by the words in its name and by its shape.
 
-1) Tensors that are not weights are set aside: masks, rotary tables, integers.
-2) The layers are found (`layers.py`): the one part of the names that is a running number over
-   equal sets.
-3) Roles are assigned outside the layers, then in a layer: projections that are fused, separate or
-   for each head, feed-forwards of one, two or three matrices, and one or two norms.
-4) Each matrix is oriented: (in, out) or (out, in).
+1) Ignore tensors that are not weights: masks, rotary tables, integers.
+2) Find the layers (`layers.py`): names that differ only in a number.
+3) Assign roles outside the layers, then inside a layer: projections (fused, separate or per head),
+   feed-forwards of one, two or three matrices, and one or two norms.
+4) Determine the orientation of each matrix: (in, out) or (out, in).
 
 A name never overrides a shape. A tensor that is not understood gets no role, and `tensor_map.check`
-reports it. `questions.py` covers everything that names do not show.
+reports it. `questions.py` finds the details that names do not show.
 """
 
 import re
@@ -42,13 +41,15 @@ Names = dict[tuple[Role, Part], str]
 """Names of tensors by role."""
 
 READS_STREAM: tuple[Role, ...] = (*QKV, "mlp_gate", "mlp_up", "mlp_gate_up", "head")
-"""Matrices with as many columns as the stream is wide; the others have as many rows."""
+"""Matrices that read the residual stream: their columns are as many as the stream is wide. For all
+others this holds for the rows."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices of a layer, which may be square."""
 
 
 def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """The roles of a state dict's tensors. Raises ConvertError if a GPT's parts are missing."""
+    """Find the roles of a state dict's tensors. Raises ConvertError if parts of a GPT are
+    missing."""
     ignored = tuple(name for name, tensor in tensors.items() if is_buffer(name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
     layers = find_layers(where, shapes)
@@ -104,8 +105,9 @@ def _listed(modules: Iterable[Module]) -> str:
 def _outer_roles(
     where: str, modules: Sequence[Module], matrices: Sequence[Shape]
 ) -> tuple[Names, int]:
-    """Token embedding, positions, final norm and head, and the width of the residual stream;
-    `matrices` are the shapes of those in a layer. Raises ConvertError without an embedding."""
+    """Find token embedding, positions, final norm and head, and the width of the residual stream.
+    `matrices` are the shapes of the matrices in a layer. Raises ConvertError if there is no
+    embedding."""
     sides = {side for shape in matrices for side in shape}
     wide = [m for m in modules if len(m.table) == 2 and sides & set(m.table)]
     positions = [m for m in wide if m.mentions(words.POSITIONS)]
@@ -120,7 +122,7 @@ def _outer_roles(
     rows, width = embedding.table
     names: Names = {("token_embedding", "weight"): embedding.weight}
     head = _choose_head(tables, embedding)
-    if not positions:  # a table that no name explains
+    if not positions:  # use a table whose name does not show its role
         positions = [m for m in tables if m not in (embedding, head) and m.shape[-1] == width]
     if positions:
         names["positions", "weight"] = positions[0].weight
@@ -129,13 +131,14 @@ def _outer_roles(
     if (norm := _choose_final_norm(modules, width)) is not None:
         _give(names, "final_norm", norm)
     biases = [m for m in modules if m.shape == (rows,) and rows != width]
-    if biases and ("head", "bias") not in names:  # a parameter of its own
+    if biases and ("head", "bias") not in names:  # stored as a separate parameter
         names["head", "bias"] = biases[0].weight
     return names, width
 
 
 def _choose_embedding(tables: Sequence[Module]) -> Module | None:
-    """The token embedding: named so, else shaped like a head, else any that is not named a head."""
+    """The token embedding: a table named like one, else one shaped like a head, else any that is
+    not named like a head."""
     heads = [m for m in tables if m.mentions(words.HEAD)]
 
     def rank(table: Module) -> int:
@@ -150,22 +153,24 @@ def _choose_embedding(tables: Sequence[Module]) -> Module | None:
 
 
 def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
-    """The head: a table with the embedding's sides, preferably one that is named so."""
+    """The head: a table with the embedding's shape in either order, preferably one named like a
+    head."""
     sides = sorted(embedding.table)
     alike = [m for m in tables if m is not embedding and sorted(m.shape) == sides]
     return min(alike, key=lambda m: not m.mentions(words.HEAD), default=None)
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
-    """The only vector as wide as the stream that is named a norm, or the only such vector."""
+    """The final norm: the only vector as wide as the stream that is named like a norm, else the
+    only such vector."""
     vectors = [m for m in modules if m.shape == (width,)]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
 
 
 def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
-    """Query, key and value, attention's output, the feed-forward and the norms. Raises ConvertError
-    if attention or the feed-forward is incomplete."""
+    """Find the roles of a layer's tensors. Raises ConvertError if attention or the feed-forward is
+    incomplete."""
     names: Names = {}
     rest, home = list(modules), _home_of_attention(modules)
     norms: dict[Role, re.Pattern[str]] = {
@@ -199,8 +204,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
-    """The module of attention, under any name: the path that query, key and value share and that
-    not all other matrices have. Empty if there is none."""
+    """The path of the attention module, whatever its name: the common path of query, key and value,
+    unless all other matrices have it too (then empty)."""
     projections = [m for m in modules if projection_of(m.weight) is not None]
     others = [m for m in modules if len(m.shape) >= 2 and m not in projections]
     paths = [m.path[: m.path.index("{M}")] if "{M}" in m.path else m.path[:-1] for m in projections]
@@ -256,8 +261,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
 
 
 def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
-    """Order the two matrices of an MLP: by their numbers in a Sequential, else by their names, else
-    by their order in the file."""
+    """Order the two matrices of an MLP: by their numbers in a Sequential, by their names, or by
+    their order in the file."""
     first, second = matrices
     if first.last.isdigit() and second.last.isdigit():
         return sorted(matrices, key=lambda module: int(module.last))
@@ -266,7 +271,8 @@ def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
 
 
 def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
-    """The order of the names, or of llama2.c's numbers: w1 is the gate, w3 is up."""
+    """Order the three matrices of a gated MLP by their names, or by llama2.c's numbers, in which w1
+    is the gate and w3 is up."""
     numbers = {re.sub(r"\D", "", m.last): m for m in matrices if re.search(r"\d$", m.last)}
     shapes = [m.shape for m in matrices]
     odd = next((m for m in matrices if shapes.count(m.shape) == 1), None)
@@ -282,8 +288,8 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
 
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
-    """The norm of attention and that of the feed-forward; a single one serves both.
-    `tensor_map.check` reports more than two."""
+    """Assign the norms of attention and feed-forward; a single norm gets both roles. If there are
+    more than two, `tensor_map.check` reports them."""
     if len(norms) not in (1, 2):
         return
     first, second = norms[0], norms[-1]
@@ -305,8 +311,8 @@ def _is_second(norm: Module) -> bool:
 
 
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
-    """The map with the matrices that are stored (in, out). The width of the stream shows it for
-    matrices that are not square; square ones are stored like the others."""
+    """Mark the matrices that are stored (in, out). For a matrix that is not square, the width of
+    the stream shows it; square matrices are stored like the others."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
     if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:

@@ -1,12 +1,13 @@
-"""Resolve: one computation out of all that a file leaves open.
+"""Resolve: chooses one of the computations that are possible for a file.
 
-Answers come from, in this order: the file (`questions.py`), the user, agreement with the owner's
-code, or clearly the lowest loss on a text. Without code and text, an ambiguous field stops the
-import. Only unambiguous fields fall back to a convention; it is reported, and compared with other
-values if there is an objective.
+The values of fields come from the user, from the file (`questions.py`), from agreement with the
+owner's code, or from a clearly lower loss on a text. Without code and text, an ambiguous field
+stops the import. Only unambiguous fields fall back to a convention. Conventions are reported, and
+compared with other values if there is an objective.
 
-The search tries all values of the ambiguous fields together if there are not too many, else field
-by field until nothing improves; then every open field again around the best.
+The search tries all combinations of the ambiguous fields, if there are not too many; else it
+changes one field at a time until nothing improves. Then it tries every open field again at the best
+variant.
 """
 
 import itertools
@@ -41,22 +42,24 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.transformer.config import ConfigError
 
 ORDERS = ("qkv_layout", "gate_order")
-"""Fields of row orders. With a wrong one no value of another field looks better than the rest, so
-these are tried together with the ambiguous fields."""
+"""Fields about the order of rows. If one of them is wrong, all values of the other fields look
+equally bad, so these are tried together with the ambiguous fields."""
 SEARCH_SECONDS = 30.0
-"""Approximate limit for all values together; above it the search goes field by field."""
+"""Approximate time limit for trying all combinations. Above it, the search changes one field at a
+time."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
-"""Nats per token, and standard errors of the tokenwise difference, by which a loss must be lower to
-decide. Errors alone do not suffice: on a model that learned little, a wrong activation had
-a loss lower by 0.004 nats, however many tokens were tried. Right variants of models that learned
-were better by 0.02 to 0.8."""
+"""Smallest difference of losses that decides, in nats per token and in standard errors of the
+difference per token. The standard error alone does not suffice: on a model that had learned little,
+a wrong activation was better by 0.004 nats on any number of tokens. On trained models the right
+variants were better by 0.02 to 0.8 nats."""
 SAME_LOGITS = 0.01
-"""Largest difference of logits at which variants that a text cannot tell apart count as equal."""
+"""Largest difference of logits at which variants with the same loss count as equal."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another value of one field, its penalty, and whether it is clearly worse than the best."""
+    """Another value of one field and its penalty. `clear`: it is clearly worse than the chosen
+    value."""
 
     field: str
     value: Any
@@ -68,9 +71,9 @@ class Alternative:
 class Resolution:
     """A computation with the reason for each field.
 
-    penalty        the best variant's loss (nats per token) or largest difference of logits
-    alternatives   the other values that were tried, for the table
-    verified       one sentence: how well the result is known to agree with the source
+    penalty        loss (nats per token) or largest difference of logits of the chosen variant
+    alternatives   other values that were tried, for the table
+    verified       sentence about the agreement with the source
     """
 
     computation: Computation
@@ -81,7 +84,7 @@ class Resolution:
 
 
 class OpenQuestions(ConvertError):
-    """Fields that nothing resolves; the message lists them with the flags that answer them."""
+    """Some fields cannot be resolved. The message lists them with the flags that set them."""
 
     def __init__(self, message: str, fields: Sequence[str]) -> None:
         super().__init__(message)
@@ -93,8 +96,8 @@ def flag(field: str) -> str:
 
 
 def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> dict[str, Finding]:
-    """The findings with the user's answers, which override the file. `place` is a map file; without
-    it, answers are flags."""
+    """Replace findings by the user's answers, which override the file. `place` is the name of the
+    map file with the answers; "" if they are flags."""
     given = {
         field: Finding((value,), f"{field} in {place}" if place else flag(field))
         for field, value in answers.items()
@@ -107,11 +110,11 @@ def resolve(
     findings: Findings,
     objective: Objective | None = None,
 ) -> Resolution:
-    """One computation. Raises OpenQuestions, and ConvertError if no variant agrees."""
+    """Choose a computation. Raises OpenQuestions, and ConvertError if no variant agrees."""
     if findings["causal"].values == (False,):
         raise ConvertError(
             f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
-            "positions see later ones is not a GPT and cannot generate"
+            "positions attend to later ones is not a GPT and cannot generate"
         )
     if isinstance(objective, LogitsObjective):
         return _by_logits(tensors, findings, objective)
@@ -134,7 +137,8 @@ def resolve(
 
 
 def question(name: str, finding: Finding) -> str:
-    """One open field as a line: its flag with the values, and the reason why it is open."""
+    """A line about an open field: its flag with the possible values, and the reason why it is
+    open."""
     if isinstance(finding.values[0], bool):
         return f"{flag(name)} or {flag(f'no_{name}')}   ({finding.origin})"
     values = "|".join(map(str, finding.values[:6])) + ("|..." if len(finding.values) > 6 else "")
@@ -163,7 +167,7 @@ class _Search:
         self.ambiguous = [name for name in self.open if findings[name].ambiguous]
 
     def score(self, how: Computation, effort: Effort) -> Tensor | None:
-        """Penalties of a variant; None if it cannot be built."""
+        """The penalties of a variant (cached); None if it cannot be built."""
         key = canonical(how), effort
         if key not in self._scores:
             self._scores[key] = self._compute(*key)
@@ -184,7 +188,8 @@ class _Search:
     def compare(
         self, other: Computation, best: Computation, effort: Effort = "full"
     ) -> tuple[float, bool]:
-        """By how many nats a variant is worse than another, and whether that is clear."""
+        """The mean difference by which a variant is worse than the best, and True if that is
+        clear."""
         penalties, base = self.score(other, effort), self.score(best, effort)
         if penalties is None or not torch.isfinite(penalties).all():
             return math.inf, True
@@ -197,8 +202,8 @@ class _Search:
         return mean, mean > max(CLEAR_NATS, CLEAR_ERRORS * error)
 
     def best(self) -> Computation:
-        """The variant with the lowest penalty, by quick looks. Raises ConvertError if none can be
-        built."""
+        """The variant with the lowest penalty by quick measurements. Raises ConvertError if none
+        can be built."""
         start = first(self._findings)
         self._compute(start, "quick")  # the first call includes torch's own start
         began = time.monotonic()
@@ -211,7 +216,7 @@ class _Search:
         if len(starts) * seconds <= SEARCH_SECONDS:
             ranked = sorted(starts, key=self.mean)[:2]
         else:
-            # The best values of the other fields depend on these most.
+            # These fields have the largest effect on the best values of the others.
             deciding = [name for name in together if name in (*ORDERS, "norm_position")]
             ranked = [self._descend(how, together) for how in self._products(start, deciding)]
         best = min((self._descend(how, self.open) for how in ranked), key=self.mean)
@@ -227,7 +232,7 @@ class _Search:
         return list(dict.fromkeys(canonical(replace(start, **choice)) for choice in choices))
 
     def _descend(self, how: Computation, names: Sequence[str]) -> Computation:
-        """The best value of each field in turn, until nothing improves."""
+        """Replace each field in turn by its best value, until nothing improves."""
         best, improved = how, True
         while improved:
             improved = False
@@ -239,7 +244,7 @@ class _Search:
         return best
 
     def neighbours(self, how: Computation, name: str) -> list[Computation]:
-        """The variants with another value of one field, except those that compute the same."""
+        """The variants that differ in one field and compute something else."""
         others = [canonical(replace(how, **{name: value})) for value in self._findings[name].values]
         return [other for other in dict.fromkeys(others) if other != canonical(how)]
 
@@ -280,8 +285,8 @@ class _ByText:
         self._search = _Search(tensors, findings, self._text)
 
     def resolution(self) -> Resolution:
-        """Raises OpenQuestions if the text does not decide, and ConvertError if no variant predicts
-        it or the model is not causal."""
+        """Choose by the text. Raises OpenQuestions if the text does not decide; ConvertError if no
+        variant predicts it, or if the model is not causal."""
         search, name_of_text = self._search, self._text.name
         best = self._polish(self._conventional(search.best()))
         loss, chance = search.mean(best, "full"), self._text.unigram_nats()
@@ -314,8 +319,7 @@ class _ByText:
         )
 
     def _conventional(self, best: Computation) -> Computation:
-        """The best variant with every unambiguous field at its convention, unless that is clearly
-        worse."""
+        """Set every unambiguous field to its convention, unless that is clearly worse."""
         for name in self._search.open:
             usual = canonical(replace(best, **{name: self._findings[name].values[0]}))
             if name in self._search.ambiguous or usual == best:
@@ -325,8 +329,8 @@ class _ByText:
         return best
 
     def _polish(self, best: Computation) -> Computation:
-        """Move to a neighbour while one is better: ambiguous fields by any amount, others
-        clearly."""
+        """Move to better neighbours until there is none. A change of an ambiguous field may be
+        better by any amount, other changes must be clearly better."""
         moved = True
         while moved:
             moved = False
@@ -351,14 +355,14 @@ class _ByText:
         if not best.causal:
             masked = self._search.mean(replace(best, causal=True), "full")
             raise ConvertError(
-                f"{self._tensors.where}: it predicts {self._text.name} only if every position sees "
-                f"the whole text ({loss:.3f} nats per token; with a causal mask {masked:.3f}): it "
-                "has no causal mask, so it is not a GPT and cannot generate"
+                f"{self._tensors.where}: the model predicts {self._text.name} only if every "
+                f"position attends to the whole text ({loss:.3f} nats per token; with a causal "
+                f"mask {masked:.3f}): it has no causal mask, so it is not a GPT and cannot generate"
             )
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
-        """The other values of a field; close ones of an ambiguous field are compared on more of the
-        text."""
+        """The other values of a field with their losses. Close values of an ambiguous field are
+        compared on more of the text."""
         alternatives = []
         for other in self._search.neighbours(best, name):
             worse, clear = self._search.compare(other, best)
@@ -371,8 +375,8 @@ class _ByText:
     def _decision(
         self, best: Computation, name: str, near: Sequence[Alternative]
     ) -> tuple[str, bool]:
-        """The reason for the value of an ambiguous field, and True if `near`, values that are as
-        good on the text, have other logits."""
+        """The reason for the chosen value of an ambiguous field, and True if the choice is open:
+        the values in `near` are as good on the text, but have other logits."""
         if not near:
             return f"clearly the lowest loss on {self._text.name}", False
         apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)
@@ -396,10 +400,10 @@ def _values(alternatives: Sequence[Alternative]) -> str:
 
 
 def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjective) -> TextObjective:
-    """The objective with as many tokens as a model of this size predicts in seconds."""
+    """The objective, limited to the tokens that this model can predict in the time limits."""
     try:
         built = build(tensors, first(findings))
-    except (ConfigError, ConvertError):  # another variant may be a model
+    except (ConfigError, ConvertError):  # another variant may be valid
         return text
     for _ in range(2):  # the first call includes torch's own start
         began = time.monotonic()
@@ -409,5 +413,6 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
 
 
 def compared_with_chance(loss: float, chance: float, text_name: str) -> str:
-    """A loss next to that of the text's own frequencies, which a model has to beat."""
+    """A sentence with a loss and that of the text's own token frequencies, which a model must
+    beat."""
     return f"{loss:.4f} nats per token on {text_name} (its tokens' frequencies: {chance:.4f})"

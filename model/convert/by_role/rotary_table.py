@@ -1,7 +1,7 @@
-"""Rotary tables of a file: cosines, sines, angles or frequencies, and the facts that they show.
+"""Rotary tables: reads layout, width and theta from a file's cosines, sines, angles or frequencies.
 
-Covers tables with each angle once or twice, complex ones, and lists of frequencies. A table with
-scaled frequencies is refused.
+Supports tables with each angle once or twice, complex tables, and lists of frequencies. Tables with
+scaled frequencies are refused.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from logitd.model.convert.by_role.computation import RotaryLayout
 from logitd.model.convert.foreign import ConvertError
 
 MARKS = ("cos", "sin", "freq", "rope", "theta", "angle")
-"""Parts of names of such tables."""
+"""Words in the names of such tables."""
 TOLERANCE = 1e-3
-"""Error of cosines and sines stored in float32 or bfloat16 for far positions."""
+"""Largest error of cosines and sines that may come from storing them in float32 or bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class RotaryTable:
     @property
     def theta(self) -> float | None:
         """The base of the frequencies theta^(-2 i / D), computed from channel i = 1; None if the
-        table does not show it. Raises ConvertError for other frequencies."""
+        table does not show it. Raises ConvertError if the frequencies do not follow this
+        formula."""
         row = None
         if self.values.dim() == 1:
             if "inv" in self._last and len(self.values) > 1 and float(self.values[0]) == 1.0:

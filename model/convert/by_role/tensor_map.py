@@ -1,8 +1,8 @@
 """TensorMap: the role of each tensor of a file in a GPT.
 
-A name may hold `{N}`, the number of the layer, and `{M}`, the number of the head. `recognise.py`
-derives a map from names and shapes; a person writes one as TOML (`map_file.py`). The computation
-with the tensors is a `Computation` (`computation.py`).
+A name may contain `{N}`, the number of the layer, and `{M}`, the number of the head. `recognise.py`
+derives a map from names and shapes; users can write one in TOML (`map_file.py`). `computation.py`
+describes the computation with the tensors.
 """
 
 import re
@@ -40,7 +40,7 @@ LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
 SEPARATE: tuple[Role, ...] = ("query", "key", "value")
 QKV: tuple[Role, ...] = ("qkv", *SEPARATE)
 IDENTITY = "identity"
-"""Name of a tensor that does not exist; the source computes as if it were the identity."""
+"""Name of a matrix that the source does not have, so that it computes with the identity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class TensorMap:
     """Names by role. `ignored` are full names of tensors that are not weights (masks, tables).
 
     first_layer   number of the first layer, 0 or 1
-    n_head        number of heads with tensors of their own; 0 if all heads share theirs
+    n_head        number of heads with separate tensors; 0 if all heads are in one tensor
     transposed    roles whose matrices are stored (in, out)
     """
 
@@ -60,7 +60,7 @@ class TensorMap:
     transposed: frozenset[Role] = frozenset()
 
     def has(self, role: Role, part: Part = "weight") -> bool:
-        """True if a tensor plays this role."""
+        """True if a tensor has this role."""
         return self.names.get((role, part), IDENTITY) != IDENTITY
 
     def has_bias(self, *roles: Role) -> bool:
@@ -73,7 +73,8 @@ class TensorMap:
         return self.has("mlp_gate") or self.has("mlp_gate_up")
 
     def name(self, role: Role) -> str:
-        """The name of a role's weight, with {N} and {M}; "" if it has none."""
+        """The name of the weight with this role, with the placeholders {N} and {M}; "" if the model
+        has no such weight."""
         return self.names.get((role, "weight"), "")
 
     def of(self, role: Role, part: Part, layer: int = 0) -> tuple[str, ...]:
@@ -95,9 +96,9 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class MappedTensors:
-    """The tensors of a file by role; those of several heads are stacked.
+    """The tensors of a file, read by role. Separate tensors of heads are stacked.
 
-    tensors   by name, each of a float dtype and finite (see `check`)
+    tensors   tensors by name, each of a float dtype and finite (see `check`)
     """
 
     where: str
@@ -105,8 +106,8 @@ class MappedTensors:
     map: TensorMap
 
     def take(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor:
-        """A matrix as (rows out, columns in), or a vector. The rows of the heads follow one
-        another."""
+        """A role's tensor: a matrix (out, in) or a vector. The rows of the heads are stacked in
+        order."""
         parts = [_at_least_float32(self.tensors[name]) for name in self.map.of(role, part, layer)]
         if part == "bias":
             return torch.cat([tensor.flatten() for tensor in parts])
@@ -121,7 +122,7 @@ class MappedTensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def get(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor | None:
-        """The same, or None if no tensor plays the role."""
+        """Like `take`, but None if no tensor has the role."""
         return self.take(role, part, layer) if self.map.has(role, part) else None
 
     def shape(self, role: Role) -> tuple[int, ...]:
@@ -130,14 +131,14 @@ class MappedTensors:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """A narrow tensor in float32, so that folding does not round it to its dtype."""
+    """Convert a narrow tensor to float32, so that folding does not round to its dtype."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch.dtype:
-    """The dtype of the mapped tensors; float32 if they differ or are wider. Raises ConvertError
-    unless each tensor is mapped or ignored, and each mapped one exists, is a finite float and has
-    the same shape in all layers."""
+    """Check that every tensor is mapped or ignored, and that every mapped one exists, is a finite
+    float and has the same shape in all layers. Returns the common dtype; float32 if dtypes differ
+    or are wider. Raises ConvertError."""
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
@@ -148,7 +149,7 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     if left := [name for name in tensors if name not in taken]:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
-            f"{where} has {len(left)} tensors that play no known role in a GPT: {shapes}"
+            f"{where} has {len(left)} tensors without a known role in a GPT: {shapes}"
             f"{', ...' if len(left) > 4 else ''}. Map or ignore them with --map"
         )
     _check_layers_agree(where, tensors, mapped)
@@ -173,7 +174,7 @@ def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: Tenso
 
 
 def glob(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """The names that any pattern matches: `*` is any text, `{N}` and `{M}` any number."""
+    """The names that match a pattern, in which `*` is any text, and `{N}` and `{M}` any number."""
     compiled = [
         re.compile(
             re.escape(p).replace(r"\*", ".*").replace(r"\{N\}", r"\d+").replace(r"\{M\}", r"\d+")

@@ -1,12 +1,12 @@
 """Added tokens of a Hugging Face folder, and the tokens that end a text.
 
-Reads the files as transformers does. `tokenizer.json` lists added tokens; `tokenizer_config.json`
-adds others and changes their flags (`added_tokens_decoder`), or, in older folders,
-`added_tokens.json` does. Tokens with a role (`eos_token` and the like, also in
-`special_tokens_map.json`) are special. `eos_token_id` is a number or a list; that of
-`generation_config.json` overrides `config.json`.
+The files are read as transformers reads them. `tokenizer.json` lists added tokens;
+`tokenizer_config.json` adds others and changes their flags (`added_tokens_decoder`). In older
+folders `added_tokens.json` does that. Tokens with a role (`eos_token` and the like, also in
+`special_tokens_map.json`) are special. `eos_token_id` is a number or a list;
+`generation_config.json` takes precedence over `config.json`.
 
-A member of `tokenizer_config.json` is read here or in `chat_template.py`, is known to change no
+Each member of `tokenizer_config.json` is read here or in `chat_template.py`, is known to change no
 ids, or is refused by name.
 """
 
@@ -45,7 +45,7 @@ NEUTRAL = frozenset(
         *("use_default_system_prompt", "chat_template", "response_schema", "added_tokens_decoder"),
     )
 )
-"""Members of `tokenizer_config.json` that change no id of a text, or are read elsewhere."""
+"""Members of `tokenizer_config.json` that change no ids, or are read elsewhere."""
 NO_SAMPLING = frozenset(
     (
         *("_from_model_config", "transformers_version", "eos_token_id", "bos_token_id"),
@@ -54,15 +54,15 @@ NO_SAMPLING = frozenset(
         *("output_attentions", "output_hidden_states", "output_logits"),
     )
 )
-"""Members of `generation_config.json` that do not change the choice of a token."""
+"""Members of `generation_config.json` that do not affect sampling."""
 
 
 @dataclass(frozen=True)
 class AddedVocabulary:
-    """Added tokens by their ids in the source.
+    """Added tokens.
 
-    special, ordinary  text and id
-    flags              flags of either, by text
+    special, ordinary  ids in the source by text
+    flags              flags of both, by text
     end                the special token that ends a document, if a file names it
     notes              sentences for the user
     """
@@ -79,8 +79,8 @@ class AddedVocabulary:
 
 
 def require_members(part: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
-    """An object of JSON. Raises ConvertError for another value, and for an unknown member with a
-    value that is not null."""
+    """Check that a value is a JSON object whose members are known or null, and return it. Raises
+    ConvertError."""
     if not isinstance(part, dict):
         raise ConvertError(f"{where} is {part!r:.60}; expected an object")
     for name, value in part.items():
@@ -91,16 +91,16 @@ def require_members(part: Any, known: Collection[str], where: str) -> Mapping[st
 
 def _unknown_member(where: str, name: str, value: Any) -> ConvertError:
     return ConvertError(
-        f"{where}: {name} is {value!r:.60}; it is not known here and may change ids. Remove it if "
-        "you know that it does not"
+        f"{where}: {name} is {value!r:.60}; this member is unknown and may change ids. Remove it "
+        "if you know that it does not"
     )
 
 
 def read_added(
     document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, folder: Path | None
 ) -> AddedVocabulary:
-    """The added tokens of a `tokenizer.json`, with the ordinary tokens in `vocabulary`, and of the
-    other files in its folder. Raises ConvertError."""
+    """Read the added tokens of a `tokenizer.json` and of the other files in its folder.
+    `vocabulary` are the ordinary tokens. Raises ConvertError."""
     config = object_beside(folder, TOKENIZER_CONFIG)
     where = str((folder or path.parent) / TOKENIZER_CONFIG)
     notes = list(_check_config(config, where))
@@ -118,11 +118,11 @@ def read_added(
         entries[text] = entry
     for text, (role, members) in named.items():
         if text not in entries and text not in vocabulary:
-            notes.append(f"{role} is {text!r}, which the vocabulary lacks: it is left out")
+            notes.append(f"{role} is {text!r}, which the vocabulary lacks: it is ignored")
             continue
         entry = entries.get(text, {**members, "id": vocabulary.get(text)})
         entries[text] = {**entry, "special": True}
-    for text in entries.keys() & merged_texts(document):  # matched in texts in any role
+    for text in entries.keys() & merged_texts(document):  # also met in ordinary text
         if vocabulary.get(text) == entries[text]["id"]:
             entries[text] = {**entries[text], "special": False}
     owners: dict[int, str] = {}
@@ -173,8 +173,8 @@ def _further(
 
 
 def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """The role and members of each token with a role. The end of a text comes first: if a token has
-    several roles, the first counts."""
+    """Yield each token that has a role, with the role and its members. If a token has several
+    roles, the first counts; `eos_token` is first."""
     roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
     found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
     for name in LISTS:
@@ -195,7 +195,8 @@ def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[s
 
 
 def merged_texts(document: Mapping[str, Any]) -> set[str]:
-    """The tokens of a `tokenizer.json` that are bytes or results of merges, as it writes them."""
+    """The tokens of a `tokenizer.json`, in its spelling, that are single bytes or results of
+    merges."""
     model = document.get("model", {})
     merged = (
         merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
@@ -218,15 +219,15 @@ def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
             continue
         if name in ("add_bos_token", "add_eos_token"):
             yield (
-                f"the source puts a special token around a text ({name}), and logitd does "
-                "not: give its id in the prompt if the model needs it"
+                f"the source adds a special token to each text ({name}), but logitd does not: "
+                "put its id into the prompt if the model needs it"
             )
         elif not name.endswith("_token") or value is True:
             raise _unknown_member(where, name, value)
 
 
 def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """The vocabulary with every id that ends a text according to the model's folder, and a note if
+    """Add the ids that end a text, according to the model's folder, to a vocabulary, and a note if
     none is known. Raises ConvertError."""
     tokenizer, notes = foreign.tokenizer, list(foreign.notes)
     generation = object_beside(folder, GENERATION)
@@ -245,7 +246,7 @@ def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
     if ends:
         tokenizer = _ending(tokenizer, ends, known=foreign.end_known)
     if not tokenizer.ends:
-        notes.append("no end of text is known: generated text goes on to max_tokens")
+        notes.append("no end of text is known: generation continues to max_tokens")
     return replace(foreign, tokenizer=tokenizer, notes=tuple(notes))
 
 
@@ -262,7 +263,7 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
 
 def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
     """The tokenizer with these ids as ends of a text. Unless the end of a document is `known`, it
-    is the first special one of them."""
+    becomes the first special token among them."""
     changes: dict[str, Any] = {"end_ids": ends}
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     if not known and (named := next((names[end] for end in ends if end in names), None)):

@@ -1,8 +1,8 @@
-"""Chat templates of Hugging Face folders that have the same meaning here.
+"""Chat templates of Hugging Face folders, if they have the same meaning here.
 
-A template here gets messages and the end of text, and neither tools nor a beginning of text
-(`model/text/chat_template.py`). One that needs more is left out with a note: a conversation written
-in another way than the model learned would only look as if it worked.
+Templates here get messages and the end of text, but neither tools nor a beginning of text
+(`model/text/chat_template.py`). A template that needs more is not imported, with a note, because a
+conversation in another format than the model learned would only seem to work.
 """
 
 import re
@@ -21,7 +21,8 @@ TEMPLATE = "chat_template.jinja"
 
 
 def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """`foreign` with the chat template of the folder, or with a note why it has none."""
+    """Add the folder's chat template to `foreign`, or a note with the reason why it cannot be
+    used."""
     config = object_beside(folder, TOKENIZER_CONFIG)
     source = config.get("chat_template")
     if (folder / TEMPLATE).is_file():
@@ -29,7 +30,7 @@ def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
     if not isinstance(source, str):
         return foreign
     if reason := _reason(source, foreign, config):
-        note = f"the chat template is left out: {reason}"
+        note = f"the chat template is not imported: {reason}"
         return replace(foreign, notes=(*foreign.notes, note))
     return replace(foreign, chat_template=source)
 
@@ -37,9 +38,9 @@ def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
 def _reason(source: str, foreign: ForeignTokenizer, config: Mapping[str, Any]) -> str | None:
     begins_as_it_ends = bool(config) and config.get("bos_token") == config.get("eos_token")
     if re.search(r"\bbos_token\b", source) and not begins_as_it_ends:
-        return "it writes bos_token, and a vocabulary has only an end of text here"
+        return "it uses bos_token, but vocabularies here have only an end of text"
     if re.search(r"\beos_token\b", source) and foreign.tokenizer.end_of_text is None:
-        return "it writes eos_token, and none is known"
+        return "it uses eos_token, but none is known"
     try:
         template = ChatTemplate(source)
         template.render([{"role": "user", "content": "Hi"}], foreign.tokenizer)

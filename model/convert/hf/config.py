@@ -1,7 +1,7 @@
 """Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2 and Qwen3.
 
-Translates the old and the new form of a configuration into a shape, and refuses values that no
-`GPTConfig` expresses. The names of the tensors are in `layouts.py`, rotary positions in `rope.py`,
+The old and the new form of a configuration are translated to a shape; values that no `GPTConfig`
+can express are refused. Names of tensors are in `layouts.py`, rotary positions in `rope.py`, and
 tokenizers in `hf/tokenizer.py`.
 """
 
@@ -41,10 +41,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Names of activations; an export writes the first."""
+"""Activations by their names in configurations. An export writes the first name."""
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".rotary_emb.inv_freq")  # fmt: skip
-"""Ends of names of masks and tables."""
+"""Suffixes of the names of masks and tables."""
 
 NEUTRAL = (
     *("return_dict", "pretraining_tp", "max_window_layers", "length_penalty", "num_beams"),
@@ -53,15 +53,16 @@ NEUTRAL = (
     *("model_max_length", "is_llama_config", "unsloth_fixed", "_flash_attn_2_enabled"),
     *("_attn_implementation_autoset", "use_bfloat16"),
 )
-"""Keys of any configuration that change no logit."""
+"""Keys that change no logits in any architecture."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and the parts that have no biases there although others have (`read_weights`)."""
+"""A shape, and the parts that lack biases in the source although other parts have them
+(`read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
-    """Read a folder of `save_pretrained`. `context_length` is the number of positions to keep, if
-    not all: a sliding window at least as long changes nothing. Raises ConvertError."""
+    """Read a folder written by `save_pretrained`. `context_length` is the number of positions to
+    keep (None: all); a sliding window is allowed if it is at least as long. Raises ConvertError."""
     where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
@@ -76,7 +77,7 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
         weights=weights,
         dtype=reader.finish(),
         contents={"config": document},
-        # Keys that transformers' classes do not know may belong to code of the model's own.
+        # Keys that transformers' classes do not know may belong to the model's own code.
         unknown={
             name: value
             for name, value in unknown_settings(settings.unread()).items()
@@ -89,7 +90,7 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
 def read_model(
     settings: Settings, reader: StateDictReader, context_length: int | None = None
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The shape and weights of a model. Raises ConvertError and ConfigError."""
+    """Read the shape and weights of a model. Raises ConvertError and ConfigError."""
     if (model_type := settings.get("model_type")) not in FAMILIES:
         settings.reject_unless(
             "model_type",
@@ -121,7 +122,7 @@ def _activation(settings: Settings, key: str, default: str) -> Activation:
 
 
 def activation_name(activation: Activation) -> str:
-    """The first of their names of an activation."""
+    """The name that an export writes for an activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
@@ -168,8 +169,8 @@ def _neox(settings: Settings, context_length: int | None) -> Shape:
 
 
 def _opt(settings: Settings, context_length: int | None) -> Shape:
-    """Embeddings as wide as the stream, biases in all layers and ReLU, unlike opt-350m and
-    Galactica."""
+    """Read OPT with embeddings as wide as the stream, biases in all layers and ReLU. opt-350m and
+    Galactica differ from this."""
     width = settings.integer("hidden_size")
     settings.reject_unless(
         "word_embed_proj_dim",
@@ -220,12 +221,12 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
 
 
 def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:
-    """Raise ConvertError if a layer does not see all earlier positions."""
+    """Raise ConvertError if a layer has a sliding window shorter than the context."""
     if model_type == "llama" or (
         model_type != "mistral" and not settings.flag("use_sliding_window", False)
     ):
         return
-    # Mistral's first configurations leave the key out and mean 4,096.
+    # Mistral's first configurations omit the key and mean 4,096.
     kinds = settings.get("layer_types")
     if isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds):
         return
@@ -234,9 +235,9 @@ def _reject_window(model_type: str, settings: Settings, context_length: int) -> 
     window = settings.integer("sliding_window", default=4096)
     if window < context_length:
         raise ConvertError(
-            f"sliding_window is {window} and the context {context_length}; here every position "
-            "sees all before it. Within the window both are the same: import it with "
-            f"--context-length {window}"
+            f"sliding_window is {window}, shorter than the context of {context_length}; here every "
+            "position attends to all earlier ones. Both are the same within the window: import "
+            f"the model with --context-length {window}"
         )
 
 
@@ -249,4 +250,4 @@ FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings, int | None], Shape]]] =
     "qwen2": (LLAMA, _llama),
     "qwen3": (LLAMA, _llama),
 }
-"""The names of the tensors and the shape of each `model_type`."""
+"""The layout of the tensors and the reader of the shape, by `model_type`."""

@@ -1,14 +1,15 @@
-"""Split patterns, translated between two dialects of regular expressions.
+"""Split patterns: translates them between two dialects of regular expressions.
 
-tiktoken uses the Rust engine fancy-regex, Hugging Face's tokenizers use Oniguruma in Ruby's syntax.
-Split patterns differ in this:
+tiktoken uses the Rust engine fancy-regex; Hugging Face's tokenizers use Oniguruma with Ruby's
+syntax. They differ in these constructs of split patterns:
 
-  X{1,2}+   at most two, without backtracking, in fancy-regex; "one or two", many times, in Ruby
-  $ and ^   the ends of the text in fancy-regex; the ends of each line in Ruby
-  (?s: (?m: other letters for "the dot is any character"
+  X{1,2}+   in fancy-regex one or two, without backtracking; in Ruby one or two, repeated
+  $ and ^   in fancy-regex the ends of the text; in Ruby those of each line
+  (?s: (?m: different letters for "the dot matches any character"
 
-A rewritten pattern has the same meaning; others are refused. The engines also have Unicode tables
-of different versions: a letter that was added recently may be a letter in only one of them.
+A translated pattern has the same meaning; patterns that cannot be translated are refused. The
+engines use different versions of Unicode, so a recently added character may be a letter in only one
+of them.
 """
 
 import re
@@ -22,7 +23,7 @@ _REPEAT = re.compile(r"(?P<interval>\{\d+(?:,\d*)?\})(?P<keep>\+)|(?:[*+?]|\{\d*
 
 
 def to_oniguruma(pattern: str) -> str:
-    """A pattern of tiktoken's for Hugging Face's tokenizers. Raises ConvertError."""
+    """Translate a pattern of tiktoken for Hugging Face's tokenizers. Raises ConvertError."""
     return _rewritten(
         pattern,
         lambda atom, interval: f"(?>{atom}{interval})",
@@ -31,7 +32,7 @@ def to_oniguruma(pattern: str) -> str:
 
 
 def from_oniguruma(pattern: str) -> str:
-    """A pattern of Hugging Face's tokenizers for tiktoken. Raises ConvertError."""
+    """Translate a pattern of Hugging Face's tokenizers for tiktoken. Raises ConvertError."""
     return _rewritten(
         pattern,
         lambda atom, interval: f"(?:{atom}{interval})+",
@@ -55,7 +56,7 @@ def _rewritten(pattern: str, repeat: Callable[[str, str], str], anchors: dict[st
             openings.append(len(out))
         elif character == ")":
             if not openings:
-                raise ConvertError(f"the split pattern {pattern[:60]!r} closes a group too many")
+                raise ConvertError(f"the split pattern {pattern[:60]!r} has an unmatched )")
             atom, piece = openings.pop(), character
         elif character in "*+?{" and (match := _REPEAT.match(pattern, at)):
             if match["keep"]:
@@ -84,7 +85,7 @@ def _opening(pattern: str, at: int) -> str:
 
 
 def _character_class(pattern: str, at: int) -> str:
-    """The class that begins at `at`, classes inside it included."""
+    """The character class that begins at `at`, including nested classes."""
     depth, end = 0, at
     while end < len(pattern):
         character = pattern[end]
@@ -98,4 +99,4 @@ def _character_class(pattern: str, at: int) -> str:
         if depth == 1 and character == "[" and end - at == 1:
             end += pattern[end : end + 1] == "^"
             end += pattern[end : end + 1] == "]"  # the first one is a character
-    raise ConvertError(f"the split pattern {pattern[:60]!r} opens a class and does not close it")
+    raise ConvertError(f"the split pattern {pattern[:60]!r} has an unclosed character class")

@@ -1,9 +1,10 @@
-"""A Hugging Face folder, as `AutoModelForCausalLM` and `AutoTokenizer` read it.
+"""Export of a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` can read.
 
-Writes `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-`tokenizer_config.json` without transformers. Names, layouts and defaults are those that
-`hf/config.py` reads. Sinusoidal positions become GPT-2's learned ones, which are added alike. A
-vocabulary of whole words becomes WordLevel, and a model of token ids alone gets no tokenizer.
+The files are `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
+`tokenizer_config.json`; transformers is not needed. Names, layouts and defaults are those that
+`hf/config.py` reads. Sinusoidal positions become GPT-2's learned positions, which are added in the
+same way. A vocabulary of whole words becomes WordLevel. A model without a vocabulary gets no
+tokenizer.
 """
 
 import json
@@ -54,17 +55,17 @@ def write_folder(
         _write_json(folder / TOKENIZER, tokenizer_document(tokenizer))
         _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
     else:
-        log("there is no vocabulary, so no tokenizer is written: the model takes token ids alone")
+        log("no tokenizer is written, because the model has no vocabulary, only token ids")
     write_file(folder / WEIGHTS, weights, {"format": "pt"})
     if len(tokenizer.tokens) < len(tokenizer.ranks):
         log(
-            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens: a "
-            "text that needs one is refused here, and loses those characters there without an error"
+            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens: "
+            "logitd refuses a text that needs one, but transformers drops those characters silently"
         )
 
 
 def biased_parts(config: GPTConfig, family: str) -> set[str]:
-    """The parts that have a bias there, which may be zeros."""
+    """The parts that have a bias in the architecture, even if it is zero."""
     if family == QWEN2:
         return {"qkv"}
     attention = config.bias or config.qkv_bias
@@ -146,8 +147,8 @@ FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]
 
 
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A `tokenizer.json` that encodes as `tokenizer`, without objections to it, does (see
-    `merges.py` and `exportable.py`)."""
+    """A `tokenizer.json` that encodes as `tokenizer` does (see `merges.py`), if `exportable.py` has
+    no objections."""
     named = tokenizer.special_tokens | tokenizer.added_tokens
     parts = _merged_parts(tokenizer) if tokenizer.kind == "bpe" else _word_parts(tokenizer)
     return {
@@ -214,7 +215,8 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _word_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Cut, lookup and decoder of whole pieces. A tokenizer without a decoder joins with spaces."""
+    """Pre-tokenizer, decoder and model of whole words. Without a decoder, words are joined with
+    spaces."""
     spaced = tokenizer.kind == "words"
     words = {token.decode(): rank for token, rank in tokenizer.tokens.items()}
     if spaced:
@@ -240,8 +242,8 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens with ids below an ordinary one: the library takes the ids of others from behind
-    the vocabulary."""
+    """Added tokens whose ids lie between ordinary ones. The library would give others ids after the
+    vocabulary."""
     ordinary = set(tokenizer.tokens.values())
     named = tokenizer.special_tokens | tokenizer.added_tokens
     return {name: i for name, i in named.items() if i < max(ordinary) and i not in ordinary}

@@ -1,5 +1,5 @@
-"""Weights of a Hugging Face folder: `model.safetensors`, or else `pytorch_model.bin`, each in one
-file or in shards with an index. Does not interpret them (`config.py`).
+"""Weights of a Hugging Face folder: `model.safetensors`, else `pytorch_model.bin`, each as one file
+or as shards with an index. `config.py` interprets them.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from logitd.model.convert.state_file import named_tensors, read_tensors
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
-"""Suffix of the list of shards, behind the name of a single file."""
+"""Suffix that turns the name of the single file into that of the list of shards."""
 
 
 def open_state_dict(folder: Path) -> StateDictReader:

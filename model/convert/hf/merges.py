@@ -1,16 +1,16 @@
-"""Ranks and merges: two ways to write the same byte pair encoding.
+"""Ranks and merges: converts between two notations of the same byte pair encoding.
 
-tiktoken repeatedly merges the neighbours whose joined bytes have the lowest rank; a list of merges
-names the joined pairs in order.
+tiktoken repeatedly merges the adjacent parts whose joined bytes have the lowest rank. A list of
+merges names the pairs to join, in order of priority.
 
-Inside a token nothing depends on its surroundings, as long as no merge crosses its ends. So a token
-is always formed by the pair that forms it alone (`last_pair`), and a list of merges encodes as
-ranks do if it holds that pair of every token, ordered by the ranks of the results. A token that its
-own bytes do not form is only met as a whole piece of the text, which tiktoken looks up first, as
-Hugging Face does if `ignore_merges` is set.
+As long as no merge crosses the ends of a token, the merges inside do not depend on the text around
+it. So a token is always formed by the same last pair (`last_pair`). A list of merges encodes as the
+ranks do if it contains that pair for every token, ordered by the tokens' ranks. A token that cannot
+be formed from its bytes is used only for a whole piece of the text, which tiktoken looks up first,
+as Hugging Face does if `ignore_merges` is set.
 
-Merges and `tokenizer.json` write bytes as GPT-2 does: printable ones as themselves, the others as
-the characters from U+0100 on.
+Merges and `tokenizer.json` spell bytes as GPT-2 does: printable ones as themselves, the others as
+characters from U+0100 on.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ Pair = tuple[bytes, bytes]
 
 
 def last_pair(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
-    """The pair whose merge forms a token from its bytes; None if they do not form it."""
+    """The pair whose merge completes a token, starting from its bytes; None if merges do not form
+    it."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         best, place = None, -1
@@ -35,7 +36,7 @@ def last_pair(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
-    """The merges that encode as these ranks do, in order, and the tokens that no merge forms."""
+    """The list of merges that encodes as these ranks do, and the tokens that no merge forms."""
     merges, alone = [], []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
         pair = last_pair(token, ranks)
@@ -47,7 +48,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
 
 
 def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
-    """The parts of a piece by merges and their places: the slow definition."""
+    """Apply merges, given with their priorities, to a piece by the plain, slow definition."""
     parts = list(piece)
     while len(parts) > 1:
         pairs = list(pairwise(parts))
@@ -68,5 +69,5 @@ def byte_characters() -> dict[int, str]:
 
 
 def written(token: bytes, characters: Mapping[int, str]) -> str:
-    """A token as `tokenizer.json` and GGUF write it, with `byte_characters()`."""
+    """The spelling of a token in `tokenizer.json` and GGUF. `characters` is `byte_characters()`."""
     return "".join(map(characters.__getitem__, token))

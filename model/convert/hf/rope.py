@@ -1,9 +1,9 @@
 """Rotary positions in Hugging Face's configurations.
 
-Reads the new form (`rope_parameters`, of transformers 5) and the old one (`rope_theta` with
-`rope_scaling`, whose kind is `type` or `rope_type`): unscaled, linear, llama3 and yarn. Other kinds
-and unknown keys of a kind are rejected by name. Defaults are those of transformers'
-`modeling_rope_utils`.
+Supports unscaled positions and the types linear, llama3 and yarn, in the new form
+(`rope_parameters`, of transformers 5) and the old one (`rope_theta` with `rope_scaling`, whose type
+is `type` or `rope_type`). Other types, and unknown keys of a type, are refused by name. Defaults
+are those of transformers' `modeling_rope_utils`.
 """
 
 import math
@@ -24,7 +24,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         *("attention_factor", "truncate", "mscale", "mscale_all_dim", "finetuned"),
     ),
 }
-"""The keys of each kind. `finetuned` is a note that no program reads."""
+"""The keys of each type. `finetuned` has no effect."""
 OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -37,9 +37,8 @@ def read_rope(
     share: str = "partial_rotary_factor",
     default_share: float = 1.0,
 ) -> dict[str, Any]:
-    """The rotary positions of a configuration as fields of `GPTConfig`. `theta` and `share` are the
-    keys, in the old form, of the base and of the share of a head that is rotated. Raises
-    ConvertError and ConfigError."""
+    """Read rotary positions as fields of `GPTConfig`. `theta` and `share` are the keys of the base
+    and of the rotated share of a head in the old form. Raises ConvertError and ConfigError."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.part(name)
     kind = part.get("rope_type", part.get("type", "default"))
@@ -99,7 +98,8 @@ def _scaling(
 
 
 def _attention_factor(part: Settings, factor: float) -> float | None:
-    """The given factor, or the one that two other keys imply; None is yarn's default."""
+    """The given factor, or the one that `mscale` and `mscale_all_dim` imply; None means yarn's
+    default."""
     given, scales = part.get("attention_factor"), ("mscale", "mscale_all_dim")
     if given is not None:
         return part.number("attention_factor")
@@ -110,7 +110,7 @@ def _attention_factor(part: Settings, factor: float) -> float | None:
 
 
 def rope_parameters(config: GPTConfig) -> dict[str, Any]:
-    """The new form, which `read_rope` reads."""
+    """The rotary positions of a model in the new form."""
     parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": config.rope_theta,
@@ -126,7 +126,7 @@ def rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _share(config: GPTConfig) -> float:
-    """The share of a head that is rotated, such that int(head_dim * share) is rotary_dim."""
+    """The rotated share of a head, such that int(head_dim * share) is rotary_dim."""
     share = config.rotary_dim / config.head_dim
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down
         share = math.nextafter(share, 1.0)

@@ -1,13 +1,13 @@
-"""`tokenizer.json`: byte-level BPE of Hugging Face's tokenizers as ranks and a pattern.
+"""`tokenizer.json`: reads vocabularies of Hugging Face's tokenizers as ranks and a split pattern.
 
-Reads byte-level vocabularies whose merges encode as ranks do (`merges.py`), cut by one pattern,
-with added tokens (`added.py`); and words (WordLevel), cut at white space, into words and marks, or
-by one regular expression. Refuses SentencePiece's kind, other models, several cuts in a row,
-normalizers, and every unknown member, because texts would get other ids. The result is checked on a
-text against the definition of BPE.
+Two types are supported: byte-level BPE whose merges encode as ranks do (`merges.py`), with one
+split pattern and added tokens (`added.py`); and words (WordLevel), split at white space, into words
+and punctuation, or by one regular expression. SentencePiece's BPE, other models, several splits in
+a row, normalizers, and unknown members are refused, because they would change ids. The result is
+checked on a text against the definition of BPE.
 
-Ids stay the same; if some below the last ordinary one have no token, the others move together, and
-`ForeignTokenizer.order` has the source's ids.
+Ids stay the same, except if an id below the last ordinary token has no token. Then the gaps are
+closed, and `ForeignTokenizer.order` has the source's ids.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,7 +37,7 @@ MEMBERS = (
     *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"),
     *("post_processor", "decoder", "model"),
 )
-"""Members of the file. Truncation and padding only affect batches of a training."""
+"""Members of the file. Truncation and padding have an effect only in training."""
 MODEL_MEMBERS = (
     *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
@@ -47,9 +47,10 @@ CUT_MEMBERS = {
     "Split": ("type", "pattern", "behavior", "invert"),
 }
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-"""Processors that put special tokens around a text."""
+"""Processors that add special tokens to a text."""
 MOST_TOKEN_BYTES = 2048
-"""Most bytes of a token: finding its merges takes quadratic time. Published ones have 128."""
+"""Most bytes of a token, because finding its merges takes quadratic time. Published vocabularies
+have at most 128."""
 
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
@@ -64,8 +65,8 @@ QWEN2_PATTERN = (
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
-    """Read a `tokenizer.json`. `skip_normalizer` encodes texts as they are even if the source
-    changes them first. Raises ConvertError."""
+    """Read a `tokenizer.json`. `skip_normalizer` ignores a normalizer, which would change texts
+    before they are encoded. Raises ConvertError."""
     document = source_object(path)
     return tokenizer_of_document(
         document, path, skip_normalizer=skip_normalizer, folder=path.parent
@@ -75,8 +76,8 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
 def tokenizer_of_document(
     document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
 ) -> ForeignTokenizer:
-    """The tokenizer of a document. Messages name `path`; other files of `folder` name the tokens
-    that end a text. Raises ConvertError."""
+    """Read the document of a `tokenizer.json`. Messages name `path`. Other files in `folder` name
+    the tokens that end a text. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     vocabulary = _vocabulary(document, path)
     added = read_added(document, vocabulary, path, folder)
@@ -103,8 +104,8 @@ def tokenizer_of_document(
         special = {name: ours[token_id] for name, token_id in special.items()}
         extra = {name: ours[token_id] for name, token_id in extra.items()}
         notes.append(
-            "ids differ from the source's, which leaves some out: ordinary tokens come first here, "
-            "in the same order"
+            "ids differ from the source's, because some of those have no token: here ordinary "
+            "tokens come first, in the same order"
         )
     size = max([*ranks.values(), *special.values(), *extra.values()]) + 1
     ranks |= {byte: size + index for index, byte in enumerate(missing)}
@@ -136,11 +137,11 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
     if not skip:
         raise ConvertError(
-            f"{path} changes texts before it encodes them (normalizer {kind}), and logitd does "
-            "not. --skip-normalizer imports it without; a text that the normalizer changes then "
-            "gets other ids"
+            f"{path} changes texts before it encodes them (normalizer {kind}), but logitd does "
+            "not. --skip-normalizer imports it without the normalizer; texts that it would change "
+            "then get other ids"
         )
-    return [f"the source's normalizer {kind} is left out: texts are encoded as they are"]
+    return [f"the source's normalizer {kind} is not imported: texts are encoded unchanged"]
 
 
 def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -156,8 +157,8 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
     if model.get("byte_fallback") is True:
         raise ConvertError(
-            f"{path} is SentencePiece's kind of BPE (byte_fallback): its tokens are characters, "
-            "not bytes, and cannot be written as ranks"
+            f"{path} has SentencePiece's BPE (byte_fallback), whose tokens are characters instead "
+            "of bytes: it cannot be converted to ranks"
         )
     return model
 
@@ -166,7 +167,7 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or not vocabulary:
-        return {}  # a model of another kind, which is rejected by name
+        return {}  # a model of another type, which is refused by name
     if len(set(vocabulary.values())) != len(vocabulary) or not all(
         type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
     ):
@@ -189,16 +190,16 @@ def _ordinary(
             )
         if len(name) > MOST_TOKEN_BYTES:
             raise ConvertError(
-                f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; "
-                f"{MOST_TOKEN_BYTES:,} are the most it may have"
+                f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; at most "
+                f"{MOST_TOKEN_BYTES:,} are allowed"
             )
         ordinary[bytes(map(bytes_of.__getitem__, name))] = token_id
     return ordinary
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id of each of ours; None if all stay, because every id below the last ordinary
-    one belongs to a token."""
+    """The source's id for each id here; None if all ids stay, because every id below the last
+    ordinary one has a token."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
@@ -265,13 +266,13 @@ def _check_merges(
             ) from error
         if rank < last:
             raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} comes later than its id says; ids "
-                "and merges have to be in one order to be written as ranks"
+                f"{path}: the merge of {left!r} and {right!r} is not in the order of ids; ids and "
+                "merges must have the same order to be converted to ranks"
             )
         last = rank
         pairs.add(pair)
     if pattern == CHARACTERS and model.get("ignore_merges") is True and not pairs:
-        return  # characters are looked up as wholes
+        return  # whole characters are looked up
     for token in ranks:
         if len(token) == 1:
             continue
@@ -295,15 +296,15 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
             yield from _processor_notes(each, path)
     elif kind in AROUND:
         yield (
-            f"the source puts special tokens around a text ({kind}), and logitd does not: "
-            "give their ids in the prompt if the model needs them"
+            f"the source adds special tokens to each text ({kind}), but logitd does not: put "
+            "their ids into the prompt if the model needs them"
         )
     elif kind not in (None, "ByteLevel"):
         raise ConvertError(f"{path}: post_processor is {kind!r:.60}; it may change ids")
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
-    """Raise ConvertError unless the probe text gets the source's ids, and all of it is encoded."""
+    """Raise ConvertError unless the probe text is encoded completely and gets the source's ids."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # the vocabulary lacks some characters
         text = "".join(
@@ -311,7 +312,7 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
             for character in text
             if all(bytes([byte]) in tokenizer.tokens for byte in character.encode())
         )
-    with naming(path):  # its pattern may leave characters out
+    with naming(path):  # its pattern may skip characters
         ids = tokenizer.encode(text)
     order = foreign.order or range(tokenizer.vocab_size)
     characters, pairs = byte_characters(), _pairs(model, path)
@@ -330,8 +331,9 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
         )
         begin = tokenizer.spans(ids, text)[min(place, len(ids) - 1)].start
         raise ConvertError(
-            f"{path} cannot be written as ranks: by its merges, {text[begin : begin + 20]!r} "
-            f"begins with {expected[place : place + 3]}, by ranks with {given[place : place + 3]}"
+            f"{path} cannot be converted to ranks: {text[begin : begin + 20]!r} begins with "
+            f"{expected[place : place + 3]} by its merges, but with {given[place : place + 3]} by "
+            "ranks"
         )
 
 

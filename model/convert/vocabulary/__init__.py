@@ -1,1 +1,2 @@
-"""The vocabulary of a model trained elsewhere: found, understood, held against its rows."""
+"""The vocabulary of a model trained elsewhere: finding it, reading it, and checking it against the
+model's rows."""

@@ -1,8 +1,9 @@
-"""Build: a table of ids and texts as a tokenizer of its kind.
+"""Build: makes a tokenizer from a table of ids and texts.
 
-Merges of ids, and bytes with ranks: byte pair encoding. Texts of one character, next to names of
-special tokens: characters. Everything else: words. A table with more than a few ids without a text
-is damaged. `choose.py` compares the result with a model.
+Merges of ids, and bytes with ranks, become byte pair encoding. Texts that are single characters,
+besides names of special tokens, become characters. Everything else becomes words. A table in which
+more than a few ids have no text is refused as damaged. `choose.py` compares the result with a
+model.
 """
 
 import itertools
@@ -32,7 +33,7 @@ from logitd.model.convert.vocabulary.words import (
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
-    """The tokenizer that a table describes, with notes on what is assumed. Raises ConvertError."""
+    """Build the tokenizer of a table, with notes about assumptions. Raises ConvertError."""
     table = replace(table, texts=checked(table.texts, table.where))
     if table.merges is not None:
         return byte_pair_tokenizer(table)
@@ -53,8 +54,8 @@ def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTo
 
 
 def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset()) -> bool:
-    """True if texts are characters, names of special tokens, or characters of several code
-    points."""
+    """True if all texts are characters (possibly of several code points) or names of special
+    tokens."""
     single = [text for text in texts.values() if len(text) == 1]
     longer = [
         text
@@ -69,14 +70,12 @@ def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset
 def _named_notes(texts: Mapping[int, str]) -> tuple[str, ...]:
     if not (gaps := ", ".join(map(str, nameless(texts)))):
         return ()
-    return (
-        f"the source has no text for the ids {gaps}: they are special tokens here, <|extra_N|>",
-    )
+    return (f"the source has no text for the ids {gaps}: here they are special tokens <|extra_N|>",)
 
 
 def _refuse_gaps(table: Table) -> None:
     largest = max(table.texts)
-    # Ids are counted, not listed: an id may be any number.
+    # Count ids instead of listing them, because an id may be any number.
     gaps = largest + 1 - sum(0 <= token_id <= largest for token_id in table.texts)
     if gaps > MOST_NAMELESS:
         first = next(token_id for token_id in itertools.count() if token_id not in table.texts)
@@ -87,7 +86,8 @@ def _refuse_gaps(table: Table) -> None:
 
 
 def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
-    """GPT-2's `vocab.json` and `merges.txt`, read as a `tokenizer.json`."""
+    """Convert GPT-2's `vocab.json` and `merges.txt` to the document of a `tokenizer.json`, and read
+    that."""
     assert table.strings is not None
     vocabulary = {str(text): token_id for token_id, text in table.texts.items()}
     formed = set(map("".join, table.strings))
@@ -113,5 +113,5 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
         skip_normalizer=skip_normalizer,
         folder=place.parent if place.is_file() else None,
     )
-    note = "how texts are cut is not written down: GPT-2's pattern is assumed, as its library does"
+    note = "no file has the split pattern: GPT-2's is assumed, as its library does"
     return replace(foreign, notes=(*foreign.notes, note))

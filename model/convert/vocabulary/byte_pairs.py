@@ -1,14 +1,13 @@
-"""Home-made byte pair encodings as ranks: merges of ids, as in lectures that build a tokenizer.
+"""Byte pairs: converts hand-written byte pair encodings, as in lectures about tokenizers, to ranks.
 
-Ids 0 to 255 are the bytes, each merge of two ids makes the next. Such merges are applied in the
+Ids 0 to 255 are the bytes, and each merge of two ids makes the next id. Merges are applied in the
 order of their results, to a text or to each of its pieces. tiktoken does the same with ranks if
-each token is formed by its own merge (`hf/merges.py`), which is checked token by token. If the way
-to cut a text is not written down, it is inferred from the tokens, none of which crosses a cut, and
-noted.
+each token is formed by its own merge (`hf/merges.py`), which is checked for every token. If no
+split pattern is stored, one is assumed that no token crosses, and a note says so.
 
-Merges of texts are read too: GPT-2's `vocab.json` with `merges.txt` as a `tokenizer.json`, and
-merges of characters to words that end in `</w>` if each token is a whole word. Others are refused:
-their tokens are made of characters, not of bytes.
+Merges of texts are supported in two cases: GPT-2's `vocab.json` with `merges.txt` is read as a
+`tokenizer.json`; merges of characters are accepted if each token is a whole word that ends in
+`</w>`. Others are refused, because their tokens consist of characters instead of bytes.
 """
 
 import base64
@@ -40,18 +39,18 @@ GPT4_PATTERN = (
 CUTS = {
     "GPT-4's pattern": GPT4_PATTERN,
     "GPT-2's pattern": GPT2_PATTERN,
-    "a word, a number or marks with the white space before them": (
+    "a word, a number or punctuation with the white space before it": (
         r"\s?\p{L}+|\s?\p{N}+|\s?[^\s\p{L}\p{N}]+|\s+"
     ),
-    "what has no white space in it, with the white space before it": r"\s*\S+|\s+",
+    "text without white space, with the white space before it": r"\s*\S+|\s+",
 }
-"""Ways to cut a text, by name; the first that no token crosses is assumed."""
+"""Split patterns by their descriptions. The first that no token crosses is assumed."""
 
 WORD_END = "</w>"
 
 
 def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
-    """A tokenizer of merges of ids. Raises ConvertError."""
+    """Build a tokenizer from merges of ids. Raises ConvertError."""
     assert table.merges is not None
     tokens = _formed(table.merges, table.where)
     _compare(tokens, table)
@@ -68,15 +67,15 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
         if formed != (tokens[left], tokens[right]):
             by = "no merges" if formed is None else f"{formed[0]!r} and {formed[1]!r}"
             raise ConvertError(
-                f"{table.where}: {tokens[token_id]!r} is made of {tokens[left]!r} and "
-                f"{tokens[right]!r} there, and by ranks of {by}, so some texts would get other "
-                f"ids. {WITHOUT_TEXT}"
+                f"{table.where}: {tokens[token_id]!r} is merged from {tokens[left]!r} and "
+                f"{tokens[right]!r} there, but by ranks from {by}, so some texts would get "
+                f"other ids. {WITHOUT_TEXT}"
             )
     return _ranked(ranks, names, table)
 
 
 def ranks_tokenizer(table: Table) -> ForeignTokenizer:
-    """A tokenizer of bytes and ranks, as in tiktoken's encodings. Raises ConvertError."""
+    """Build a tokenizer from bytes and ranks, as in tiktoken. Raises ConvertError."""
     names = {i: _name(text) for i, text in table.texts.items() if text in table.special}
     ranks = {
         text.encode() if isinstance(text, str) else text: i
@@ -117,14 +116,14 @@ def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
         token = tokens.get(token_id)
         if token is not None and token not in _readings(text):
             if token.decode(errors="replace") == text:
-                continue  # half a character, as decode() writes it
+                continue  # an incomplete character, as decode() shows it
             raise ConvertError(
-                f"{table.where}: id {token_id} is {text!r} there, and its merges make {token!r}"
+                f"{table.where}: id {token_id} is {text!r} there, but its merges make {token!r}"
             )
 
 
 def _readings(text: Text) -> set[bytes]:
-    """The possible bytes of a text: itself, base64, or a character for each byte."""
+    """The bytes that a text may stand for: its own, decoded base64, or one byte per character."""
     if isinstance(text, bytes):
         return {text}
     readings = {text.encode()}
@@ -154,17 +153,17 @@ def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
         cut = regex.compile(pattern)
         if texts and all(len(cut.findall(text)) <= 1 for text in texts):
             return pattern, (
-                "how texts were cut before merging is not written down: no token crosses a cut of "
-                f"{name}, so that is assumed; where another one was used some ids differ"
+                "the split pattern before merging is not stored: no token crosses a split by "
+                f"{name}, so that is assumed; if another was used, some ids differ"
             )
     return WHOLE_TEXT, (
-        "how texts were cut before merging is not written down: tokens reach across words, so it "
-        "is assumed that merges go across the whole text"
+        "the split pattern before merging is not stored: tokens extend over several words, so it "
+        "is assumed that texts are not split before merging"
     )
 
 
 def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
-    """A tokenizer of merges of texts whose tokens are whole words. Raises ConvertError."""
+    """Build a tokenizer from merges of texts whose tokens are whole words. Raises ConvertError."""
     assert table.strings is not None
     places = {pair: place for place, pair in reversed(list(enumerate(table.strings)))}
     texts = {i: t if isinstance(t, str) else t.decode() for i, t in table.texts.items()}
@@ -175,8 +174,8 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
         word = text.removesuffix(WORD_END)
         if word == text or not word:
             raise ConvertError(
-                f"{table.where}: its merges join characters, and the token {text!r} is a part of a "
-                "word; ranks are made of bytes. A byte-level tokenizer.json of the tokenizers "
+                f"{table.where}: its merges join characters, and the token {text!r} is part of a "
+                "word, but ranks need bytes. A byte-level tokenizer.json of the tokenizers "
                 f"library can be imported; {WITHOUT_TEXT}"
             )
         if _merged([*word, WORD_END], places) != [text]:
@@ -195,7 +194,7 @@ def is_byte_level(table: Table) -> bool:
 
 
 def _merged(parts: list[str], places: Mapping[tuple[str, str], int]) -> list[str]:
-    """The parts of a word by a list of merges: the earliest merge at all places, repeatedly."""
+    """Apply a list of merges to a word: repeatedly the earliest merge, wherever it occurs."""
     while len(parts) > 1:
         best = min(pairwise(parts), key=lambda pair: places.get(pair, len(places)))
         if best not in places:

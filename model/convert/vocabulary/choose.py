@@ -1,12 +1,13 @@
-"""Choose: the vocabulary of a model trained elsewhere: the one that --tokenizer names, else the one
-in its checkpoint, else the one next to it.
+"""Choose: chooses the vocabulary of a model trained elsewhere.
 
-If a place has several that fit the model and disagree, none is taken: the user chooses. The first
-note says which one was taken, and from where.
+It is the one that --tokenizer names, else the one in the checkpoint, else one next to it. If one
+place has several that fit the model but disagree, the user must choose. The first note names the
+source of the chosen vocabulary.
 
-A vocabulary fits if it has no more ids than the embedding has rows. It may have fewer if the rest
-is padding, up to the next multiple of a power of two up to 128 or 2 % of the rows, or if the
-model's own settings have that number of ids. Any other vocabulary is another model's, or damaged.
+A vocabulary fits if it has no more ids than the embedding has rows. It may have fewer if the other
+rows are padding (up to a multiple of a power of two of at most 128, or 2 % of the rows), or if the
+model's settings have this number of ids. Any other vocabulary is damaged or belongs to another
+model.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from logitd.model.text.published import PUBLISHED
 
 PADDED_TO = (8, 16, 32, 64, 128)
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
-"""Multiples of programs whose settings also have the number of ids."""
+"""Multiples that programs use whose settings also state the number of ids."""
 SLACK = 0.02
 """Largest share of rows without an id."""
 
@@ -34,9 +35,9 @@ SLACK = 0.02
 class _Rows:
     """The rows of a model's embedding, which its vocabulary must fit.
 
-    rows         padding included
+    rows         number of rows, including padding
     stated       sizes of the vocabulary in the model's settings
-    unused_rows  the vocabulary may have fewer ids
+    unused_rows  allow a vocabulary with fewer ids than rows
     """
 
     rows: int
@@ -45,7 +46,8 @@ class _Rows:
 
     @property
     def ids(self) -> int:
-        """Number of ids without a vocabulary: the stated one if the other rows are padding."""
+        """Number of ids if there is no vocabulary: a stated size if the other rows can be padding,
+        else all rows."""
         sizes = (size for size in self.stated if _is_padding(size, self.rows, WIDELY_PADDED_TO))
         return max(sizes, default=self.rows)
 
@@ -61,14 +63,15 @@ def choose_vocabulary(
     unused_rows: bool = False,
     text: Path | None = None,
 ) -> ForeignTokenizer:
-    """The vocabulary of a model with `rows` rows of the embedding, padding included.
+    """Choose the vocabulary of a model.
 
     named            value of --tokenizer
-    contents         contents of the checkpoint except tensors, settings included
+    contents         contents of the checkpoint except tensors, including settings
     folder           folder of the checkpoint
     facts            facts about the source; "dataset" names nanoGPT's data folder
-    skip_normalizer  leave out the normalizer of a tokenizer.json
-    unused_rows      there may be fewer ids than rows
+    rows             rows of the embedding, including padding
+    skip_normalizer  ignore the normalizer of a tokenizer.json
+    unused_rows      allow fewer ids than rows
     text             value of --check: if there is no vocabulary, and the text has exactly as many
                      different characters as the model has ids, they are the vocabulary
 
@@ -108,7 +111,7 @@ def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
 
 
 def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
-    """The one that fits; if none does, the first, so that the error has its numbers."""
+    """The candidate that fits. If none does, the first, whose numbers the error then reports."""
     fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
     if not fitting:
         return candidates[0]
@@ -176,20 +179,20 @@ def _size_of(vocabulary: ForeignTokenizer) -> int:
 
 
 def _misfit(candidate: Candidate, model: _Rows) -> str | None:
-    """The reason why a vocabulary does not fit the rows, as a sentence; None if it fits."""
+    """A sentence with the reason why a vocabulary does not fit the rows; None if it fits."""
     size, rows, where = _size_of(candidate.vocabulary), model.rows, candidate.where
     if size > rows:
         return (
-            f"the model has {rows:,} rows of the embedding and the vocabulary ({where}) has ids up "
-            f"to {size - 1:,}: they do not belong together. Name the right one with --tokenizer, "
-            "or 'none' to import the model for token ids alone"
+            f"the model has {rows:,} rows of the embedding, but the vocabulary ({where}) has ids "
+            f"up to {size - 1:,}: they do not belong together. Name the right one with "
+            "--tokenizer, or 'none' to import the model without a vocabulary"
         )
     if model.unused_rows or _is_padding(size, rows, PADDED_TO) or size in model.stated:
         return None
     return (
-        f"the model has {rows:,} rows of the embedding and the vocabulary ({where}) {size:,} ids: "
-        f"{rows - size:,} rows without a token are more than padding would be. It is damaged, or "
-        "another model's. Name the right one with --tokenizer; if the difference is meant, give "
+        f"the model has {rows:,} rows of the embedding, but the vocabulary ({where}) {size:,} ids: "
+        f"{rows - size:,} rows without a token are too many for padding. It is damaged, or belongs "
+        "to another model. Name the right one with --tokenizer, or allow the difference with "
         "--unused-rows"
     )
 

@@ -1,8 +1,8 @@
-"""Files of vocabularies: JSON, plain pickles, lists of lines, ranks, tokenizer.json.
+"""Vocabulary files: reads JSON, plain pickles, lists of lines, ranks and tokenizer.json.
 
-`vocabulary_in` reads one file, `vocabularies_beside` searches the usual places: the model's folder
-and its usual subfolders, else those of the folder above. A file counts if it has one of the known
-forms. No code of a file is run.
+`vocabulary_in` reads one file. `vocabularies_beside` searches the usual places: the model's folder
+and its usual subfolders, else those of the parent folder. Files in other formats are ignored. No
+code in a file is run.
 """
 
 import base64
@@ -30,14 +30,15 @@ NAMES = (
     *("*char*to*", "*char*2*", "*token*to*", "*token*2*", "*word*to*", "*word*2*", "chars.*"),
     *("characters.*", "alphabet.*", "encoder.json", "*id*to*", "*id*2*", "*int*to*", "*i*2*c*"),
 )
-"""Names of vocabularies, in lower case."""
+"""Patterns of the names of vocabulary files, in lower case."""
 PICKLES = (".pkl", ".pickle", ".p")
 SUFFIXES = (*PICKLES, ".json", ".txt", ".model", ".tiktoken")
 FOLDERS = (
     *("vocab", "vocabs", "vocabulary", "tokenizer", "tokenizers", "data", "dataset", "datasets"),
     *("meta", "assets", "artifacts"),
 )
-"""Folders of vocabularies next to a model; folders of data are searched one level deeper."""
+"""Names of folders next to a model that may hold vocabularies. Data folders are searched one level
+deeper."""
 MERGES = ("merges.txt", "merges.json", "bpe_merges.txt", "bpe_merges.json")
 MOST_FOLDERS = 200
 
@@ -49,8 +50,8 @@ class Candidate:
 
 
 def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | None:
-    """The vocabulary of one file; None if the file holds something else. Raises ConvertError for
-    one that is damaged or not supported."""
+    """Read the vocabulary in a file; None if the file holds something else. Raises ConvertError if
+    it is damaged or not supported."""
     suffix = path.suffix.lower()
     if suffix in PICKLES:
         return _built(table_of(read_plain_pickle(path), str(path)), path, skip_normalizer)
@@ -70,7 +71,7 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
 
 
 def table_of_lines(raw: bytes, path: Path) -> Table:
-    """A table of lines: a token each in the order of ids, or `token id`. Raises ConvertError."""
+    """Read lines that are tokens in the order of ids, or `token id` each. Raises ConvertError."""
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -86,8 +87,8 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
         lines[empty[0] : empty[1] + 1] = ["\n"]
     elif empty:
         raise ConvertError(
-            f"{path}: line {empty[0] + 1} is empty, and each line is a token; remove empty lines, "
-            "or write the tokens as a JSON list"
+            f"{path}: line {empty[0] + 1} is empty, but each line must be a token; remove empty "
+            "lines, or write the tokens as a JSON list"
         )
     return Table(texts=dict(enumerate(lines)), where=str(path))
 
@@ -95,11 +96,12 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
 def vocabularies_beside(
     folder: Path, dataset: str | None, *, skip_normalizer: bool
 ) -> tuple[list[Candidate], list[str]]:
-    """The vocabularies of the nearest place that has some, and sentences on files that have none.
+    """Find the vocabularies in the nearest place that has any. Also returns sentences about files
+    that are none.
 
-    `dataset` is the name of nanoGPT's data folder, if it is known. Raises ConvertError for a
-    `tokenizer.json`, or a vocabulary with merges, that is damaged or not supported; other files may
-    be anything, and their errors are among the sentences.
+    `dataset` is the name of nanoGPT's data folder, if known. Raises ConvertError if a
+    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Other files may be
+    anything; their errors are returned as sentences.
     """
     in_vain: list[str] = []
     for places in _places(folder, dataset):
@@ -110,7 +112,7 @@ def vocabularies_beside(
                     vocabulary = vocabulary_in(path, skip_normalizer=skip_normalizer)
                 except ConvertError as error:
                     if path.name == TOKENIZER or _merges_beside(path) is not None:
-                        raise  # this is the vocabulary; others in this place do not count
+                        raise  # this is certainly the vocabulary
                     in_vain.append(str(error))
                     continue
                 if vocabulary is not None:
@@ -124,8 +126,8 @@ def vocabularies_beside(
 
 
 def _sorted_characters(path: Path) -> Iterator[Candidate]:
-    """The other reading of a list of characters, a line each: the vocabulary of some programs is
-    the sorted characters of the whole file."""
+    """Another interpretation of a list of characters, one per line: some programs use the sorted
+    characters of the whole file."""
     if path.suffix.lower() != ".txt":
         return
     text = source_text(path).removeprefix("\ufeff")
@@ -136,8 +138,8 @@ def _sorted_characters(path: Path) -> Iterator[Candidate]:
 
 
 def text_of_characters(folder: Path, count: int) -> Path | None:
-    """The text next to a model that has exactly `count` different characters; None if there is not
-    exactly one."""
+    """The only text next to a model with exactly `count` different characters; None if there is
+    none or several."""
     above, texts = folder.resolve().parent, list[Path]()
     for place in (folder, *_subfolders(folder), above, *_subfolders(above)):
         for path in _listed(place):
@@ -166,7 +168,7 @@ def _subfolders(folder: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    whole = False  # a tokenizer.json is there, and other files have the older form of the same
+    whole = False  # a tokenizer.json is there; older files of the same vocabulary are skipped
     with contextlib.suppress(ConvertError):
         whole = _is_library_document(source_json(folder / TOKENIZER))
     for path in _listed(folder):
@@ -183,7 +185,7 @@ def _is_small(path: Path) -> bool:
 def _listed(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
-    except OSError:  # this user may not read a folder above
+    except OSError:  # the user may not be allowed to read the parent folder
         return []
 
 
@@ -220,7 +222,7 @@ def _merges(path: Path) -> Any:
 def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
     if not raw.startswith(b"minbpe v1\n"):
         raise ConvertError(
-            f"{path} is SentencePiece's or another library's own format, which is not read here"
+            f"{path} is in the format of SentencePiece or another library, which is not supported"
         )
     try:
         lines = raw.decode("utf-8").split("\n")

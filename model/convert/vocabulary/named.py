@@ -1,11 +1,11 @@
-"""Vocabularies that `--tokenizer` names: published ones, files, and rules.
+"""The values of `--tokenizer`:
 
 gpt2, cl100k_base, o200k_base     a published encoding
 FILE                              any file that `files.py` reads
 characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with
-                                  N more ids before or after
-words:FILE[,first=N,last=N]       a word a line, or a JSON list, in the order of ids
-none                              token ids alone
+                                  N additional ids before or after them
+words:FILE[,first=N,last=N]       one word per line, or a JSON list, in the order of ids
+none                              only token ids, no vocabulary
 """
 
 import re
@@ -28,7 +28,8 @@ FORMS = (
 
 
 def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate:
-    """The vocabulary of that name, for a model with this number of ids. Raises ConvertError."""
+    """Read the vocabulary that `name` describes, for a model with this number of ids. Raises
+    ConvertError."""
     if name == NONE:
         note = "there is no vocabulary: prompts and generated texts are token ids"
         tokenizer = Tokenizer.without_text(ids)
@@ -55,25 +56,25 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
 
 
 def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
-    """The characters of a text. Raises ConvertError unless there is one for each of the model's
-    ids: only their order is known."""
+    """The characters of a text. Raises ConvertError unless their number equals the model's number
+    of ids, because their ids follow from their order."""
     where, extra = f"the characters of {path}", first + last
-    for lines in (False, True):  # as they are, and as Python's open() reads lines
+    for lines in (False, True):  # unchanged, and with line ends as Python's open() converts them
         characters = sorted(set(source_text(path, lines=lines)))
         if len(characters) + extra == ids:
             table = Table(texts=dict(enumerate(characters, start=first)), where=where)
             return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
     more = ids - len(characters) - extra
-    advice = f"It is another text, or was changed since the training: it has {-more:,} too many"
+    advice = f"It is another text, or was changed after training: it has {-more:,} too many"
     if more > 0:
         advice = (
-            f"If the model has {more:,} more ids, give their place: first={first + more} before "
-            f"the characters, or last={last + more} after them"
+            f"If the model has {more:,} additional ids, say where: first={first + more} before the "
+            f"characters, or last={last + more} after them"
         )
     beside = f" and {extra} extra ids" if extra else ""
     raise ConvertError(
         f"{path} has {len(characters):,} different characters{beside}, the model has {ids:,} ids: "
-        f"sorted characters have the right ids only if the text has every one of them. {advice}"
+        f"sorted characters have the right ids only if none is missing. {advice}"
     )
 
 

@@ -1,10 +1,10 @@
-"""Tables: ids and texts of a vocabulary in any written form, perhaps with merges.
+"""Tables: reads ids, texts and merges of a vocabulary from the data structures of other programs.
 
-Reads the forms that programs leave in checkpoints, JSON and pickles: {stoi, itos}, {token2id,
-id2token}, {char_to_int, int_to_char} and the like, a tuple of both directions, lists and strings of
-characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's encodings. JSON
-writes numbers in keys as text. The values of a dictionary show its direction, not its name.
-`files.py` opens files, `build.py` makes tokenizers.
+Supported are the forms that programs store in checkpoints, JSON and pickles: {stoi, itos},
+{token2id, id2token}, {char_to_int, int_to_char} and the like, a tuple of both directions, lists and
+strings of characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's
+encodings. In JSON the numbers in keys are texts. The direction of a dictionary is recognised by its
+values, not by its name. `files.py` opens files, and `build.py` makes tokenizers.
 """
 
 import re
@@ -21,7 +21,7 @@ _UNIT = r"(?:s|c|w|t|b|ch|chr|char|character|str|string|tok|token|word|byte)s?"
 _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
 _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
 _DATA = frozenset(("tokens", "words"))
-"""Names of lists that may be training data: they count only if there is nothing else."""
+"""Names of lists that may be training data. They are used only if there is nothing else."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))
@@ -35,11 +35,11 @@ _SPECIAL = frozenset(("specialtokens", "specialtoken", "specials"))
 class Table:
     """Ids and texts.
 
-    where    the place, for messages
-    merges   pairs of ids and their results, in the order of the results
-    strings  pairs of texts that are joined, in order
-    pattern  the pattern that cuts texts, if it is written down
-    special  names of special tokens in the source's own list
+    where    source of the table, for messages
+    merges   results of merging pairs of ids, in the order of the results
+    strings  pairs of texts to merge, in order
+    pattern  split pattern, if it is stored
+    special  names of special tokens in the source's list of them
     ranked   the texts are bytes that tiktoken merges by their ids
     """
 
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One vocabulary among several of a container; `ordered` if it has explicit ids."""
+    """One of the vocabularies in a container. `ordered`: it has explicit ids."""
 
     label: str
     texts: Texts
@@ -63,8 +63,8 @@ class _Entry:
 
 
 def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
-    """The vocabulary under the usual names of a dictionary, if any. Raises ConvertError for a
-    contradiction."""
+    """Find the vocabulary under the usual keys of a dictionary; None if there is none. Raises
+    ConvertError if vocabularies contradict each other."""
     entries = [entry for item in container.items() if (entry := _entry(*item)) is not None]
     chosen = _agreed(entries, where)
     merges = [value for key, value in container.items() if _plain(key) in _MERGES]
@@ -89,8 +89,8 @@ def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
 
 
 def table_of(value: Any, where: str) -> Table | None:
-    """The vocabulary of a whole file: a dictionary of tables, a table itself, or a tuple of both
-    directions; None if it is something else. Raises ConvertError."""
+    """Find the vocabulary in a whole file, which may be a dictionary of tables, a table, or a tuple
+    of both directions; None if it is something else. Raises ConvertError."""
     if isinstance(value, Mapping):
         inner = ((f"{str(name)!r} of {where}", v) for name, v in value.items())
         for place, container in ((where, value), *inner):
@@ -113,8 +113,8 @@ def _entry(key: Any, value: Any) -> _Entry | None:
 
 
 def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
-    """The first vocabulary of a place; dictionaries come before lists. Raises ConvertError if
-    another one contradicts it: a list next to a dictionary may only leave out some of its texts."""
+    """Choose the first vocabulary, dictionaries before lists. Raises ConvertError if another one
+    contradicts it. A list may lack some texts of a dictionary, but may not have others."""
     ordered = [entry for entry in entries if entry.ordered]
     lists = [entry for entry in entries if not entry.ordered]
     listed = [entry for entry in lists if entry.name not in _DATA]
@@ -127,7 +127,7 @@ def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
         if other.texts == first.texts:
             continue
         if other.ordered:
-            raise ConvertError(f"{where}: {other.label} is not {first.label} the other way round")
+            raise ConvertError(f"{where}: {other.label} is not the inverse of {first.label}")
         if not first.ordered:
             raise ConvertError(
                 f"{where}: {first.label} and {other.label} are different vocabularies"
@@ -154,7 +154,7 @@ def _special_tokens(container: Mapping[Any, Any]) -> dict[str, int | None]:
 
 
 def id_merges(value: Any) -> dict[tuple[int, int], int] | None:
-    """Merges of ids, {(a, b): id} or {"a,b": id}, and lists of ((a, b), id); None if they are
+    """Read merges of ids: {(a, b): id}, {"a,b": id}, or lists of ((a, b), id). None if they are
     something else."""
     merges: dict[tuple[int, int], int] = {}
     for item in _items(value):
@@ -173,7 +173,7 @@ def _items(value: Any) -> Collection[Any]:
 
 
 def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
-    """Merges of texts in order: [a, b], "a b", or {(a, b): rank}; None if they are something
+    """Read merges of texts in order: [a, b], "a b", or {(a, b): rank}. None if they are something
     else."""
     if isinstance(value, Mapping):
         if not all(type(rank) is int for rank in value.values()):
@@ -191,7 +191,8 @@ def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
 
 
 def checked(texts: Texts, where: str) -> Texts:
-    """The same texts, by id. Raises ConvertError for ids and texts that cannot be a vocabulary."""
+    """Check texts and sort them by id. Raises ConvertError for ids and texts that cannot be a
+    vocabulary."""
     if any(token_id < 0 for token_id in texts):
         raise ConvertError(f"{where} has the id {min(texts)}; ids begin with 0")
     seen: dict[Text, int] = {}
@@ -207,12 +208,12 @@ def checked(texts: Texts, where: str) -> Texts:
 
 
 def _plain(key: Any) -> str:
-    """A name without capitals, underscores and hyphens."""
+    """A name in lower case without underscores and hyphens; "" if it is no text."""
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 
 def _texts(value: Any, *, alphabet: bool) -> Texts | None:
-    """Ids and texts in either direction; with `alphabet` a string is a list of characters."""
+    """Read ids and texts in either direction. With `alphabet`, a string is a list of characters."""
     if isinstance(value, Mapping):
         return _by_direction(value)
     if isinstance(value, str) and alphabet:
@@ -242,7 +243,7 @@ def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
 
 
 def _number(key: Any) -> int | None:
-    """The number of a key, which may be written as text."""
+    """The number in a key, which may be a text; None if it is none."""
     if type(key) is int:
         return key
     whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key)
@@ -250,7 +251,7 @@ def _number(key: Any) -> int | None:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Two ids: (105, 110), or as text "105,110", "105 110" and "(105, 110)"."""
+    """Read two ids: (105, 110), or the texts "105,110", "105 110" and "(105, 110)"."""
     if isinstance(value, str):
         match = re.fullmatch(r"\(?\s*(\d+)\s*[, ]\s*(\d+)\s*\)?", value)
         return None if match is None else (int(match[1]), int(match[2]))

@@ -1,25 +1,26 @@
-"""Vocabularies of whole pieces as tokenizers: characters and words, with special tokens.
+"""Words: makes tokenizers from vocabularies of characters or whole words, with special tokens.
 
-The name of a special token is recognised by its markup (`<unk>`, `[PAD]`, `__eos__`) or, without
-markup, by a short list. Ids without a text get a name, so that every id below the last has one.
+Names of special tokens are recognised by their markup (`<unk>`, `[PAD]`, `__eos__`) or, without
+markup, by a short list. Ids without a text get a name, so that every id up to the last one has a
+token.
 
-Characters, as in nanoGPT's `meta.pkl`: the pattern cuts a text into characters, and a piece that is
-a token is never merged, so a character of several bytes needs no tokens in between. tiktoken needs
-all 256 bytes; the missing ones get ranks after the last id (see `Tokenizer`): they are never
-sampled, and a text that needs one is rejected. A longer text, `<pad>` or a flag of two code points,
-is a special token: `for c in text` never produces one either.
+Characters, as in nanoGPT's `meta.pkl`: the split pattern divides a text into characters. A piece
+that is a token is not merged, so a character of several bytes needs no tokens for its parts.
+tiktoken needs all 256 bytes. Missing ones get ranks after the last id (see `Tokenizer`): they are
+never sampled, and a text that needs one is refused. A longer text, such as `<pad>` or a flag of two
+code points, is a special token, because `for c in text` never produces one.
 
-Words: the way to cut a text is seldom known. The cut is the first of a few that leaves each token
-whole, and the notes say that it is assumed. It has the same result as `re.findall` or `str.split`
-and a dictionary for every text whose words the vocabulary has.
+Words: the split pattern is seldom known. The first of a few patterns that leaves every token whole
+is assumed, and a note says so. For texts whose words are all in the vocabulary, the result is that
+of `re.findall` or `str.split` with a dictionary.
 
-with white space among the tokens   tokens are written one after the other, as they are
+with white space among the tokens   tokens are concatenated unchanged
 without                             white space separates words and has no ids: here each token has
                                     one space before it (kind "words")
 
-A word that the vocabulary lacks is rejected. Vocabularies of parts of words are refused, because
-the parts of a word cannot be known: tokens with marks for parts (`##ing`, `</w>`), and vocabularies
-with a token for every letter of their words.
+A text with an unknown word is refused. Vocabularies of parts of words are not supported, because
+the division of a word cannot be known. They are recognised by marks of parts (`##ing`, `</w>`), or
+by a token for every letter of their words.
 """
 
 import re
@@ -30,9 +31,9 @@ from logitd.model.text.pieces import JOINED_CUTS, SPACED_CUTS, whole_first
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 CHARACTERS = r"[\s\S]"
-"""Pattern of single characters, line breaks included."""
+"""Pattern of single characters, including line breaks."""
 WHOLE_TEXT = r"[\s\S]+"
-"""Pattern that does not cut a text."""
+"""Pattern that does not split a text."""
 
 PARTS = {
     "##": "WordPiece's mark of a continued word",
@@ -42,7 +43,7 @@ PARTS = {
     "\u0120": "byte-level BPE's mark of a space",
 }
 """Marks of tokens that are parts of words."""
-WITHOUT_TEXT = "--tokenizer none imports the model for token ids alone"
+WITHOUT_TEXT = "--tokenizer none imports the model without a vocabulary"
 
 _LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\}|__[^\W_]\w*__")
 _BARE = frozenset(
@@ -58,7 +59,7 @@ _END_NAMES = (
 """Names of tokens that end a document, by precedence."""
 
 MOST_NAMELESS = 8
-"""Most ids without a text that get a name; more of them mean a damaged file."""
+"""Most ids without a text that get a name. If there are more, the file is considered damaged."""
 MOST_LISTED = 10**6
 """Most ids without a text that are listed."""
 
@@ -73,7 +74,8 @@ def is_bare_name(text: str) -> bool:
 
 
 def nameless(texts: Collection[int]) -> list[int]:
-    """Ids below the largest that have no text. Raises ConvertError for more than MOST_LISTED."""
+    """Ids below the largest that have no text. Raises ConvertError if there are more than
+    MOST_LISTED."""
     if (largest := max(texts)) > len(texts) + MOST_LISTED:
         raise ConvertError(
             f"a vocabulary of {len(texts):,} texts has ids up to {largest:,}: it is damaged, or "
@@ -83,8 +85,8 @@ def nameless(texts: Collection[int]) -> list[int]:
 
 
 def special_names(names: Mapping[int, str], ordinary: Collection[int]) -> dict[str, int]:
-    """Names and ids of special tokens: those of `names`, and made-up ones for ids that are in
-    neither."""
+    """Special tokens by name: those in `names`, and generated names for ids that are in neither
+    argument."""
     special = {name: token_id for token_id, name in names.items()}
     for token_id in nameless({*names, *ordinary}):
         name = f"<|extra_{token_id}|>"
@@ -100,7 +102,7 @@ def end_name(special: Collection[str]) -> str:
 
 
 def character_tokenizer(texts: Mapping[int, str]) -> Tokenizer:
-    """A tokenizer with these ids; ids without a text become special tokens."""
+    """Build a tokenizer of characters. Ids without a text become special tokens."""
     size = max(texts) + 1
     names = {token_id: text for token_id, text in texts.items() if len(text) > 1}
     special = special_names(names, texts)
@@ -126,12 +128,12 @@ def word_tokenizer(
     added_tokens: Mapping[str, int] | None = None,
     added_flags: Mapping[str, Collection[str]] | None = None,
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """A tokenizer with these ids, and notes on assumptions. Raises ConvertError.
+    """Build a tokenizer of words, with notes about assumptions. Raises ConvertError.
 
-    named_special  special tokens among the texts that do not look so
-    cut            the regular expression that cuts texts, if it is known
-    end_of_text    the special token that ends a document, if it is known
-    added_tokens   texts that are split off before a text is cut, and their flags
+    named_special  special tokens among the texts that do not look special
+    cut            split pattern, if it is known
+    end_of_text    special token that ends a document, if it is known
+    added_tokens   texts that are matched before a text is split; `added_flags` are their flags
     """
     added_tokens = added_tokens or {}
     names = {
@@ -147,8 +149,8 @@ def word_tokenizer(
         pattern = (_joined_cut if joined else _spaced_cut)(words.values(), where)
         shown = pattern if len(pattern) < 60 else f"{pattern[:57]}..."
         assumed = (
-            f"how texts were cut is not written down; assumed is {shown} (as re.findall cuts), by "
-            "which each token is one piece; "
+            f"the split pattern is not stored; {shown} is assumed (as for re.findall), by which "
+            "each token is one piece; "
         )
     special = special_names(names, words)
     space = "" if joined else " "
@@ -162,13 +164,13 @@ def word_tokenizer(
         end_of_text_name=end_name(special) if end_of_text is None else end_of_text,
         kind="pieces" if joined else "words",
     )
-    between = "white space only separates words, and decoding writes one space before each"
+    between = "white space only separates words, and decoding puts one space before each"
     if joined:
         between = "white space is part of the text"
     return tokenizer, (
         f"tokens are whole words; {assumed}{between}",
-        "a word that the vocabulary lacks is rejected here; where it was trained it may have "
-        "become a token for the unknown. Texts are not put into lower case or changed otherwise",
+        "a text with an unknown word is refused here; in training the word may have become a "
+        "token for unknown words. Texts are not converted to lower case or changed otherwise",
     )
 
 
@@ -177,8 +179,8 @@ def _joined_cut(words: Collection[str], where: str) -> str:
         if not (torn := _torn(cut, words)):
             return cut
     raise ConvertError(
-        f"{where} has words and white space among its tokens, and none of the usual ways to cut a "
-        f"text makes each of them one piece: {torn[0]!r} is cut by all. {WITHOUT_TEXT}"
+        f"{where} has words and white space among its tokens, but none of the usual split "
+        f"patterns leaves all of them whole: {torn[0]!r} is split by each. {WITHOUT_TEXT}"
     )
 
 
@@ -197,8 +199,8 @@ def _torn(cut: str, words: Iterable[str]) -> list[str]:
 
 
 def _refuse_ambiguous(words: Collection[str], where: str) -> None:
-    """Raise ConvertError if a text could be two rows of tokens: a token of several words begins
-    with another token, and the rest of it agrees with the beginning of a third."""
+    """Raise ConvertError if a text could be encoded in two ways: a token of several words begins
+    with another token, and a third token begins with the rest."""
     split = sorted(tuple(word.split(" ")) for word in words)
     known, firsts = set(split), {parts[0] for parts in split}
     for parts in split:
@@ -206,8 +208,8 @@ def _refuse_ambiguous(words: Collection[str], where: str) -> None:
             if parts[:length] in known and parts[length] in firsts:
                 raise ConvertError(
                     f"{where}: the token {' '.join(parts)!r} begins with the token "
-                    f"{' '.join(parts[:length])!r}, and {parts[length]!r} begins one as well, so a "
-                    f"text would be ambiguous. {WITHOUT_TEXT}"
+                    f"{' '.join(parts[:length])!r}, and another token begins with "
+                    f"{parts[length]!r}, so texts would be ambiguous. {WITHOUT_TEXT}"
                 )
 
 
@@ -216,15 +218,15 @@ def _refuse_parts(words: Collection[str], where: str) -> None:
         marked = [w for w in words if w != mark and (w.startswith(mark) or w.endswith(mark))]
         if 2 * len(marked) > len(words) or (mark in ("##", "</w>") and marked):
             raise ConvertError(
-                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), and not "
-                "the merges that define how a word is cut. Give a tokenizer.json, which has both; "
+                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but not "
+                "the merges that divide words. Give a tokenizer.json, which has both; "
                 f"{WITHOUT_TEXT}"
             )
     longer = [word for word in words if len(word) > 1 and word.isalpha()]
     letters = {letter for word in longer for letter in word}
     if longer and letters <= set(words):
         raise ConvertError(
-            f"{where} has every letter of its words as a token of its own, so its tokens are parts "
-            f"of words ({longer[0]!r}), and how a word is cut is not written down. Give a "
-            f"tokenizer.json, which says it; {WITHOUT_TEXT}"
+            f"{where} has every letter of its words as a token, so its tokens are parts of words "
+            f"({longer[0]!r}), but not the rules that divide words. Give a tokenizer.json, which "
+            f"has both; {WITHOUT_TEXT}"
         )

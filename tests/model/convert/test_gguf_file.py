@@ -91,7 +91,7 @@ def test_unsupported_gguf_is_refused(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path / "own")
     with pytest.raises(ConvertError, match=r"llama\.cpp has no name .* --pre qwen2"):
         export_model(tmp_path / "own", tmp_path / "x.gguf", to="gguf")
-    with pytest.raises(ConvertError, match="the vocabulary is the bytes alone"):
+    with pytest.raises(ConvertError, match="the vocabulary has only single bytes"):
         export_model(tmp_path / "own", tmp_path / "x.gguf", to="gguf", pre="qwen2")
     exact = tiny_gpt(tiny_config(n_layer=1, activation="gelu"))
     save_tiny_checkpoint(tmp_path / "exact", gpt=exact, tokenizer=byte_tokenizer())

@@ -188,7 +188,7 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
         ({"something_new": 3}, "something_new 3.*--ignore-setting something_new"),
-        ({"sliding_window_size": 16}, "sliding_window_size is 16; .* --context-length 16"),
+        ({"sliding_window_size": 16}, "sliding_window_size is 16, .* --context-length 16"),
         ({"sliding_window_size": "x"}, "sliding_window_size is 'x'; expected a number above 0"),
         ({"sliding_window_size": float("nan")}, "sliding_window_size is nan; expected a number"),
         ({"n_layer": 1}, r"has 7 tensors .* transformer\.h\.1\.attn\.proj\.weight"),
@@ -207,11 +207,11 @@ def test_unsupported_litgpt_is_refused_by_its_key(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (Tensor.to_sparse, r"transformer\.wte\.weight is sparse; dense tensors can be imported"),
+        (Tensor.to_sparse, r"transformer\.wte\.weight is sparse; only dense tensors"),
         (lambda tensor: tensor.to("meta"), r"transformer\.wte\.weight is without values"),
         (lambda tensor: tensor * float("nan"), "has NaN or infinite values"),
         (lambda tensor: tensor.to(torch.int8), "is int8; weights in .* quantized ones cannot"),
-        (lambda tensor: tensor[1:], r"has shape \(386, 32\), its configuration says \(387, 32\)"),
+        (lambda tensor: tensor[1:], r"has shape \(386, 32\); by its .* it must be \(387, 32\)"),
     ],
     ids=["sparse", "meta", "NaN", "int8", "a row less"],
 )

@@ -73,7 +73,7 @@ def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Mo
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
         mapped(book),
     )
-    sentence = r"another last id changes the logits of earlier positions .* it has no causal mask"
+    sentence = r"a different last id changes the logits of earlier .* it has no causal mask"
     with pytest.raises(ConvertError, match=rf"gpt\.py:GPT: {sentence}"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 

@@ -193,7 +193,7 @@ def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.
 PROBLEMS: dict[str, tuple[str, str, str]] = {
     "a parameter that nobody knows": (
         "class GPT(Base):\n    def __init__(self, vocab_size, temper):\n        pass\n", "GPT",
-        r"GPT needs 'temper', which the checkpoint does not say: give an expression .*"
+        r"GPT needs 'temper', which the checkpoint does not contain: give an expression .*"
         r"'GPT\(\.\.\., temper=\.\.\.\)'",
     ),
     "a name that is not there": (
@@ -211,16 +211,16 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     "other weights": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
         "        self.build(29, 16, 32, 4, 3)\n", "GPT",
-        r"do not have the same tensors: it lacks \['trf_blocks\.2\.",
+        r"have different tensors: the checkpoint lacks \['trf_blocks\.2\.",
     ),
     "a flag of which no value fits": (
         FLAGGED.format(vocabulary="", flag=", bias=True", bad="True"), "GPT",
-        r"do not have the same tensors.*bias.*'GPT\(bias=False\)'",
+        r"have different tensors.*bias.*'GPT\(bias=False\)'",
     ),
     "too few layers": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
         "        self.build(29, 16, 32, 4, 1)\n", "GPT",
-        r"the model does not know \['trf_blocks\.1\.",
+        r"the model lacks \['trf_blocks\.1\.",
     ),
     "other shapes": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"

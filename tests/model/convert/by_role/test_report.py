@@ -92,7 +92,7 @@ def test_alternatives_are_a_table() -> None:
     objective = LogitsObjective("its class", ids, given_logits(scheme, model, ids))
     resolution = resolve(tensors, findings(tensors), objective)
     lines = list(table(resolution))
-    assert lines[0].startswith("compared (lower is better; taken: ")
+    assert lines[0].startswith("compared (lower is better; chosen: ")
     (shown,) = [" ".join(text.split()) for text in lines if text.split()[0] == "activation"]
     assert shown.startswith("activation relu against ")
     for value in ("gelu", "gelu_tanh", "relu2"):

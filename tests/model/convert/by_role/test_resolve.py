@@ -283,7 +283,7 @@ def test_answers_close_questions_and_are_named_as_origin() -> None:
 def test_open_questions_write_a_draft(tmp_path: Path) -> None:
     draft = tmp_path / "draft.toml"
     file = state_file(SCHEMES["nanoGPT"].model())
-    with pytest.raises(OpenQuestions, match=r"(?s)--n-head .* A draft .*draft\.toml: complete it"):
+    with pytest.raises(OpenQuestions, match=r"(?s)--n-head .*draft\.toml is a draft .*complete it"):
         read_by_role(recognise_file(file, RoleOptions(draft=draft)))
     text = draft.read_text(encoding="utf-8")
     assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
@@ -296,7 +296,7 @@ def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
     file = state_file(SCHEMES["nanoGPT"].model())
     with (
         files_of_at_most(100),
-        pytest.raises(OpenQuestions, match=r"(?s)--n-head .*toml, cannot be written: File too lar"),
+        pytest.raises(OpenQuestions, match=r"(?s)--n-head .*cannot be written: File too lar"),
     ):
         read_by_role(recognise_file(file, RoleOptions(draft=tmp_path / "draft.toml")))
     assert list(tmp_path.iterdir()) == []

@@ -105,7 +105,7 @@ def test_merges_of_ids_encode_as_in_the_lecture(shape: str) -> None:
     given = of(SHAPES[shape](WHOLE))
     assert given.tokenizer.encode(TEXT) == encoded(TEXT, WHOLE)
     assert given.tokenizer.decode(encoded(TEXT, WHOLE)) == TEXT
-    assert "merges go across the whole text" in given.notes[1]
+    assert "texts are not split before merging" in given.notes[1]
 
 
 WHOLE_TOKENIZER, CUT_TOKENIZER = of({"merges": WHOLE}), of({"merges": CUT})
@@ -119,7 +119,9 @@ def test_any_text_gets_the_ids_of_the_lectures_encoder(text: str) -> None:
 
 def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
     assert CUT_TOKENIZER.tokenizer.pattern == GPT4_PATTERN
-    assert "no token crosses a cut of GPT-4's pattern, so that is assumed" in CUT_TOKENIZER.notes[1]
+    assert (
+        "no token crosses a split by GPT-4's pattern, so that is assumed" in CUT_TOKENIZER.notes[1]
+    )
     told = of({"merges": CUT, "pattern": r"\s?\S+|\s+"})
     assert told.tokenizer.pattern == r"\s?\S+|\s+"
     assert not [note for note in told.notes if "assumed" in note]
@@ -175,7 +177,10 @@ def test_a_pickled_encoding_of_tiktoken(tmp_path: Path) -> None:
         ({(97, 98): 256, (256, 99): 257, (98, 99): 258, (97, 258): 259}, "two merges make b'abc'"),
         ({(97, 300): 256}, "the id 256 is made of ids that come later"),
         ({(97, 98): 256, (97, 99): 256}, "the id 256 is made twice"),
-        ({(98, 99): 256, (97, 98): 257, (257, 99): 258}, "made of b'ab' and b'c' there, and by"),
+        (
+            {(98, 99): 256, (97, 98): 257, (257, 99): 258},
+            "merged from b'ab' and b'c' there, but by",
+        ),
     ],
 )
 def test_merges_without_equal_ranks_are_refused(merges: Merges, sentence: str) -> None:
@@ -184,7 +189,7 @@ def test_merges_without_equal_ranks_are_refused(merges: Merges, sentence: str) -
 
 
 def test_texts_must_agree_with_the_merges() -> None:
-    with pytest.raises(ConvertError, match="id 256 is 'zz' there, and its merges make b'th'"):
+    with pytest.raises(ConvertError, match="id 256 is 'zz' there, but its merges make b'th'"):
         of({"merges": {(116, 104): 256}, "vocab": {256: "zz"}}, rows=257)
 
 
@@ -202,7 +207,7 @@ def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
     given = of({}, rows=332, folder=tmp_path)
     assert given.tokenizer.encode(TEXT) == library.encode(TEXT).ids
     assert given.tokenizer.special_tokens == ends
-    assert "GPT-2's pattern is assumed" in given.notes[-1]
+    assert "GPT-2's is assumed" in given.notes[-1]
     library.save(str(tmp_path / "tokenizer.json"))
     whole = of({}, rows=332, folder=tmp_path)
     assert whole.notes[0].endswith("tokenizer.json"), "which says more"
@@ -234,5 +239,5 @@ def test_merges_that_end_in_whole_words() -> None:
     with pytest.raises(ConvertError, match="do not form its token 'the</w>' from 'the'"):
         of({"vocab": vocab, "merges": merges[2:]}, rows=4)
     parts = {"vocab": vocab | {"ca": 4}, "merges": merges}
-    with pytest.raises(ConvertError, match=r"the token 'ca' is a part of a word.* --tokenizer n"):
+    with pytest.raises(ConvertError, match=r"the token 'ca' is part of a word.* --tokenizer n"):
         of(parts, rows=5)
