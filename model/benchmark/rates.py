@@ -1,8 +1,8 @@
 """Rates: the speed of prefill and of decoding in process, under a load of random prompts.
 
 Whole steps of a real engine are timed, including scheduling and sampling. The rate of decoding is
-that of the steps in which the whole batch decodes: from the end of the last prefill to the end of
-the first sequence.
+measured over the steps in which the whole batch decodes, from the end of the last prefill to the
+end of the first sequence.
 """
 
 import random
@@ -24,18 +24,19 @@ from logitd.model.machine import Machine
 from logitd.model.transformer.gpt import GPT
 
 FEWEST_STEPS = 8
-"""Steps of a whole batch that a rate needs."""
+"""Fewest steps of a whole batch from which a rate is computed."""
 SEVERAL_PROMPTS = 8
-"""Prompts of the larger prefill."""
+"""Number of prompts in the larger prefill."""
 
 
 class BenchmarkError(ValueError):
-    """A load that cannot be measured, or on which the engine failed."""
+    """The workload cannot be measured, or the engine failed on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A load: each sequence generates `tokens`, each case runs for `rounds`."""
+    """The measured cases. Each sequence generates `tokens`, and each case is repeated `rounds`
+    times."""
 
     batches: tuple[int, ...]
     prompt_tokens: int
@@ -45,7 +46,7 @@ class Workload:
     prefill_chunk: int = EngineConfig().prefill_chunk
 
     def prompts(self, count: int, case: str) -> list[tuple[int, ...]]:
-        """Random prompts of a case."""
+        """The random prompts of a case, which seeds them."""
         drawn, ids = random.Random(case), range(self.vocab_size)
         return [tuple(drawn.choices(ids, k=self.prompt_tokens)) for _ in range(count)]
 
@@ -64,7 +65,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch, the median of the rounds, and its share of the limit."""
+    """Tokens per second of a batch (median of the rounds), as a share of the machine's limit
+    too."""
 
     batch: int
     tokens_per_second: float
@@ -73,7 +75,7 @@ class Rate:
 
     @classmethod
     def of(cls, batch: int, rate: float, work: Work, tokens: int, machine: Machine) -> Self:
-        """The rate of a batch; `work` is the work of `tokens`."""
+        """Compare a rate with the machine's limit. `work` is the work for `tokens` tokens."""
         seconds, limited_by = limit(work, machine)
         return cls(batch, rate, seconds * rate / tokens, limited_by)
 
@@ -87,7 +89,7 @@ def measure_engine(
     quantize: Quantization = "none",
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> tuple[list[Rate], list[Rate]]:
-    """Rates of prefill and of decoding. The engine has slots for the largest batch. Raises
+    """Measure the rates of prefill and of decoding, with slots for the largest batch. Raises
     BenchmarkError."""
     largest, rounds = max(workload.batches), range(workload.rounds)
     config = EngineConfig(
@@ -112,8 +114,9 @@ def measure_engine(
             runs = [full_steps(engine, workload.requests(size, f"decode {n}")) for n in rounds]
             if (fewest := min(map(len, runs))) < FEWEST_STEPS:
                 raise BenchmarkError(
-                    f"a batch of {size} decoded whole in {fewest} steps, and a rate needs "
-                    f"{FEWEST_STEPS}: raise --tokens {workload.tokens}, or lower --batches"
+                    f"a batch of {size} decoded as a whole in only {fewest} steps; at least "
+                    f"{FEWEST_STEPS} are needed: raise --tokens {workload.tokens}, or lower "
+                    "--batches"
                 )
             live = statistics.mean(positions for run in runs for _, positions in run)
             work = decode_work(

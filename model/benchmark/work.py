@@ -1,10 +1,10 @@
 """Work: lower bounds of the bytes that a step reads and of the matrix products that it computes.
 
-The peak rates of the machine (`model/machine.py`) make a time of them. Norms, activations, softmax
-and sampling are left out, because they are small. A decode step reads every weight once, and the
-keys and values of every position that is attended to; of an embedding it reads the rows that are
-looked up, of a head the rows without padding. A prefill computes the head for the last position of
-each prompt. A model in the processor's caches can exceed the limit.
+With the peak rates of the machine (`model/machine.py`), these give a lower bound of the time.
+Norms, activations, softmax and sampling are small and not counted. A decode step reads every weight
+once, and the keys and values of all positions that are attended to; embeddings count only their
+looked-up rows, and heads no padding. A prefill computes the head only for the last position of each
+prompt. A model that fits into the processor's caches can be faster than the bound.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ QUANTIZED_ROW_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read, and operations of matrix products, None if their rate is not measured (int8
-    and int4)."""
+    """Bytes to read, and operations of matrix products. `operations` is None for int8 and int4,
+    whose rate is not measured."""
 
     read_bytes: float
     operations: float | None
@@ -39,9 +39,9 @@ def decode_work(
     quantize: Quantization = "none",
     kept: KVCacheDType = "auto",
 ) -> Work:
-    """A step of `batch` sequences that attend to `live_positions` in total, their new ones
-    included, with keys and values `kept` in a dtype. Compressed weights count the bytes of their
-    dtype."""
+    """The work of a decode step of `batch` sequences, which attend to `live_positions` in total,
+    including the new ones. `kept` is the dtype of the KV cache. Compressed weights count with their
+    uncompressed size."""
     config, elements = gpt.config, count_elements(gpt.config)
     item = gpt.token_embedding.weight.element_size()
     cell = 1 + SCALE_BYTES / config.head_dim if kept == "int8" else item
@@ -59,8 +59,8 @@ def decode_work(
 
 
 def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
-    """A prefill of prompts of one length, up to the logits behind each. Quantization has no effect:
-    a prefill computes in the model's own dtype."""
+    """The work of a prefill of equally long prompts, including the logits after each. Quantization
+    does not matter, because a prefill computes in the model's own dtype."""
     config, elements = gpt.config, count_elements(gpt.config)
     head = config.vocab_size * config.d_model
     read = elements.block_matrices + head + _vectors(gpt) + elements.looked_up * prompts * length
@@ -71,8 +71,8 @@ def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
 
 
 def limit(work: Work, machine: Machine) -> tuple[float, str]:
-    """The least seconds of a work, and their cause. Reading and multiplying can overlap, so the
-    longer of the two is the limit."""
+    """The shortest time of a work in seconds, and its cause. Reading and multiplying can overlap,
+    so the longer of the two is the limit."""
     limits = [(work.read_bytes / machine.read_bandwidth, "memory")]
     if work.operations is not None:
         limits.append((work.operations / machine.matrix_rate, "matrix products"))

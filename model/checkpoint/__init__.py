@@ -1,1 +1,2 @@
-"""The checkpoint: a directory with weights, vocabulary and record, saved whole and verified."""
+"""The checkpoint: a directory with weights, vocabulary and training record, saved atomically and
+verified."""

@@ -1,14 +1,14 @@
 """Adapter: the output of a LoRA run, and its merge with the base checkpoint.
 
   config.json           format_version, kind "adapter", base (name, weights_sha256, step, ...),
-                        rank, alpha, targets, training record, chat template if there is one,
-                        sha256 of the weights
+                        rank, alpha, targets, training record, optional chat template, sha256 of the
+                        weights
   adapter.safetensors   blocks.{i}.{target}.lora_a (maps, rank, inputs) and lora_b (rows, rank), in
                         float32
   README.md             the card
 
-An adapter is useless without its checkpoint, and is served only after `merge` has made a whole
-checkpoint of both. The arithmetic is in `model/transformer/lora.py`.
+An adapter cannot be served by itself: `merge` makes a checkpoint of it and its base. The arithmetic
+is in `model/transformer/lora.py`.
 """
 
 from collections.abc import Mapping
@@ -52,12 +52,12 @@ from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
-"""Limit of an adapter's weights, which are read at once."""
+"""Size limit of an adapter's weights, which are read into memory at once."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A whole adapter in memory."""
+    """An adapter in memory."""
 
     path: Path
     base: Mapping[str, Any]
@@ -76,11 +76,10 @@ def save_adapter(
     card: str,
     chat_template: str | None = None,
 ) -> None:
-    """Write the adapters of an adapted GPT, completely or not at all. `weights` are its
-    `trained_weights`; `training.base` names their checkpoint. Raises CheckpointError if `path`
-    exists, and OSError."""
+    """Write an adapter atomically. `weights` are the `trained_weights` of an adapted GPT;
+    `training.base` names its checkpoint. Raises CheckpointError if `path` exists, and OSError."""
     if path.exists():
-        raise CheckpointError(f"{path} exists, and an adapter is never overwritten")
+        raise CheckpointError(f"{path} exists already: choose another path, or remove it")
     if training.base is None:
         raise ValueError("the training record of an adapter needs its base")
     with atomic_folder(path) as aside:
@@ -148,15 +147,15 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
     """Add an adapter to its base checkpoint, as a new checkpoint at `path`.
 
     The sum is computed in float32 and saved as `save_dtype`; bfloat16 may round away the changes of
-    a short training. Raises CheckpointError if the base has other weights than the adapter names,
-    DeviceError if it does not fit into memory, and FileError if `path` cannot be written.
+    a short training. Raises CheckpointError if the adapter was trained on other weights,
+    DeviceError if the base does not fit into memory, and FileError if `path` cannot be written.
     """
     info, added = read_checkpoint(base), read_adapter(adapter)
     expected = str(added.base.get("weights_sha256"))
     if info.weights_sha256 != expected:
         raise CheckpointError(
             f"the adapter {adapter} was trained on {added.base.get('name')} with weights "
-            f"{expected[:12]}..., and {base} has {info.weights_sha256[:12]}...: name the "
+            f"{expected[:12]}..., but {base} has {info.weights_sha256[:12]}...: name the "
             "checkpoint that it was trained on"
         )
     gpt = load_weights(info, device=torch.device("cpu"), dtype=torch.float32)

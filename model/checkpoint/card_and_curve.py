@@ -1,7 +1,7 @@
-"""Card and curve: a checkpoint's card, and the loss curve of the run that made it, for display.
+"""Card and curve: reads a checkpoint's card and the loss curve of its run, for display.
 
 The curve comes from the log of the checkpoint's run, else from the table in the card. Both may be
-missing, edited or damaged: unreadable parts are skipped, because nothing is computed from them.
+missing, edited or damaged. Unreadable parts are skipped, because they are only displayed.
 """
 
 import re
@@ -16,7 +16,7 @@ from logitd.model.files import open_regular, parse_json, read_text
 METRICS = "metrics.jsonl"
 """Log of a run: one JSON object per line."""
 METRICS_BYTES = 2**23
-"""Bytes that are read from the end of a log: more than 25,000 reports."""
+"""Number of bytes that are read from the end of a log, enough for 25,000 reports."""
 CARD_BYTES = 2**20
 MOST_POINTS = 1000
 
@@ -57,7 +57,8 @@ def sampled_prompt(card: str | None) -> str | None:
 
 
 def read_curve(path: Path, card: str | None) -> Curve:
-    """The curve of the checkpoint at `path`, at most MOST_POINTS of each kind."""
+    """The curve of the checkpoint at `path`, with at most MOST_POINTS training and validation
+    points each."""
     records = list(_records(path.resolve().parent / METRICS))
     training = _points(records, "train", "smoothed_loss")
     validation = _points(records, "eval", "val_loss")
@@ -78,7 +79,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             lines = file.read(METRICS_BYTES).split(b"\n")
     except (OSError, ValueError):
         return
-    for line in lines[1 if start else 0 : -1]:  # a first line may be cut off, the last one is
+    for line in lines[
+        1 if start else 0 : -1
+    ]:  # the first line may be incomplete, the last one always is
         try:
             record = parse_json(line)
         except ValueError:

@@ -6,13 +6,14 @@
   tokenizer.tiktoken  the vocabulary's ranks; absent for a model of token ids alone
   README.md           the model card (free text; not hashed, so it may be edited)
 
-Sizes in a file are not trusted alone: the header of the weights is compared with the configuration,
-and both with free memory, before anything is allocated. Files are regular ones of bounded size
-(`model/files.py`).
+No size in a file is trusted by itself: before anything is allocated, the header of the weights is
+compared with the configuration, and both with the free memory. Only regular files of bounded size
+are read (`model/files.py`).
 
 Saving is atomic: all files are written into a temporary folder, synced, and renamed. Loading
-verifies hashes, names, shapes and finiteness, executes nothing, and copies, so later changes of a
-file do not reach a loaded model. The trainer's own state is in `model/training/run/state.py`.
+verifies hashes, names, shapes and finiteness. It executes no code and copies the weights, so later
+changes of a file do not affect a loaded model. The trainer's own state is in
+`model/training/run/state.py`.
 """
 
 import hashlib
@@ -62,16 +63,17 @@ from logitd.model.transformer.size import parameter_count
 
 FORMAT_VERSION = 1
 MOST_REHASHED = 2**34
-"""Bytes: if loading fails, a file up to this size is hashed to tell damage from another model's
-weights; a larger one would take too long."""
+"""Largest file, in bytes, that is hashed after loading failed, to distinguish damage from weights
+of another model. A larger one would take too long."""
 MOST_TIMES = 2**10
-"""Limit of a shape's elements as a multiple of those in the file: below it, names are compared."""
+"""Largest ratio of the elements of the configured shape to those in the file at which names and
+shapes are compared."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 RANKS, CARD = "tokenizer.tiktoken", "README.md"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded or saved; the message names the file and the fault."""
+    """A checkpoint cannot be loaded or saved. The message names the file and the fault."""
 
 
 @pydantic.dataclasses.dataclass(
@@ -80,11 +82,11 @@ class CheckpointError(ValueError):
 class TrainingRecord:
     """The origin of the weights, named by every reply of the service. Raises ValidationError.
 
-    step               optimizer steps behind the weights
-    tokens             tokens seen in training, repeats included
+    step               number of optimizer steps
+    tokens             number of tokens seen in training, including repetitions
     val_loss           nats per token of the validation text; None if never evaluated
-    val_bits_per_byte  the same in bits per byte of text
-    data               the text: name, sha256, bytes, tokens, licence, ...
+    val_bits_per_byte  the same loss in bits per byte of text
+    data               description of the text: name, sha256, bytes, tokens, licence, ...
     created            UTC time of saving, ISO 8601
     base               the checkpoint that was fine-tuned (name, weights_sha256, step, ...); None
                        for a training from scratch
@@ -108,7 +110,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint without its weights: cheap to read, free of torch."""
+    """A checkpoint without its weights, which is fast to read."""
 
     path: Path
     name: str
@@ -124,8 +126,8 @@ class CheckpointInfo:
 
     @property
     def special_ids(self) -> bool:
-        """True if the name of a special token in a text becomes its id, as in training. If the
-        record does not say, a chat template implies it."""
+        """True if the name of a special token in a text is encoded as its id, as in training. If
+        the record does not say so, this is True for checkpoints with a chat template."""
         default = "text" if self.chat_template is None else "ids"
         return bool(self.training.data.get("special_tokens", default) == "ids")
 
@@ -141,14 +143,14 @@ def save_checkpoint(
     dtype: torch.dtype = torch.float32,
     chat_template: str | None = None,
 ) -> CheckpointInfo:
-    """Write a new checkpoint directory at `path`, completely or not at all.
+    """Write a new checkpoint directory at `path` atomically.
 
-    `weights` are a GPT's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
-    `chat_template` the source of a template. Raises CheckpointError if `path` exists, because a
-    checkpoint never changes, or if the template does not compile, and OSError.
+    `weights` are a GPT's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size), and
+    `chat_template` the source of a template. Raises CheckpointError if `path` exists or the
+    template does not compile, and OSError.
     """
     if path.exists():
-        raise CheckpointError(f"{path} exists, and a checkpoint is never overwritten")
+        raise CheckpointError(f"{path} exists already: choose another path, or remove it")
     if config.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
             f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
@@ -179,8 +181,9 @@ def save_checkpoint(
 def write_config(
     aside: Path, path: Path, sections: Mapping[str, Any], hashed: Sequence[str]
 ) -> None:
-    """Write the configuration of the checkpoint or adapter that becomes `path` into the folder
-    `aside`, with the sha256 of its `hashed` files. Raises CheckpointError if it is unreadable."""
+    """Write the configuration of a checkpoint or adapter into the temporary folder `aside`, which
+    becomes `path`. It includes the sha256 of the `hashed` files. Raises CheckpointError if it could
+    not be read again."""
     document = {
         "format_version": FORMAT_VERSION,
         **sections,
@@ -200,8 +203,9 @@ def write_config(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a folder claims to be a checkpoint or an adapter of this project, complete or not.
-    An unreadable configuration counts as a claim: reading it explains the fault."""
+    """True if a folder looks like a checkpoint or an adapter of this project, even if it is
+    incomplete. Also True if its configuration is unreadable, so that reading it reports the
+    fault."""
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except FileError:
@@ -212,7 +216,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and verify everything but the weights. For a run, read its best checkpoint
+    """Read and verify a checkpoint except its weights. If `path` is a run, read its best checkpoint
     (`checkpoint_of`). Raises CheckpointError."""
     run, path = path, checkpoint_of(path)
     if is_run(run) and not path.exists():
@@ -256,17 +260,17 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
 def load_checkpoint(
     path: Path, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[CheckpointInfo, GPT]:
-    """Read and verify a checkpoint; its model is in evaluation mode, without gradients."""
+    """Read and verify a checkpoint. The returned model is in evaluation mode, without gradients."""
     info = read_checkpoint(path)
     return info, load_weights(info, device=device, dtype=dtype)
 
 
 def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint that `read_checkpoint` has read. On a CPU its weights lie in an
-    arena (`model/transformer/arena.py`).
+    """Load the weights of a checkpoint that `read_checkpoint` has read. On a CPU they are stored in
+    an arena (`model/transformer/arena.py`).
 
-    Each piece of the file is converted to `dtype` as it is read, and hashed. The model is returned
-    only if the hash is right. Raises CheckpointError, and DeviceError if it does not fit.
+    Each piece of the file is hashed and converted to `dtype` while it is read. The model is
+    returned only if the hash is right. Raises CheckpointError; DeviceError if it does not fit.
     """
     with _open_weights(info, whole=True) as file:
         gpt, stored = _shape_of(file, info)
@@ -274,7 +278,7 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
         gpt = gpt.to(dtype)
         _allocate(gpt, device)
         weights = gpt.state_dict()
-        # Next to the thread that hashes: with torch's pool, two cores take 1.45 times as long.
+        # A second thread hashes. With all of torch's threads, two cores take 1.45 times as long.
         with one_thread():
             for tensor in stored:
                 check = partial(_check_finite, file.path, tensor)
@@ -283,17 +287,17 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
 
 
 def check_header(info: CheckpointInfo) -> None:
-    """Raise CheckpointError unless the weights have the names and shapes of the configuration.
-    Reads only their header, for callers that make decisions by the configuration's sizes before
-    `load_weights`, which checks again."""
+    """Raise CheckpointError unless the weights have the names and shapes of the configuration. Only
+    the header is read. This is for callers that rely on the configured sizes before `load_weights`,
+    which checks again."""
     with _open_weights(info, whole=False) as file:
         _shape_of(file, info)
 
 
 @contextmanager
 def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
-    """Open the weights. Their hash is verified after a block that reads them `whole`, and after one
-    that fails, because the contents of a damaged file are of no interest."""
+    """Open the weights. If they are read `whole`, their hash is verified at the end. It is also
+    verified after an error, so that damage is reported instead of its consequences."""
     with _reading(info.path / WEIGHTS), HashedFile(info.path / WEIGHTS) as file:
         try:
             yield file
@@ -321,7 +325,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _shape_of(file: HashedFile, info: CheckpointInfo) -> tuple[GPT, tuple[StoredTensor, ...]]:
     """The model on the meta device, where it takes no memory, and the tensors of a newly opened
-    file, which have its names and shapes. Nothing is hashed yet."""
+    file, whose names and shapes have been compared with it. Nothing is hashed yet."""
     stored = read_header(file)
     _check_sizes(file.path, info.config, stored)
     gpt = empty_gpt(info.config, torch.device("meta"))
@@ -330,23 +334,23 @@ def _shape_of(file: HashedFile, info: CheckpointInfo) -> tuple[GPT, tuple[Stored
 
 
 def _check_sizes(where: Path, config: GPTConfig, stored: Sequence[StoredTensor]) -> None:
-    """Raise CheckpointError if the configuration's sizes, a line of text, are far beyond those of
-    the file: building such a shape takes too long."""
+    """Raise CheckpointError if the sizes in the configuration are far larger than the file, because
+    building such a shape would take too long."""
     if config.n_layer > len(stored):
         raise CheckpointError(
-            f"{where} has {len(stored):,} tensors, and the configuration says {config.n_layer:,} "
-            "blocks, each of which has several: one of the two is another model's"
+            f"{where} has {len(stored):,} tensors, too few for the {config.n_layer:,} blocks of "
+            "the configuration: one of the two files belongs to another model"
         )
     held, needed = sum(tensor.elements for tensor in stored), parameter_count(config)
     if needed > max(MOST_TIMES * held, 2**40):
         raise CheckpointError(
-            f"{where} has {held:,} elements, and a model of the configuration's shape "
-            f"{needed:,}: one of the two is another model's"
+            f"{where} has {held:,} elements, but a model of the configuration's shape has "
+            f"{needed:,}: one of the two files belongs to another model"
         )
 
 
 def _allocate(gpt: GPT, device: torch.device) -> None:
-    """Move a GPT from the meta device to `device`, with arbitrary weights."""
+    """Move a GPT from the meta device to `device`. Its weights are uninitialised."""
     dtype = gpt.token_embedding.weight.dtype
     if device.type == "cpu":
         allocate_in_arena(gpt)
@@ -357,13 +361,13 @@ def _allocate(gpt: GPT, device: torch.device) -> None:
 
 
 def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
-    """A GPT with arbitrary weights, for callers that fill them."""
+    """A GPT with uninitialised weights, which the caller sets."""
     with torch.device(device), _SkipInit():
         return GPT(config)
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skips functions that write into a tensor. Drawing initial weights on the meta device would
+    """Skips functions that write into a tensor. Initialising weights on the meta device would
     import torch's compiler, which takes a second."""
 
     def __torch_function__(
@@ -392,7 +396,8 @@ def _check_weights(
     for tensor in stored:
         if tensor.shape != (shape := tuple(expected[tensor.name].shape)):
             raise CheckpointError(
-                f"{where}: {tensor.name} has shape {tensor.shape}, the configuration says {shape}"
+                f"{where}: {tensor.name} has shape {tensor.shape}, but the configuration gives "
+                f"{shape}"
             )
         if not tensor.dtype.is_floating_point:
             raise CheckpointError(
@@ -449,7 +454,7 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
 
 
 def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path) -> Tokenizer:
-    """The tokenizer of a section that `Tokenizer.description` wrote, with the ranks of `path`."""
+    """The tokenizer of the configuration's section, with the ranks in the folder `path`."""
     if section.get("vocab_size") is None:
         raise TokenizerError("vocab_size is missing")
     if section.get("kind") == "none":
@@ -461,7 +466,7 @@ def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path)
 
 
 def verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the sha256 `found` is that of the configuration."""
+    """Raise CheckpointError unless the sha256 `found` is the one in the configuration."""
     expected = files.get(name)
     if found != expected:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Hashed file: a file that is read once, front to back, and hashed on its way.
+"""Hashed file: reads a file once, from beginning to end, and hashes it at the same time.
 
-The hash covers the bytes in memory that the reader gets, so a file that changes meanwhile or later
-cannot deliver unhashed bytes. A thread hashes one piece while the reader works on it and takes the
-next; two pieces are in memory at a time.
+The hash is computed from the bytes in memory that the reader gets, so even if the file changes, the
+reader gets no unhashed bytes. A thread hashes a piece while the reader works on it or takes the
+next one. At most two pieces are in memory.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from typing import Self
 from logitd.model.files import open_regular
 
 PIECE = 4 * 2**20
-"""Bytes of a piece: it fits into the processor's cache."""
+"""Bytes of a piece, which fits into the processor's cache."""
 
 
 class HashedFile:
-    """A file that is open for reading, closed by `with`. A piece is overwritten when the next but
-    one is taken."""
+    """An open file; use it in a `with` block. A piece is overwritten when the second next one is
+    taken."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class HashedFile:
     def take(self, count: int) -> memoryview:
         """The next `count` bytes, PIECE at most; fewer at the end of the file."""
         if len(self._unhashed) == 2:
-            self._unhashed.popleft().result()  # the memory of the last piece but one is free now
+            self._unhashed.popleft().result()  # the memory of the second last piece is free now
         memory, count, filled = next(self._memory), min(count, PIECE), 0
         while filled < count and (more := self._file.readinto(memory[filled:count])):
             filled += more

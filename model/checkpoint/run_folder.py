@@ -1,6 +1,6 @@
-"""Run folder: a run's directory as readers of its checkpoints see it.
+"""Run folder: finds the checkpoints in the directory of a training run.
 
-`model/training/run/directory.py` writes it and knows its other files.
+`model/training/run/directory.py` writes the directory and its other files.
 """
 
 import os
@@ -11,13 +11,13 @@ RUN = "run.json"
 BEST, LATEST = "best", "latest"
 """Links to the checkpoint with the lowest validation loss, and to the newest one."""
 LOCK = "run.lock"
-"""Lock of the process that trains the run; the first file of a run."""
+"""Lock file of the process that trains the run. It is the first file of a run."""
 
 
 def checkpoint_of(path: Path, link: str | None = None) -> Path:
-    """The checkpoint that a path means now. For a run it is the target of `link`, by default of
-    `best`, or of `latest` if there is no best. For a link in a run it is the target, because a
-    running training moves its links. Any other path is returned unchanged."""
+    """Resolve a path to a checkpoint. A run means the target of `link`, by default of `best`, or of
+    `latest` if there is no best. A link in a run is resolved to its target, because a running
+    training moves its links. Other paths are returned unchanged."""
     if is_run(path):
         names = (BEST, LATEST) if link is None else (link,)
         path = next((path / name for name in names if (path / name).exists()), path / names[-1])
@@ -34,7 +34,7 @@ def may_become_run(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """True if a folder is a run; False if this user may not enter it."""
+    """True if a folder is a run. False if the user may not read the folder."""
     try:
         return (path / RUN).is_file()
     except PermissionError:

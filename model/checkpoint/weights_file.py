@@ -1,9 +1,9 @@
-"""Weights file: safetensors read front to back, tensor after tensor, into existing memory.
+"""Weights file: reads a safetensors file tensor by tensor into existing memory.
 
-The safetensors library holds the whole file in memory and copies it, or maps it, and then the file
-can change under a running model. Here at most two pieces are in memory
-(`model/checkpoint/hashed_file.py`). The header is checked as the library checks it: its length, its
-JSON, and tensors without gaps between them. The library writes the files.
+The safetensors library would hold the whole file in memory and copy it, or map it, so that a
+running model would see changes of the file. Here at most two pieces are in memory
+(`model/checkpoint/hashed_file.py`). The header is checked as in the library: its length, its JSON,
+and that there are no gaps between tensors. Files are written by the library.
 """
 
 import math
@@ -23,11 +23,11 @@ from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
 from logitd.model.files import parse_json
 
 LARGEST_HEADER = 16 * 2**20
-"""Bytes of a header: room for 100,000 tensors. The safetensors library allows six times as many,
-which take gigabytes when they are parsed."""
+"""Largest header in bytes, enough for 100,000 tensors. The safetensors library allows six times as
+many, which take gigabytes to parse."""
 MOST_DIMENSIONS = 8
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-"""The system's error number in a message of the library, which has no other form of it."""
+"""The system's error number in a message of the library, which provides it only there."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -69,11 +69,11 @@ class StoredTensor:
 
 
 def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
-    """The tensors of a newly opened file, in its order. Raises WeightsFileError, also if the file
-    does not end with its last tensor."""
+    """Read the tensors' descriptions from a newly opened file, in its order. Raises
+    WeightsFileError, also if there is data after the last tensor."""
     prefix = file.take_all(8)
     if len(prefix) < 8:
-        raise WeightsFileError(f"it has {len(prefix)} bytes, and the length of a header takes 8")
+        raise WeightsFileError(f"it has {len(prefix)} bytes; the header's length alone takes 8")
     length = int.from_bytes(prefix, "little")
     if length > LARGEST_HEADER:
         raise WeightsFileError(
@@ -95,7 +95,7 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     for tensor in tensors:
         if tensor.start != end:
             raise WeightsFileError(
-                f"{tensor.name} begins at {tensor.start:,}, and the tensor before it ends at "
+                f"{tensor.name} begins at {tensor.start:,}, but the tensor before it ends at "
                 f"{end:,}"
             )
         end = tensor.end
@@ -103,10 +103,10 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     if rest < end:
         cut = next(tensor for tensor in tensors if tensor.end > rest)
         raise WeightsFileError(
-            f"it ends within {cut.name}: its tensors take {end:,} bytes, and it has {rest:,}"
+            f"it ends within {cut.name}: its tensors take {end:,} bytes, but it has {rest:,}"
         )
     if rest > end:
-        raise WeightsFileError("it has bytes behind its last tensor")
+        raise WeightsFileError("it has bytes after its last tensor")
     return tuple(tensors)
 
 
@@ -133,8 +133,8 @@ def read_elements(
 def write_weights(
     path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write contiguous CPU tensors as a safetensors file, readable by its owner alone
-    (`share_files` of `model/files.py`). Raises OSError."""
+    """Write contiguous CPU tensors as a safetensors file that only its owner can read (see
+    `share_files` in `model/files.py`). Raises OSError."""
     try:
         save_file(dict(weights), path, metadata=None if metadata is None else dict(metadata))
     except SafetensorError as error:

@@ -1,1 +1,1 @@
-"""From texts to shards of token ids, batches and validation windows."""
+"""Training data: turns texts into shards of token ids, batches and validation windows."""

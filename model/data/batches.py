@@ -1,10 +1,10 @@
 """Batches: the tokens of a training step, as a pure function of (seed, sequence number).
 
-The training tokens are cut into windows of the context length. Each pass over them begins at
-another offset and visits the windows in another order, both drawn from (seed, pass) alone. So a
-resumed run needs no stored state, other random numbers cannot disturb the order, and a step of B x
-A sequences is the same set as one batch of B * A or A batches of B, in one process or in several.
-The seed of dropout is a function of (seed, sequence number) as well.
+The training tokens are divided into windows of the context length. Each pass begins at a different
+offset and visits the windows in a different order; both depend only on (seed, pass). So a resumed
+run needs no stored state, and other random numbers cannot disturb the order. A step of B x A
+sequences has the same sequences as one batch of B * A or as A batches of B, in one process or in
+several. The seed of dropout also depends only on (seed, sequence number).
 
 Shapes: B sequences, T = window.
 """
@@ -42,7 +42,7 @@ class Batches:
     def _sequence(self, number: int) -> npt.NDArray[np.int64]:
         epoch, index = divmod(number, self.windows)
         offset, order = self._pass(epoch)
-        # The last windows of a shifted pass would cross the end, so they wrap to the beginning.
+        # The last windows of a shifted pass would extend beyond the end, so they wrap around.
         start = (offset + int(order[index]) * self._window) % (self._shard.count - self._window)
         return self._shard.tokens[start : start + self._window + 1].astype(np.int64)
 
@@ -71,8 +71,9 @@ class RankBatch:
 def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> RankBatch:
     """The part of process `rank` of `size`, in batches of at most `batch_size`.
 
-    A step has batch_size * accumulate sequences for any `size`; if accumulate is a multiple of
-    `size`, the batches are the same too. Raises DataError if the sequences cannot be divided.
+    A step has batch_size * accumulate sequences for any `size`. If accumulate is a multiple of
+    `size`, the batches are the same too. Raises DataError if the sequences cannot be divided
+    evenly.
     """
     total = batch_size * accumulate
     own, rest = divmod(total, size)

@@ -1,5 +1,5 @@
-"""DataError: the error for unusable data."""
+"""The error of `model/data/`."""
 
 
 class DataError(RuntimeError):
-    """The message names the file or the numbers, and the fix."""
+    """Unusable data. The message names the file or the numbers, and the fix."""

@@ -1,13 +1,13 @@
-"""Prepare: from a text to a tokenizer and two shards, in a run's `data/` folder.
+"""Prepare: turns a text into a tokenizer and two shards, in a run's `data/` folder.
 
   data/tokenizer.tiktoken   ranks
   data/train.tokens         shard
   data/val.tokens           shard
-  data/data.json            record of the text; the tokenizer without its ranks
+  data/data.json            description of the text and of the tokenizer, without its ranks
 
-END_OF_TEXT separates documents. The vocabulary is learned from the training side alone. The text is
-streamed three times: to plan the split, to learn a vocabulary, and to tokenise it. Memory grows by
-a few bytes per document.
+END_OF_TEXT separates documents. The vocabulary is learned only from the training side. The text is
+streamed three times: to plan the split, to learn a vocabulary, and to tokenise it. Each document
+adds a few bytes of memory.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError, 
 RANKS = "tokenizer.tiktoken"
 """File name of the vocabulary."""
 CHECKED_PIECES = 64
-"""Pieces that are decoded to check that a tokenizer loses nothing."""
+"""Number of pieces that are decoded to check that a tokenizer loses no text."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def prepare_text(
 ) -> PreparedText:
     """Learn or read the vocabulary, tokenise every document, and write `folder`. Raises DataError.
 
-    vocabulary    "own" learns one of `vocab_size` ids from the text; else a name or a file for
+    vocabulary    "own" learns one with `vocab_size` ids from the text; else a name or a file for
                   `published_vocabulary`, or a checkpoint's tokenizer
-    val_fraction  share of the text that is held out
-    special_ids   the name of a special token becomes its id, instead of plain text
+    val_fraction  share of the text that is held out for validation
+    special_ids   encode names of special tokens as their ids instead of as plain text
     """
     folder.mkdir(parents=True, exist_ok=True)
     split = split_text(text.documents, val_fraction)
@@ -157,15 +157,15 @@ def published_vocabulary(name: str) -> Tokenizer:
     tokenizers by path. Raises DataError."""
     try:
         if Path(name).suffix == ".json" and Path(name).is_file():
-            # Gaps between its ids are closed, because no weights depend on them yet.
+            # Gaps between ids may be closed, because no weights depend on the ids yet.
             tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
         else:
             tokenizer = published_tokenizer(name)
     except TokenizerError as error:
         raise DataError(str(error)) from error
-    except ConvertError as error:  # it may name flags of `logitd import`
+    except ConvertError as error:  # may name flags of `logitd import`
         raise DataError(
-            f"the tokenizer {name} cannot be used here, as `logitd import` says: {error}"
+            f"the tokenizer {name} cannot be used; `logitd import` says: {error}"
         ) from error
     require_end_of_text(tokenizer, f"the tokenizer {name}")
     return tokenizer
@@ -179,8 +179,8 @@ def _tokenise(
     *,
     special_ids: bool,
 ) -> tuple[str, int, Counter[str]]:
-    """Encode every document, piece by piece, onto its sides. Returns the sha256 of the text, the
-    number of documents, and the number of occurrences of each special token's name."""
+    """Encode every document, piece by piece, and append it to the shard of its side. Returns the
+    sha256 of the text, the number of documents, and how often each special token's name occurs."""
     assert tokenizer.end_of_text is not None
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -205,7 +205,7 @@ def _tokenise(
 
 
 def read_prepared(folder: Path) -> PreparedText:
-    """Read the files of `prepare_text`, so that a run resumes on the same tokens."""
+    """Read the files that `prepare_text` wrote, for a resumed run."""
     try:
         document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
         ranks = parse_ranks(read_regular(folder / RANKS, VOCABULARY_BYTES), RANKS)
@@ -222,13 +222,13 @@ def read_prepared(folder: Path) -> PreparedText:
 
 
 def require_window(prepared: PreparedText, context_length: int) -> None:
-    """Raise DataError if the shorter side has no window of the model's context."""
+    """Raise DataError if the training or the validation text is shorter than one window."""
     record, shards = prepared.record, {"training": prepared.train, "validation": prepared.val}
     side, shard = min(shards.items(), key=lambda item: item[1].count)
     if shard.count > context_length:
         return
     fits = shard.count - 1
-    near = 4 * fits >= context_length  # a much shorter context would be another model
+    near = 4 * fits >= context_length  # do not suggest a much shorter context
     shorter = f", or a context_length of at most {fits}" if near else ""
     raise DataError(
         f"the {side} text has {pluralize(shard.count, 'token')} ("

@@ -1,8 +1,8 @@
 """Reuse: train on shards that another run has tokenised, without tokenising again.
 
-A shard named val.tokens is validation text and the others are training text, as in their run.
-Without a val.tokens, documents (each ends with END_OF_TEXT) are held out as those of a text are
-(`split.py`), by the sha256 and the number of their ids. Every id is checked first.
+A shard named val.tokens is validation text and all others are training text, as in their run. If
+there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the same rule as for
+a text (`split.py`), with the sha256 and the number of their ids. Every id is checked first.
 """
 
 import hashlib
@@ -32,8 +32,9 @@ def reuse_shards(
     val_fraction: float,
     writers: Mapping[Side, ShardWriter],
 ) -> int:
-    """Copy the ids of shards to their sides. Returns the number of documents. Raises DataError for
-    a damaged shard, one of another tokenizer, and an id outside the vocabulary."""
+    """Copy the ids of shards to the training and validation sides. Returns the number of documents.
+    Raises DataError if a shard is damaged, belongs to another tokenizer, or has an id outside the
+    vocabulary."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
@@ -75,8 +76,8 @@ def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]:
-    """0, and the end of each document, after its END_OF_TEXT or at the end of the shard. Raises
-    DataError for an id outside the vocabulary."""
+    """The borders of documents: 0, and the end of each document, which is after its END_OF_TEXT or
+    at the end of the shard. Raises DataError for an id outside the vocabulary."""
     ends, first = [0], 0
     for ids in _chunks(shard.tokens):
         if ids.max() >= vocab_size:

@@ -1,13 +1,13 @@
-"""Shards: token ids on disk, memory-mapped, so a text may be larger than memory.
+"""Shards: token ids on disk, which are memory-mapped, so that a text may be larger than memory.
 
-A shard is a header of 64 bytes and the ids, little-endian, of 2 bytes for vocabularies up to 65,536
-and 4 bytes above:
+A shard consists of a header of 64 bytes and the ids. All numbers are little-endian; an id has 2
+bytes for vocabularies up to 65,536, else 4. The header:
 
   8 bytes   magic "LOGITDTK"
   4 bytes   version, 1
   4 bytes   bytes per id
-  8 bytes   ids
-  8 bytes   bytes of their text, without separators
+  8 bytes   number of ids
+  8 bytes   number of bytes of their text, without separators
   32 bytes  sha256 of the tokenizer (`vocabulary.tokenizer_sha256`)
 """
 
@@ -54,7 +54,7 @@ class ShardWriter:
         self._file, self._vocab_size = file, vocab_size
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[Any], text_bytes: int) -> None:
-        """Add ids of `text_bytes` bytes of text. Raises DataError for an id outside the
+        """Append the ids of a text of `text_bytes` bytes. Raises DataError for an id outside the
         vocabulary."""
         ids = np.asarray(token_ids, dtype=np.int64)  # (count,)
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
@@ -67,8 +67,8 @@ class ShardWriter:
 
 @contextmanager
 def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iterator[ShardWriter]:
-    """A new shard that is written in pieces: complete at the end of the block, removed if the block
-    raises."""
+    """Open a new shard for writing. The file appears when the block ends, and is removed if the
+    block raises."""
     with whole_file(path) as file:
         file.write(bytes(HEADER.size))
         writer = ShardWriter(file, vocab_size)
@@ -79,8 +79,8 @@ def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iter
 
 
 def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str) -> DataError:
-    """The error for the first id outside the vocabulary. The ids begin at index `first` of the
-    shard `name`."""
+    """The error for the first of these ids that is outside the vocabulary. They begin at index
+    `first` of the shard `name`."""
     wrong = (token_ids < 0) | (token_ids >= vocab_size)
     at = int(wrong.argmax())
     return DataError(
@@ -95,7 +95,7 @@ def text_bytes_of(path: Path) -> int:
 
 
 def _header(path: Path) -> tuple[int, int, int, bytes]:
-    """Bytes per id, ids, bytes of text, sha256 of the tokenizer."""
+    """Read bytes per id, number of ids, bytes of text, and sha256 of the tokenizer."""
     size = path.stat().st_size if path.is_file() else -1
     if size < HEADER.size:
         raise DataError(f"{path} is missing or too short to be a shard")
@@ -110,18 +110,19 @@ def _header(path: Path) -> tuple[int, int, int, bytes]:
 
 
 def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
-    """Map a shard into memory. Raises DataError for a truncated file and another tokenizer."""
+    """Map a shard into memory. Raises DataError if it is truncated or belongs to another
+    tokenizer."""
     width, count, text_bytes, sha256 = _header(path)
     size = path.stat().st_size
     if size != HEADER.size + width * count:
         raise DataError(
-            f"{path} has {size} bytes; its header promises {count} ids, "
-            f"{HEADER.size + width * count} bytes: it is truncated"
+            f"{path} has {size} bytes, but by its header {count} ids take "
+            f"{HEADER.size + width * count}: it is truncated"
         )
     if sha256 != tokenizer_sha256:
         raise DataError(
             f"{path} was written by another tokenizer (sha256 {sha256.hex()[:12]}..., the run's "
-            f"is {tokenizer_sha256.hex()[:12]}...), so its ids have other meanings"
+            f"is {tokenizer_sha256.hex()[:12]}...), so its ids have different meanings"
         )
     if count == 0:  # an empty file cannot be mapped
         return Shard(path, np.empty(0, dtype=f"<u{width}"), text_bytes)

@@ -1,10 +1,12 @@
 """Split: the part of each document that is trained on, and the part that is held out.
 
 The held-out share is measured in bytes. A document that is larger than the whole share is divided,
-and its end is held out. The other documents are held out whole: the sha256 of a document is its
-lot, and the lowest lots are held out first. So equal documents are on the same side, or divided
-alike, and adding documents moves few others. (For Python's own text the name replaces the content,
-which changes between Python versions; three pairs of its files are equal, 700 bytes.)
+and its end is held out. Every other document is either trained on or held out as a whole. Which
+ones are held out is decided by their lots: the lot of a document is a number from the sha256 of its
+content, and the documents with the lowest lots are held out. So two equal documents are treated in
+the same way, and adding documents moves few others to the other side. (For Python's own text the
+lot is computed from the file's name, because contents change between Python versions; three pairs
+of its files are equal, 700 bytes.)
 """
 
 import hashlib
@@ -19,13 +21,13 @@ from logitd.model.data.sources.document import Document
 
 Side = Literal["train", "val"]
 SHORTEST_END = 1000
-"""Bytes or ids: a shorter end of a document is not held out on its own."""
+"""A document is divided only if the end that is held out has at least this many bytes (or ids)."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The division of a text: documents with `divided` lots lose their end, and others are held out
-    if their lot is less than `below`."""
+    """The division of a text. Documents with a lot in `divided` are trained on except for their
+    end. The others are held out if their lot is less than `below`."""
 
     val_fraction: float
     divided: frozenset[int]
@@ -39,8 +41,8 @@ class Split:
 
 
 def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Split:
-    """The split of documents, as pairs of lot and size, whose held-out share is nearest to
-    `val_fraction`. Takes 16 bytes of memory per document."""
+    """The split whose held-out share is nearest to `val_fraction`. `documents` are pairs of lot and
+    size. Takes 16 bytes of memory per document."""
     columns = array("Q"), array("Q")
     for document in documents:
         for column, value in zip(columns, document, strict=True):
@@ -49,7 +51,8 @@ def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Spl
     lots, first, place = np.unique(every, return_index=True, return_inverse=True)  # ascending
     together = np.bincount(place, weights=sizes, minlength=len(lots))  # sizes of copies add up
     wanted = val_fraction * together.sum()
-    # A short document is held out whole, unless that is more than twice the share.
+    # A document whose end would be too short is held out whole, unless it is more than twice the
+    # share.
     long = sizes[first] * val_fraction >= SHORTEST_END
     divided = (long & (sizes[first] > wanted)) | (together >= 2 * wanted)
     whole, rest = lots[~divided], together[~divided]
@@ -60,7 +63,7 @@ def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Spl
 
 
 def split_text(documents: Iterable[Document], val_fraction: float) -> Split:
-    """`plan_split` by bytes; reads every document."""
+    """The split of documents by their sizes in bytes. Reads every document."""
     return plan_split(map(_lot_and_size, documents), val_fraction)
 
 
@@ -87,7 +90,7 @@ def lot(document: Document) -> int:
 
 
 def lot_of(parts: Iterable[bytes]) -> int:
-    """The lot of a content in parts."""
+    """The lot of a content that is given in parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -1,6 +1,6 @@
-"""Vocabulary: the tokenizer of a training run, learned from its text, and encoding with it.
+"""Vocabulary: learn the tokenizer of a training run from its text, and encode texts with it.
 
-rustbpe learns byte-level BPE (an optional dependency of training); the result is an ordinary
+rustbpe, an optional dependency of training, learns byte-level BPE. The result is an ordinary
 `Tokenizer` (`model/text/tokenizer.py`).
 """
 
@@ -16,7 +16,7 @@ SMALLEST = 257
 """Ids of the smallest vocabulary: the 256 bytes and END_OF_TEXT."""
 
 LEARN_FROM = 256_000_000
-"""Characters from which a vocabulary is learned; more hardly change it."""
+"""A vocabulary is learned from this many characters at most; more text hardly changes it."""
 
 
 def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -57,8 +57,8 @@ def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> li
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise DataError unless decoding returns the encoded text. For words, which lose white space,
-    the ids have to come back."""
+    """Raise DataError unless decoding returns the encoded text. A vocabulary of words loses white
+    space, so there the decoded text has to have the same ids."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:

@@ -1,8 +1,8 @@
 """Windows: the tokens on which a loss is measured, in batches of inputs and targets.
 
-`validation_windows` are fixed parts of a text, `rolling_windows` cover all of it.
+`validation_windows` takes fixed parts of a text, `rolling_windows` covers all of it.
 
-Shapes: B windows of a batch, T positions.
+Shapes: B windows in a batch, T positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 UNCOUNTED = -100
-"""Target of a token that an earlier window counts."""
+"""Target at a position whose token was already counted in an earlier window."""
 
 
 class Windows:
-    """Windows of `width` tokens with ascending `starts`. A token counts in the first window that
-    contains it."""
+    """Windows of `width` tokens that begin at `starts`, in ascending order. A token that several
+    windows contain is counted in the first of them."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Windows:
 def validation_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, batch_size: int, batches: int | None
 ) -> Windows:
-    """The same windows at every evaluation: the whole text, or `batches` spread evenly over it,
-    without an incomplete last window."""
+    """The windows of an evaluation during training, the same each time: all windows of the text, or
+    as many as fill `batches`, spread evenly over it. An incomplete last window is left out."""
     every = (shard.count - 1) // window
     count = every if batches is None else min(every, batches * batch_size)
     starts = [index * every // count * window for index in range(count)]
@@ -73,9 +73,9 @@ def validation_windows(
 def rolling_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, stride: int, batch_size: int
 ) -> Windows:
-    """Windows in which every token of a text except the first counts exactly once, `stride` tokens
-    per window. Each is predicted from at least window - stride tokens, or all tokens before it. The
-    last window ends with the text."""
+    """Windows that count every token of a text except the first exactly once, `stride` tokens per
+    window. Each token is predicted from at least window - stride tokens, or from all tokens before
+    it if there are fewer. The last window ends with the text."""
     if shard.count < 2:
         raise ValueError(
             f"the text has {pluralize(shard.count, 'token')}, too few to predict any: "
@@ -90,7 +90,7 @@ def rolling_windows(
 
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Bytes of text of each id (V,), 0 for special tokens."""
+    """Number of bytes of text that each id stands for (V,), 0 for special tokens."""
     return np.array(
         [
             0 if tokenizer.is_special(token_id) else len(tokenizer.token_bytes(token_id))

@@ -1,4 +1,4 @@
-"""Documents: named UTF-8 texts, read in pieces, so one can be larger than memory."""
+"""Documents: named texts that are read in pieces, so that a text may be larger than memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,30 +10,29 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import text_bytes_of
 
 PIECE = 100_000
-"""Characters of a piece; tokenizers overflow their stack on runs of a million spaces."""
+"""Most characters of a piece. Tokenizers overflow their stack on runs of a million spaces."""
 
 LONGEST_PART = 2**26
-"""Characters between two separators, which are in memory at once."""
+"""Most characters between two separators, because they are held in memory."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A named text. Each call of `pieces` reads it from the start, at most PIECE characters at a
-    time."""
+    """A named text. Each call of `pieces` reads it from the start, in pieces of at most PIECE
+    characters."""
 
     name: str
     pieces: Callable[[], Iterator[str]]
     size: int | None = None  # bytes; None: unknown until it is read
-    drawn_by_name: bool = False  # the name decides if it is held out, instead of the content
+    drawn_by_name: bool = False  # its name, not its content, decides if it is held out
 
     def count_bytes(self) -> int:
-        """Bytes, by reading it if the size is unknown."""
+        """Number of bytes. Reads the document if its size is unknown."""
         return self.size if self.size is not None else sum(map(_size, self.pieces()))
 
 
 class Documents:
-    """The documents of several sources, opened again by each iteration; one document is in memory
-    at a time."""
+    """The documents of several sources. Each iteration opens them again, one document at a time."""
 
     def __init__(self, *sources: Callable[[], Iterable[Document]]) -> None:
         self._sources = sources
@@ -44,7 +43,7 @@ class Documents:
 
 
 def split_documents(documents: Iterable[Document], separator: str) -> Iterator[Document]:
-    """The texts between separators as documents, without line breaks at their ends."""
+    """Split documents at a separator. Line breaks at the ends of the parts are removed."""
     for document in documents:
         texts = (text.strip("\r\n") for text in _between(document, separator))
         for number, text in enumerate(filter(None, texts), start=1):
@@ -67,12 +66,12 @@ def _between(document: Document, separator: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Text:
-    """Documents, or already tokenised shards, with their record for a checkpoint."""
+    """Documents, or shards that are already tokenised, with facts for the checkpoint's record."""
 
     name: str
     licence: str
     documents: Iterable[Document]
-    built_in: bool = False  # it is Python's own text alone
+    built_in: bool = False  # only Python's own text
     downloads: Sequence[Mapping[str, Any]] = ()  # url, sha256 and bytes of each file
     shards: Sequence[Path] = ()
 
@@ -96,7 +95,7 @@ def text_document(name: str, text: str, **facts: Any) -> Document:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """The pieces of a text in memory, cut after a line break if possible."""
+    """Divide a text in memory into pieces, after line breaks if possible."""
     at = 0
     while len(text) - at > PIECE:
         end = text.rfind("\n", at, at + PIECE) + 1 or at + PIECE

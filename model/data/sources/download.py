@@ -1,8 +1,8 @@
 """Download: a text at a web address, fetched once and cached.
 
-The cache folder ($XDG_CACHE_HOME or ~/.cache, then logitd/texts) names a file by the SHA-256 of its
-URL; delete it to fetch it again. A file is renamed into the cache when it is complete. There is no
-login and no resumption.
+A file in the cache folder ($XDG_CACHE_HOME or ~/.cache, then logitd/texts) is named by the SHA-256
+of its URL; delete it to fetch it again. Files are renamed into the cache when they are complete.
+Logins and resumed downloads are not supported.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from logitd.model.files import whole_file
 
 MB = 1_000_000
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
-"""Seconds without a byte, and for a connection."""
+"""Time limits in seconds, between two reads and to connect."""
 REPORT_EVERY = 2.0
 """Seconds between two progress reports."""
 
@@ -58,8 +58,8 @@ def is_address(name: str) -> bool:
 
 
 def download(url: str, *, max_mb: int, report: Report) -> Downloaded:
-    """The text at an address, from the cache or its server. Raises DataError if it cannot be
-    fetched or is larger than `max_mb` million bytes; nothing is kept then."""
+    """Get the text at an address from the cache or from its server. Raises DataError if it cannot
+    be fetched or is larger than `max_mb` million bytes."""
     address = _checked(url)
     name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])[-60:]  # has the suffix
     path = cache_folder() / f"{hashlib.sha256(str(address).encode()).hexdigest()[:32]}-{name}"
@@ -104,13 +104,13 @@ def _fetch(address: httpx.URL, path: Path, limit: int, report: Report) -> None:
         ) from error
     except OSError as error:
         raise DataError(
-            f"{address} cannot be kept in {cache_folder()} ({error.strerror or error}): set "
+            f"{address} cannot be stored in {cache_folder()} ({error.strerror or error}): set "
             "XDG_CACHE_HOME to another folder"
         ) from error
 
 
 def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> None:
-    headers = {"accept-encoding": "identity"}  # makes lengths those of the file
+    headers = {"accept-encoding": "identity"}  # so that lengths are those of the file
     client = httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers)
     with client, client.stream("GET", address) as reply:
         if reply.status_code != 200:

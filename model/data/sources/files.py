@@ -1,12 +1,12 @@
-"""Files: the documents in files of every kind that can be trained on.
+"""Files: reads the documents in files of all supported types.
 
-  objects, one per line     JSON lines, a document per line (`records.py`)
-  NAME.json, .csv, .tsv     a document per item or row
-  NAME.parquet              a document per row
-  others                    UTF-8 text, a document per file
+  objects, one per line     JSON lines, one document per line (`records.py`)
+  NAME.json, .csv, .tsv     one document per item or row
+  NAME.parquet              one document per row
+  others                    UTF-8 text, one document per file
 
-All kinds but Parquet may be compressed with gzip. The first bytes show gzip, the first two lines
-JSON lines. A file that is not text is refused by name.
+All types except Parquet may be compressed with gzip. gzip is recognised by the first bytes, and
+JSON lines by the first two lines. Files that are not text are refused.
 """
 
 import glob
@@ -31,7 +31,7 @@ from logitd.model.data.sources.records import (
 )
 
 GZIP = b"\x1f\x8b"
-"""First bytes of gzip; no UTF-8 begins with them."""
+"""First bytes of a gzip file. No UTF-8 text begins with them."""
 Kind = Literal["text", "json lines", "json", "csv", "parquet"]
 BY_NAME: dict[str, Kind] = {
     ".parquet": "parquet",
@@ -45,7 +45,7 @@ ONLY_TEXT = "convert it, or name only text, for example 'FOLDER/**/*.txt'"
 
 
 def named_files(name: str) -> list[Path]:
-    """The files that one word of `--data` names, sorted."""
+    """The files that one value of `--data` names, sorted."""
     path = Path(name)
     if path.is_file():
         return [path]
@@ -65,10 +65,10 @@ def each_once(files: Iterable[Path]) -> list[Path]:
 
 
 def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Document]:
-    """The documents in a file, which messages call `name`; an empty file has none.
+    """Read the documents in a file; an empty file has none. Messages call the file `name`.
 
-    text_field  field of records that contains the text; "" reads every file as plain text, None is
-                "text" for commands without the flag (`records.py`)
+    text_field  field of records that contains the text; "" reads every file as plain text; None
+                means "text", for commands without the flag (`records.py`)
     """
     with _reading(name):
         kind = "text" if text_field == "" else kind_of(path)
@@ -82,7 +82,7 @@ def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Docu
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a file by its name, JSON lines by its content."""
+    """The type of a file by its name, or JSON lines by its content."""
     name = Path(path.name.lower().removesuffix(".gz"))
     if known := BY_NAME.get(name.suffix):
         return known
@@ -124,7 +124,7 @@ def _reading(name: str) -> Iterator[None]:
         ) from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            f"{name} begins like a gzip file and cannot be unpacked ({error}): it is truncated or "
+            f"{name} begins like a gzip file but cannot be unpacked ({error}): it is truncated or "
             "damaged"
         ) from error
     except OSError as error:

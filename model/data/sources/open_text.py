@@ -1,11 +1,11 @@
-"""Open text: from the arguments of `--data` to documents.
+"""Open text: opens the documents that the values of `--data` name.
 
   builtin:python         the documentation and sources of this Python; the default
-  http://, https://      a file, fetched once
-  *.tokens               shards of a run, used without tokenising again
+  http://, https://      a file, which is downloaded once
+  *.tokens               shards of a run, which need no tokenising
   anything else          files, folders and globs (`files.py`)
 
-All arguments together make one text. Only the beginning of each file is read here.
+All values together make one text. Only the beginning of each file is read here.
 """
 
 import sysconfig
@@ -37,7 +37,7 @@ def open_text(
     licence: str = "not stated",
     report: Report = lambda event: None,
 ) -> Text:
-    """Open the text that `data` names. Addresses are fetched now, files are read later. Raises
+    """Open the text that `data` names. Addresses are downloaded now; files are read later. Raises
     DataError.
 
     licence  licence of all texts except the built-in one, for the checkpoint's card
@@ -56,21 +56,21 @@ def open_text(
         texts = [*(str(file) for file in files if file.suffix != SHARD), *addresses]
         if not unchanged:
             raise DataError(
-                f"--text-field and --split-at need text, and {name} is already tokenised: leave "
-                "them out"
+                f"--text-field and --split-at need text, but {name} is already tokenised: remove "
+                "them"
             )
         if built_in or texts:
             raise DataError(
                 f"{name}: shards (*{SHARD}) and text ({[*texts, PYTHON][0]}) cannot be trained on "
-                "together: tokenise all of the text in one run, or name shards alone"
+                "together: tokenise all of the text in one run, or name only shards"
             )
         return Text(name=name, licence=licence, documents=(), shards=files)
     downloads = [download(url, max_mb=options.max_download_mb, report=report) for url in addresses]
     paths = [*files, *(file.path for file in downloads)]
     if text_field not in ("text", "") and not any(map(holds_records, paths)):
         raise DataError(
-            f"--text-field {text_field} needs JSON, CSV or Parquet, and {name} has only plain "
-            "text: leave it out"
+            f"--text-field {text_field} needs JSON, CSV or Parquet, but {name} has only plain "
+            "text: remove it"
         )
     documents = Documents(
         *(partial(iter, text.documents) for text in built_in),

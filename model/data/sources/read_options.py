@@ -1,4 +1,5 @@
-"""ReadOptions: how files become documents. The fields are flags of commands that read texts."""
+"""ReadOptions: options of reading documents from files, which are flags of commands that read
+texts."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated

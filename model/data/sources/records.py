@@ -1,8 +1,8 @@
 """Records: JSON, CSV and Parquet, one document per record.
 
-Invalid records are refused by line or row. Empty lines and empty texts are skipped. A field of None
-is "text" in commands that have no flag to name another one. Parquet needs pyarrow, an optional
-dependency.
+The error for an invalid record names its line or row. Empty lines and empty texts are skipped. A
+command that has no flag for the field passes None, which means "text". Parquet needs pyarrow, an
+optional dependency.
 """
 
 import csv
@@ -16,7 +16,8 @@ from logitd.model.data.sources.document import Document, text_document
 from logitd.model.extras import installation
 
 LONGEST_LINE = 2**28
-"""Characters of a line, a field of a table, or a file of one JSON value, which are read at once."""
+"""Limit in characters of everything that is read at once: a line, a field of a table, or a file
+that is a single JSON value."""
 TEXT = "text"
 """Default field."""
 KINDS = {
@@ -28,7 +29,7 @@ KINDS = {
     list: "an array",
     dict: "an object",
 }
-"""Names of JSON values."""
+"""JSON's name for each type that Python's parser returns."""
 
 
 def json_lines(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
@@ -44,8 +45,8 @@ def json_lines(file: TextIO, name: str, field: str | None) -> Iterator[Document]
 
 
 def json_value(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
-    """The text in `field` of the object in an open file, or of each object in a list. Strings in a
-    list are texts."""
+    """The text in `field` of an open file's JSON object, or of each object if the file is a list. A
+    string in the list is itself a text."""
     content = file.read(LONGEST_LINE + 1)
     if len(content) > LONGEST_LINE:
         raise DataError(
@@ -71,8 +72,8 @@ def is_json_object(line: str) -> bool:
 
 
 def csv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
-    """The text in the column `field` of each row of an open file. The separator is the most
-    frequent one in its header: comma, semicolon or tab."""
+    """The text in the column `field` of each row of an open file. The separator is whichever of
+    comma, semicolon and tab occurs most often in the header."""
     delimiter = max(",;\t", key=file.readline().count)
     file.seek(0)
     csv.field_size_limit(LONGEST_LINE)  # process-wide; the default refuses long texts

@@ -204,7 +204,7 @@ def test_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"n_layer": 10**9}, {"d_ff": 2**40}, {"d_ff": 65}])
 def test_header_shows_sizes_of_another_model(saved: Path, change: dict[str, int]) -> None:
     section("model", **change)(saved)
-    with pytest.raises(CheckpointError, match=r"another model's|has shape"):
+    with pytest.raises(CheckpointError, match=r"another model|has shape"):
         check_header(read_checkpoint(saved))
 
 

@@ -242,5 +242,5 @@ def test_unwritable_cache_is_explained(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"cannot be kept in .*XDG_CACHE_HOME"):
+    with pytest.raises(DataError, match=r"cannot be stored in .*XDG_CACHE_HOME"):
         get(f"{server.address}/story.txt")

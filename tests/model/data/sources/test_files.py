@@ -90,9 +90,9 @@ BINARY = bytes(range(256)) * 40
         (gzip.compress(BINARY[128:]), r"it\.txt is not UTF-8 \(byte 0x80"),
         (
             gzip.compress(os.urandom(900).hex().encode())[:-500],
-            "begins like a gzip file and cannot be unpacked",
+            "begins like a gzip file but cannot be unpacked",
         ),
-        (b"\x1f\x8bnonsense", "begins like a gzip file and cannot be unpacked"),
+        (b"\x1f\x8bnonsense", "begins like a gzip file but cannot be unpacked"),
     ],
 )
 def test_binary_file_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
