@@ -1,8 +1,9 @@
 """Held-out text: a few thousand tokens that a checkpoint was not trained on.
 
-They come from the named text; else from the validation shard of the checkpoint's run; else, for a
-checkpoint that was trained on Python's own text, from the part of it that was held out. Reads no
-more of a text than it needs, writes nothing and computes no loss.
+The tokens come from the text that the caller names. If none is named, they come from the validation
+shard of the checkpoint's run; and if the checkpoint is not in a run directory but was trained on
+Python's own text, from the part of that text that was held out. Only as much of a text is read as
+is needed. `quantization_loss.py` computes the loss.
 """
 
 import sys
@@ -27,10 +28,10 @@ from logitd.model.data.windows import Windows, validation_windows
 WINDOW_TOKENS = 2048
 """Tokens in all windows together."""
 MIN_TOKENS = 1024
-"""Fewest tokens whose loss in bits per byte is more than noise."""
+"""With fewer tokens the difference between two losses is mostly noise."""
 WINDOW = 128
 READ_BYTES = 2**18
-"""Bytes of a text that are read; windows are spread evenly over them."""
+"""Number of bytes of a text that are read. The windows are spread evenly over them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
     window = min(WINDOW, checkpoint.config.context_length)
     if shard.count <= MIN_TOKENS:
         raise DataError(
-            f"{name} has {shard.count:,} tokens; to measure a loss takes more than {MIN_TOKENS:,}"
+            f"{name} has {shard.count:,} tokens; measuring a loss takes more than {MIN_TOKENS:,}"
         )
     windows = validation_windows(
         shard, checkpoint.tokenizer, window=window, batch_size=WINDOW_TOKENS // window, batches=1
@@ -64,8 +65,8 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
 
 
 def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tuple[str, Shard]:
-    """The name and the tokens of the text that the checkpoint's training held out. Of Python's own
-    text, `at_most` bytes are read."""
+    """The name and the tokens of the text that the checkpoint's training held out. At most
+    `at_most` bytes of Python's own text are read."""
     require_vocabulary(checkpoint)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if is_run(folder):
@@ -74,7 +75,7 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
     data = checkpoint.training.data
     if data.get("built_in") is not True:
         raise DataError(
-            "the checkpoint lies in no run directory and was not trained on Python's own text"
+            "the checkpoint is not in a run directory and was not trained on Python's own text"
         )
     known = data.get("val_bytes")
     limit = min(at_most, known) if isinstance(known, int) else READ_BYTES
@@ -83,7 +84,7 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
 
 
 def require_vocabulary(checkpoint: CheckpointInfo) -> None:
-    """Raise DataError for a model of token ids alone: it has no loss on a text."""
+    """Raise DataError for a model without a vocabulary, which has no loss on a text."""
     if not checkpoint.tokenizer.has_text:
         raise DataError(
             f"{checkpoint.name} has no vocabulary, so it has no loss on a text; POST /score and "
@@ -92,7 +93,7 @@ def require_vocabulary(checkpoint: CheckpointInfo) -> None:
 
 
 def _tokenised(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:
-    """A shard in memory of the first `limit` bytes."""
+    """The tokens of the first `limit` bytes, as a shard in memory."""
     try:
         ids, size = _first_ids(documents, checkpoint, limit)
     except OSError as error:
@@ -103,7 +104,7 @@ def _tokenised(documents: Iterable[Document], checkpoint: CheckpointInfo, limit:
 def _first_ids(
     documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int
 ) -> tuple[list[int], int]:
-    """The ids of the first `limit` bytes, and the bytes of their text."""
+    """The ids of the first `limit` bytes, and the number of bytes that they stand for."""
     tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
     for document in documents:
         for piece in document.pieces():

@@ -1,6 +1,7 @@
-"""QuantizationCost: the loss by quantized weights, or quantized keys and values, of a loaded model.
+"""QuantizationCost: how much worse a loaded model predicts because its weights, or its keys and
+values, are quantized.
 
-The banner, /info and the log of a server show the same figures. `quantization_loss.py` measures a
+The banner, /info and the log of a server show these figures. `quantization_loss.py` measures the
 loss, `held_out.py` chooses the text.
 """
 
@@ -17,16 +18,16 @@ from logitd.model.inference.load import LoadedModel
 from logitd.model.inference.options import KVCacheDType, Quantization, parse_loss_limit
 
 WARN_ABOVE = 0.005
-"""Relative loss above which a warning is due."""
+"""A warning is shown if quantization raises the loss by more than this fraction."""
 
 GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
-"""The next setting that costs less."""
+"""For each setting of `quantize`, the next one with a smaller loss."""
 
 
 @dataclass(frozen=True)
 class QuantizationCost:
-    """The measured loss and the name of its text; or no loss, and `text` says why. `measurable` is
-    False if no text could change that."""
+    """The measured loss and the name of the text on which it was measured. If no loss was measured,
+    `text` says why, and `measurable` is False if naming another text would not help."""
 
     kind: Quantization
     loss: QuantizationLoss | None
@@ -74,18 +75,18 @@ class QuantizationCost:
 def measure_quantization(
     model: LoadedModel, text: Path | None, *, at_most: str = "any"
 ) -> QuantizationCost | None:
-    """Measure a loaded model's decoder against the same one without quantization. Returns None if
+    """Compare a loaded model's decoder with the same decoder without quantization. Returns None if
     nothing is quantized. Leaves the model unchanged.
 
-    Raises KernelError for a text without quantization and for a loss above `at_most`
-    (`parse_loss_limit`), DataError for a named text that is unusable. If no text is named and none
-    is found, nothing is measured, and therefore nothing refused.
+    Raises KernelError if a text is named but nothing is quantized, and if the loss is above
+    `at_most` (`parse_loss_limit`). Raises DataError if the named text is unusable. If no text is
+    named and none is found, nothing is measured, and the limit has no effect.
     """
     kind, kv_cache_dtype = model.options.quantize, model.options.kv_cache_dtype
     if kind == "none" and kv_cache_dtype == "auto":
         if text is not None:
             raise KernelError(
-                "validation_text measures the cost of quantization, and quantize is none: set "
+                "validation_text measures the cost of quantization, but quantize is none: set "
                 "quantize to int8 or int4, or kv_cache_dtype to int8, or remove validation_text"
             )
         return None
@@ -115,7 +116,7 @@ def measure_quantization(
         kept = kv_cache_dtype != "auto"
         gentler = "kv_cache_dtype to auto" if kept else f"quantize to {GENTLER[kind]}"
         raise KernelError(
-            f"{cost.sentence()}, and max_quantization_loss is {at_most}: set {gentler}, or "
-            "max_quantization_loss to what you accept (any accepts everything)"
+            f"{cost.sentence()}, but max_quantization_loss is {at_most}: set {gentler}, or raise "
+            "max_quantization_loss (any: no limit)"
         )
     return cost

@@ -1,9 +1,9 @@
-"""Quantization loss: the cost of int8 or int4 weights, or int8 keys and values, in bits per byte.
+"""Quantization loss: how many bits per byte int8 or int4 weights, or int8 keys and values, cost.
 
-The serving decoders compute it: every token of every window goes through a decode step, once exact
-and once quantized. So it includes the rounding of activations, unlike a comparison of weights. The
-loss is defined as in `model/training/step/validate.py`. Does not choose the text
-(`model/evaluation/held_out.py`).
+The serving decoders compute the loss: every token of every window goes through a decode step of the
+exact decoder and one of the quantized decoder. So the result includes the rounding of activations,
+which a comparison of the weights would miss. The loss is defined as in
+`model/training/step/validate.py`. `model/evaluation/held_out.py` chooses the text.
 
 Shapes: B windows, T positions, V = vocab_size.
 """
@@ -31,7 +31,7 @@ MakeDecoder = Callable[[GPT, KVCache], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationLoss:
-    """Bits per byte over the same `tokens` tokens, exact and quantized."""
+    """Bits per byte of the exact and of the quantized decoder on the same `tokens` tokens."""
 
     exact: float
     quantized: float
@@ -39,7 +39,7 @@ class QuantizationLoss:
 
     @property
     def relative(self) -> float:
-        """Bits that quantizing adds, as a share of the exact ones."""
+        """The increase of the loss by quantization, as a fraction of the exact loss."""
         return self.quantized / self.exact - 1
 
 
@@ -54,8 +54,8 @@ def quantization_loss(
     kept: KVCacheDType = "auto",
 ) -> QuantizationLoss:
     """The loss of two decoders of one model on the same windows. `kept` is the dtype of the keys
-    and values of the second. Takes the memory of a second copy of the model, because a decoder may
-    quantize its weights in place.
+    and values in the quantized decoder. Copies the model, because a decoder may quantize the
+    weights in place.
     """
     text_bytes = int(byte_lengths[targets.numpy()].sum())
     if text_bytes == 0:
@@ -73,7 +73,7 @@ def decode_nats(
     make_decoder: MakeDecoder,
     kept: KVCacheDType = "auto",
 ) -> float:
-    """Nats of all targets together, with a decode step for every input."""
+    """The sum of the loss over all targets in nats, with a decode step for every input."""
     rows, length = inputs.shape
     with new_decoder(gpt, make_decoder, rows, length, kept) as decoder:
         return step_nats(decoder, inputs, targets)
@@ -83,8 +83,8 @@ def decode_nats(
 def new_decoder(
     gpt: GPT, make_decoder: MakeDecoder, rows: int, length: int, kept: KVCacheDType
 ) -> Iterator[Decoder]:
-    """A decoder for `rows` windows of `length` tokens. Its cache is no longer than they are, so
-    that its rows are near each other in memory."""
+    """A decoder for `rows` windows of `length` tokens. Its cache is only as long as the windows, so
+    that the rows are close to each other in memory."""
     weight = gpt.token_embedding.weight
     shape = replace(gpt.config, context_length=length)
     cache = KVCache(shape, rows, device=weight.device, dtype=weight.dtype, kept=kept)
@@ -96,7 +96,8 @@ def new_decoder(
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """`decode_nats` of an existing decoder, with any cache. A target of -100 is not counted."""
+    """`decode_nats` with an existing decoder, whose cache may be longer than the windows. Targets
+    of -100 are not counted."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

@@ -1,13 +1,14 @@
 """Text loss: the loss of a checkpoint on a text, computed as the trainer computes it.
 
 Every token of the text counts exactly once (`rolling_windows` in `model/data/windows.py`); the end
-of a document is a token of zero bytes. In the dtype of training, the result on a run's held-out
-text is the trainer's, if that evaluated on all of it (`eval_batches`). In windows that overlap
-(`stride`) it is lower, because tokens have more context. With quantized weights, keys or values the
-serving decoders compute it, token by token.
+of a document is a token of zero bytes. On the held-out text of a run, in the dtype of training, the
+result equals the trainer's if the trainer evaluated on the whole text (`eval_batches`). Overlapping
+windows (`stride`) give a lower loss, because tokens have more context. If weights, keys or values
+are quantized, the serving decoders compute the loss token by token.
 
-The text is tokenised onto disk, so it may be larger than memory. Documents follow each other in
-the windows, as in training. Does not compare two losses (`model/evaluation/quantization_loss.py`).
+The tokens are written to disk, so the text may be larger than memory. A window may contain the end
+of one document and the start of the next, as in training. `model/evaluation/quantization_loss.py`
+compares two losses.
 """
 
 import tempfile
@@ -72,15 +73,16 @@ def text_loss(
 ) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
 
-    `stride` is the context length unless given; `log` is called if kernels are built. Leaves the
-    caller's thread count as it was. Raises CheckpointError, DeviceError, KernelError and DataError.
+    By default `stride` is the context length. `log` gets a line when kernels are built. The number
+    of torch's threads is restored at the end. Raises CheckpointError, DeviceError, KernelError and
+    DataError.
     """
     placement = training_placement(device, dtype, threads)
     check_kv_cache_dtype(kv_cache_dtype, placement.device)
     decodes = quantize != "none" or kv_cache_dtype != "auto"
     options = ComputeOptions(
         device=device,
-        # Under the trainer's forward weights stay float32; decoders have them in the dtype.
+        # The trainer's forward keeps the weights in float32; decoders convert them to the dtype.
         dtype="bfloat16" if decodes and placement.dtype == torch.bfloat16 else "float32",
         threads=threads,
         kernels="auto" if decodes else "torch",
@@ -118,11 +120,11 @@ def _windows(
 ) -> Windows:
     context = checkpoint.config.context_length
     if shard.count < 2:
-        raise DataError(f"{name} has {shard.count} tokens; a loss takes 2")
+        raise DataError(f"{name} has {shard.count} tokens; measuring a loss takes at least 2")
     if stride is not None and stride > context:
         raise DataError(
-            f"stride is {stride}, above the model's context of {context}: tokens between two "
-            "windows would be left out"
+            f"stride is {stride}, but the model's context is {context}: tokens between two windows "
+            "would be left out"
         )
     return rolling_windows(
         shard,
@@ -145,8 +147,8 @@ def _text(
     text, tokenizer = open_text(data, reading), checkpoint.tokenizer
     if text.shards:
         raise DataError(
-            f"{text.name} are token ids that a run wrote; name the text that they were made of, or "
-            "leave --data out to measure on what the run held out"
+            f"{text.name} contains token ids of a run: name the text that they were made from, or "
+            "remove --data to use the run's held-out text"
         )
     identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
@@ -171,7 +173,8 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
 def _decoded(
     loaded: LoadedModel, windows: Windows, batch_size: int, kept: KVCacheDType
 ) -> ValidationLoss:
-    """The loss by decode steps, the only way to compute with quantized weights, keys or values."""
+    """The loss with one decode step per token: only decoders can use quantized weights, keys or
+    values."""
     make, nats, tokens, text_bytes = loaded.decode_path.make_decoder, 0.0, 0, 0
     with new_decoder(loaded.gpt, make, batch_size, windows.width, kept) as decoder:
         for inputs, targets in windows:

@@ -1,9 +1,10 @@
-"""Compute: from units, through the serving engine, to the bytes of a shard.
+"""Compute the shards of an extraction: the serving engine runs the units of a shard, and the
+results become the bytes of its file.
 
-Before each step the engine's queue has more prompts than the engine has slots, so it stays full.
-Results arrive in any order and are sorted by the plan. Since the engine's results do not depend on
-the batch (ARCHITECTURE.md), the bytes of a shard depend on the units, the checkpoint and the
-compute options alone.
+Before each step the engine's queue has more prompts than the engine has slots, so that all slots
+are in use. Results arrive in any order and are written in the order of the units. The engine's
+results do not depend on the batch (ARCHITECTURE.md), so the bytes of a shard depend only on the
+units, the checkpoint and the compute options.
 
 `ShardComputer` computes in this process, `RayComputer` (`on_ray.py`) on many machines.
 """
@@ -30,10 +31,10 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""By default a slot for each block of a step, so that a step of short prompts is full."""
+"""By default there is a slot for every block of a step, so that short prompts can fill a step."""
 PREFILL_CHUNK = 1024
-"""Positions of a step on a CPU: more than in a server, because no client waits for a token. On a
-CPU the bits do not depend on it; on a GPU they may, so the server's default holds there."""
+"""Number of positions in a step on a CPU: more than in a server, because no client waits for a
+token. On a GPU the results may depend on this number, so the server's default is used there."""
 
 Group = Sequence[Unit]
 """The units of a shard."""
@@ -42,8 +43,8 @@ Counted = Callable[[int], None]
 
 
 class ShardComputer:
-    """An engine for one checkpoint and one quantity, for use by one thread. `computation` are index
-    entries that affect the bits, in addition to weights, text and settings."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation` are the
+    entries of the index that affect the results besides weights, text and settings."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
@@ -63,13 +64,13 @@ class ShardComputer:
         self._engine.close()
 
     def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, in order."""
+        """Each group with the content of its file, in order."""
         for group in groups:
             yield group, self.shard(group, tell)
 
     def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
-        """The file of these units. `tell` gets the counted tokens of each finished unit. Raises
-        ExtractionError if the model fails."""
+        """The content of the file of these units. `tell` is called with the number of counted
+        tokens of each finished unit. Raises ExtractionError if the model fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
         while added < len(units) or unfinished:

@@ -1,5 +1,5 @@
-"""ExtractionError: the error for an extraction that cannot begin or continue."""
+"""ExtractionError, which every module of extraction raises."""
 
 
 class ExtractionError(RuntimeError):
-    """The message names the reason and the fix."""
+    """An extraction cannot begin or continue; the message names the reason and the fix."""

@@ -4,10 +4,11 @@
   shard-000000.parquet, ...   shards (`shards.py`), or .safetensors
   extract.lock                the process that writes; removed when the extraction is finished
 
-The index is written before the first shard and after each, so a kill at any moment leaves a folder
-that can be continued: an unlisted shard is computed again. The index has no times and no traces of
-interruptions, so the same extraction ends in the same bytes. A continuation with other facts than
-the index is refused, and so is a folder with other files, by their names.
+The index is written before the first shard and after each one. So a command that is killed at any
+moment can be continued: a shard that the index does not list is computed again. The index has no
+times and no traces of interruptions, so the same extraction always ends in the same bytes. A
+command whose options, checkpoint or data differ from the index cannot continue the folder. A folder
+that contains files of another origin is refused.
 """
 
 import hashlib
@@ -26,14 +27,15 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
-"""Upper bound: more than the index of a million shards."""
+"""Limit of the index's size: more than the index of a million shards needs."""
 _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
-"""Half-written files after a kill."""
+"""Names of files that were being written when the command was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A written shard of `rows` tokens. (document, position) is just past its last token."""
+    """A written shard of `rows` tokens. Its last token is the one before `position` in
+    `document`."""
 
     file: str
     rows: int
@@ -152,13 +154,13 @@ class ExtractionFolder:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise ExtractionError(
-                    f"{path} is listed in {INDEX} and cannot be read ({error.strerror}): put it "
+                    f"{path} is listed in {INDEX} but cannot be read ({error.strerror}): put it "
                     "back, or choose another --out"
                 ) from error
             if found != shard.sha256:
                 raise ExtractionError(
-                    f"{path} was damaged or changed: it has {path.stat().st_size:,} bytes and "
-                    f"another sha256 than in {INDEX} ({shard.bytes:,} bytes). Choose another --out"
+                    f"{path} was damaged or changed: it has {path.stat().st_size:,} bytes; by "
+                    f"{INDEX} it has {shard.bytes:,} and another sha256. Choose another --out"
                 )
 
     def _refuse_others(self) -> None:
@@ -166,7 +168,7 @@ class ExtractionFolder:
         for child in sorted(self.path.iterdir()):
             if child.name not in known and not self._is_left_over(child.name):
                 raise ExtractionError(
-                    f"{self.path} contains {child.name}, which this extraction has not written: "
+                    f"{self.path} contains {child.name}, which this extraction did not write: "
                     "choose a new folder for --out"
                 )
 
@@ -174,7 +176,7 @@ class ExtractionFolder:
         return f"shard-{len(self.shards):06d}{suffix}"
 
     def _is_left_over(self, name: str) -> bool:
-        """True for files that a kill leaves: half written, or written and not yet listed."""
+        """True for a file that a killed command left: incomplete, or not listed in the index."""
         unlisted = {self._next_name(suffix) for suffix in (".parquet", ".safetensors")}
         return bool(_ASIDE.fullmatch(name)) or (self._begun and name in unlisted)
 
@@ -183,7 +185,7 @@ class ExtractionFolder:
         try:
             yield
         except OSError as error:
-            rest = "; written shards stay, and the same command continues" if self._begun else ""
+            rest = "; finished shards stay: give the same command to continue" * self._begun
             raise ExtractionError(
                 f"{self.path} cannot be written: {error.strerror or error}. Make room or repair "
                 f"it, or choose another --out{rest}"
@@ -191,7 +193,7 @@ class ExtractionFolder:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Entries of `now` with another value in `before`, as parts of a sentence."""
+    """For each entry of `now` whose value differs in `before`, a clause with both values."""
     for name, value in now.items():
         old = before.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

@@ -1,9 +1,10 @@
-"""On Ray: workers of a Ray cluster compute shards, in the order and bytes of one process.
+"""On Ray: the workers of a Ray cluster compute the shards. The result has the same bytes as that of
+one process.
 
-The command reads, encodes, plans and writes; each worker is a Ray actor that holds the model. Ray
-places the workers, restarts dead ones and repeats their calls. A few shards per worker are planned
-ahead, so memory does not grow with the text. Ray is an optional dependency, imported inside
-functions only; `ray_cluster.py` joins the cluster.
+The command itself reads and encodes the text, plans the shards and writes them. Each worker is a
+Ray actor with a copy of the model. Ray places the workers, restarts those that die and repeats
+their calls. Only a few shards per worker are planned ahead, so memory does not grow with the text.
+Ray is an optional dependency, imported only inside functions; `ray_cluster.py` joins the cluster.
 """
 
 import contextlib
@@ -28,16 +29,18 @@ from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 
 AHEAD = 3
-"""Shards per worker that are planned and not yet written: computing, next, or out of turn."""
+"""Shards per worker that are planned and not yet written: one that is computed, one that follows,
+and one that is finished and waits for an earlier shard."""
 ATTEMPTS = 3
-"""Workers that may die over a shard before it ends the command."""
+"""If this many workers have died while computing the same shard, the command ends."""
 
 
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
-    """The number of workers, how many of them fit now, and their options. `nodes` are the resources
-    of the machines by Ray's names. Raises ExtractionError if no worker fits."""
+    """The number of workers, how many of them fit into the cluster now, and their options. `nodes`
+    are the resources of each machine, under Ray's names. Raises ExtractionError if no worker
+    fits."""
     if options.device not in ("auto", "cpu", "cuda"):
         raise ExtractionError(f"--device is {options.device}; with --ray give cpu, cuda or auto")
     any_gpu = any(node.get("GPU") for node in nodes)
@@ -61,8 +64,9 @@ def choose_workers(
 def _threads_that_fill(
     machines: Sequence[tuple[int, int]], count: int | None, *, on_gpu: bool
 ) -> int:
-    """Threads of each worker if the workers share the smallest machine evenly: its part of `count`,
-    else one for each GPU, else a single one."""
+    """The number of threads per worker with which the workers of the smallest machine use all its
+    processors. A machine has its part of `count` workers; if `count` is None, one for each GPU, or
+    a single one on CPUs."""
     if count is not None:
         each = -(-count // max(1, len(machines)))
     else:
@@ -83,7 +87,7 @@ class ShardWorker:
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
 
     def facts(self) -> dict[str, Any]:
-        """Load the model. Returns everything that affects the bits. Raises ExtractionError."""
+        """Load the model. Returns everything that affects the results. Raises ExtractionError."""
         try:
             weights = read_checkpoint(self._arguments[0]).weights_sha256
             self._computer = open_computer(*self._arguments, lambda line: None)
@@ -95,8 +99,9 @@ class ShardWorker:
         return {"computation": computation, **facts}
 
     def shard(self, group: Group, expected: Mapping[str, Any]) -> tuple[bytes, str]:
-        """The file of a shard, and the name of this machine if the worker is newly restarted, else
-        "". Raises ExtractionError if its facts differ from `expected`."""
+        """The content of a shard's file, and the name of this machine if this is the first call
+        after a restart of the worker, else "". Raises ExtractionError if the worker's facts differ
+        from `expected`."""
         restarted = self._restarted and self._computer is None
         if self._computer is None:
             _require_equal(expected, self.facts())
@@ -107,9 +112,9 @@ class ShardWorker:
 def _require_equal(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     if different := list(differences(expected, found)):
         raise ExtractionError(
-            f"a worker would compute other bits: {'; '.join(different)}. Give every machine the "
+            f"the results of a worker would differ: {'; '.join(different)}. Give every machine the "
             "same logitd and checkpoint, set --dtype, --kernels, --kernel-target and --threads, or "
-            "leave machines of another kind out of the cluster"
+            "remove machines of another kind from the cluster"
         )
 
 
@@ -126,7 +131,8 @@ class RayComputer:
         return self.facts["computation"]
 
     def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
-        """Each group with its file, in order. Workers take groups in turn, AHEAD for each."""
+        """Each group with the content of its file, in order. The groups are dealt to the workers in
+        turn, AHEAD groups for each worker."""
         calls = (
             (group, worker.shard.remote(group, self.facts))
             for group, worker in zip(groups, cycle(self.workers), strict=False)
@@ -151,8 +157,8 @@ def _get(call: Any, where: str) -> Any:
         raise ExtractionError(str(error.cause)) from error
     except ray.exceptions.RayError as error:
         raise ExtractionError(
-            f"{ATTEMPTS} workers died one after the other over {where} ({type(error).__name__}). "
-            "If memory was too small, give a smaller --shard-tokens with another --out, or "
+            f"{ATTEMPTS} workers died one after the other at {where} ({type(error).__name__}). If "
+            "they ran out of memory, choose a smaller --shard-tokens and another --out, or use "
             "machines with more memory"
         ) from error
 
@@ -166,9 +172,10 @@ def on_ray(
     workers: int | None,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
-    """Workers with the checkpoint until the end of the block, as many as fit if `workers` is None.
-    Raises ExtractionError if the cluster at `address` (`ray_cluster.connected`) cannot be joined,
-    if no worker fits, and if a worker cannot load the model."""
+    """Start workers with the checkpoint; they run until the end of the block. If `workers` is None,
+    as many are started as fit. Raises ExtractionError if the cluster at `address`
+    (`ray_cluster.connected`) cannot be joined, if no worker fits, and if a worker cannot load the
+    model."""
     import ray
 
     with connected(address, log):

@@ -1,13 +1,13 @@
-"""Plan: from documents to units of work, in an order that the data alone decides.
+"""Plan: divide documents into units of work. Their order depends only on the data.
 
-A document is encoded as in training, without END_OF_TEXT, and cut into windows of at most the
-model's context. Window k begins at token k * stride and counts the tokens that the window before
-does not reach; the others are context. So each token is counted once, and is computed with at least
-window - stride tokens before it, in the first window with all of them.
+A document is encoded as in training, but without END_OF_TEXT, and cut into windows of at most the
+model's context. Window k begins at token k * stride. It counts the tokens that the previous window
+did not contain; the tokens before them are context. So each token is counted once, with at least
+window - stride tokens before it, or with all earlier tokens of the document.
 
-Units follow each other as documents do and fill one shard after the other; no unit is divided.
-Nothing is sorted by length, because the engine pads no prompt to the length of another. Documents
-are a stream, so memory does not grow with them.
+The units are in the order of the documents, and fill one shard after the other; no unit is divided.
+They are not sorted by length, because the engine does not pad prompts to equal lengths. Documents
+are read as a stream, so memory does not grow with the data.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from logitd.model.extraction.errors import ExtractionError
 from logitd.model.text.tokenizer import Tokenizer
 
 MOST_POSITIONS = 2**31 - 1
-"""Limit of a document in tokens."""
+"""Most tokens of a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class Unit:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Document and position of the first token that it counts."""
+        """Document and position of the first counted token."""
         return self.document, self.start + self.context
 
     @property
     def end(self) -> tuple[int, int]:
-        """Document and position behind its last token."""
+        """Document, and the position after the unit's last token."""
         return self.document, self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of at most `length` tokens, which count `stride` of them."""
+    """Windows of at most `length` tokens, each beginning `stride` tokens after the previous one."""
 
     length: int
     stride: int
@@ -72,22 +72,22 @@ class Survey:
 
 
 def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -> Windows:
-    """Windows of the model's context. With `predicts` each counted token needs one before it in the
-    window. Raises ExtractionError for a stride that would leave tokens out."""
+    """Windows as long as the model's context. If `predicts`, a counted token needs another token
+    before it in the window. Raises ExtractionError for a stride that would leave tokens out."""
     widest = context_length - 1 if predicts else context_length
     stride = widest if stride is None else stride
     if not 1 <= stride <= widest:
         reason = ", the first of which predicts the first counted one" if predicts else ""
         raise ExtractionError(
-            f"stride is {stride}, and a window has {context_length} tokens{reason}: give 1 to "
+            f"stride is {stride}, but a window has {context_length} tokens{reason}: give 1 to "
             f"{widest}"
         )
     return Windows(context_length, stride)
 
 
 class DataReader:
-    """Reads documents once, in order, and surveys them on the way, so that a change of the data
-    between two readings is noticed."""
+    """Reads all documents once, in order, and computes their survey on the way. Two surveys show
+    whether the data changed between two readings."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
@@ -102,7 +102,7 @@ class DataReader:
             content = hashlib.sha256()
             # A file name may be invalid UTF-8, which a column of texts cannot contain.
             yield self.documents, name.decode(errors="replace"), self._pieces(document, content)
-            # Hashes have one length, so no text can imitate the border between two.
+            # All hashes have the same length, so their borders in the digest are unambiguous.
             self._digest.update(hashlib.sha256(name).digest() + content.digest())
             self.documents += 1
 
@@ -135,9 +135,9 @@ def units_of(
     *,
     special_ids: bool = False,
 ) -> Iterator[Unit]:
-    """The units of documents from `begin` on, the (document, position) at which an earlier unit
-    ended. Earlier documents are read and not encoded. Raises DataError for text outside the
-    vocabulary."""
+    """The units from `begin` on, the (document, position) at which a finished unit ended. The
+    documents before it are read but not encoded. Raises DataError for text that the vocabulary
+    cannot encode."""
     for number, name, pieces in reader:
         if number < begin[0]:
             for _ in pieces:
@@ -152,14 +152,14 @@ def units_of(
 def document_units(
     document: int, source: str, parts: Iterable[Sequence[int]], windows: Windows
 ) -> Iterator[Unit]:
-    """The windows of one document, whose token ids come in parts."""
+    """The windows of one document, whose token ids are given in parts."""
     held: list[int] = []  # tokens from `start` on
     start = counted = 0  # positions; tokens before `counted` are counted
     for part in parts:
         held += part
         if start + len(held) > MOST_POSITIONS:
             raise ExtractionError(
-                f"{source} has more than {MOST_POSITIONS:,} tokens, the limit of positions of 32 "
+                f"{source} has more than {MOST_POSITIONS:,} tokens, but positions are stored in 32 "
                 "bits: cut it into several documents"
             )
         while len(held) >= windows.length:
@@ -173,7 +173,8 @@ def document_units(
 
 
 def shards_of(units: Iterable[Unit], shard_tokens: int) -> Iterator[list[Unit]]:
-    """Units in groups of at most `shard_tokens` counted tokens; a larger unit is alone."""
+    """Units in groups of at most `shard_tokens` counted tokens. A larger unit has a group of its
+    own."""
     group: list[Unit] = []
     tokens = 0
     for unit in units:

@@ -1,8 +1,8 @@
 """Quantities: the values that are extracted for each token.
 
 A quantity is logprobs (`Logprobs`), the values of stages (`Stages`) or the figures of the logit
-lens (`LensFigures`). It makes the engine's request for a unit, and a shard's file from the chunks
-of the reply. Requests beyond the model are refused before a text is read.
+lens (`LensFigures`). Its class makes the engine's request for a unit, and the file of a shard from
+the chunks of the reply. A request that the model cannot compute is refused before any text is read.
 """
 
 import math
@@ -36,23 +36,26 @@ from logitd.model.inference.selection import resolve_stages
 from logitd.model.transformer.config import GPTConfig
 
 SHARD_TOKENS = 2**18
-"""Default and most tokens of a shard: some megabytes of logprobs."""
+"""Upper bound of the default number of tokens in a shard: some megabytes of logprobs."""
 SHARD_BYTES = 2**28
-"""Default bytes of a shard of stages or of a lens, which is in memory until it is written."""
+"""Default size in bytes of a shard of stages or of the lens. The whole shard is in memory until it
+is written."""
 WINDOW_BYTES = 2**30
-"""Limit in bytes of the lens figures of a window, which cannot be divided between shards."""
+"""Limit in bytes of one window's lens figures, because a window cannot be divided between
+shards."""
 LENS_TOP_K = 5
-"""Default number of likeliest tokens per layer, as in POST /lens."""
+"""By default the lens lists this many of the likeliest tokens per layer, as in POST /lens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of each token, and the `top_k` likeliest tokens in its place."""
+    """The logprob of each token, and the `top_k` tokens that the model considered likeliest at its
+    position."""
 
     top_k: int = 0
 
     suffix = ".parquet"
-    predicts = True  # no token of the window predicts its first one
+    predicts = True  # each token is predicted from those before it, so the first has no logprob
 
     def shard_tokens(self, config: GPTConfig) -> int:
         return SHARD_TOKENS
@@ -117,7 +120,7 @@ class Stages:
     def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: GPTConfig) -> bytes:
         """The safetensors file of units; `chunks` are their OutputsChunks, in order."""
         rows = np.concatenate([chunk.rows for chunk in chunks])  # (tokens, elements)
-        # Any length serves here: `choose_stages` refuses stages that depend on the prompt's.
+        # The length (1) has no effect: `choose_stages` refuses stages whose shape depends on it.
         return safetensors_file(units, split_activations(rows, self.output, config, 1))
 
     def settings(self) -> dict[str, Any]:
@@ -126,9 +129,9 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class LensFigures:
-    """The head's prediction of each token from the stream of the token before it after each layer:
-    logprob and rank of the token, the `top_k` likeliest ones, entropy and divergence. Rows are
-    those of `Logprobs`."""
+    """The logit lens at each token: the head predicts the token from the residual stream of the
+    previous token, after each layer. A row has the logprob and rank of the token, the `top_k`
+    likeliest tokens, entropy and divergence. The rows are those of `Logprobs`."""
 
     layers: int  # from 0, after the embeddings, to the last block
     top_k: int
@@ -141,12 +144,13 @@ class LensFigures:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per token: in each layer an id and a logprob per likeliest token, four figures."""
+        """Bytes per token: in each layer an id and a logprob for each likeliest token, and four
+        figures."""
         return self.layers * 4 * (2 * self.top_k + 4)
 
     def request(self, request_id: str, unit: Unit) -> OutputsRequest | None:
-        """A request for figures at the positions before the counted tokens; None if the only token
-        is the first of a document, which nothing predicts."""
+        """A request for the figures at the position before each counted token. None if the unit has
+        only the first token of a document, which has no prediction."""
         positions = tuple(range(max(0, unit.context - 1), len(unit.token_ids) - 1))
         if not positions:
             return None
@@ -191,13 +195,13 @@ def _joined(chunks: Sequence[Any], name: str, kind: Any) -> Any:
 
 
 def _shard_tokens(row_bytes: int) -> int:
-    """Default tokens of a shard: as many as fill SHARD_BYTES."""
+    """The default number of tokens in a shard: as many as fill SHARD_BYTES."""
     return max(1, min(SHARD_TOKENS, SHARD_BYTES // row_bytes))
 
 
 def choose_logprobs(top_k: int, config: GPTConfig) -> Logprobs:
-    """Logprobs, with the `top_k` likeliest tokens. Raises ExtractionError if the model has too few
-    ids or a context of 1."""
+    """Logprobs with the `top_k` likeliest tokens. Raises ExtractionError if `top_k` exceeds the
+    vocabulary or the model's context is 1 token."""
     if not 0 <= top_k <= config.vocab_size:
         raise ExtractionError(f"top_k is {top_k}; the vocabulary has {config.vocab_size} ids")
     _require_prediction(config)
@@ -205,8 +209,8 @@ def choose_logprobs(top_k: int, config: GPTConfig) -> Logprobs:
 
 
 def choose_lens(top_k: int, config: GPTConfig) -> LensFigures:
-    """The lens after every layer, with the `top_k` likeliest tokens. Raises InvalidRequest if
-    the model cannot compute it, and ExtractionError if a window exceeds WINDOW_BYTES."""
+    """The lens after every layer, with the `top_k` likeliest tokens. Raises InvalidRequest if the
+    model cannot compute it, and ExtractionError if the figures of a window exceed WINDOW_BYTES."""
     _require_prediction(config)
     lens = LensFigures(config.n_layer + 1, top_k)
     example = lens.request("example", Unit(0, "", 0, (0, 0), 0))
@@ -220,7 +224,7 @@ def choose_lens(top_k: int, config: GPTConfig) -> LensFigures:
         )
         raise ExtractionError(
             f"top_k is {top_k}: the figures of {lens.layers} layers and a window of {window:,} "
-            f"tokens take {window * lens.row_bytes:,} bytes, {WINDOW_BYTES:,} are the most: {fix}"
+            f"tokens take {window * lens.row_bytes:,} bytes; the limit is {WINDOW_BYTES:,}: {fix}"
         )
     return lens
 
@@ -228,14 +232,14 @@ def choose_lens(top_k: int, config: GPTConfig) -> LensFigures:
 def _require_prediction(config: GPTConfig) -> None:
     if config.context_length < 2:
         raise ExtractionError(
-            "the model's context is 1 token, and predicting a token needs the one before it: "
+            "the model's context is 1 token, but predicting a token needs the token before it: "
             "extract --stages"
         )
 
 
 def choose_stages(patterns: Sequence[str], config: GPTConfig) -> Stages:
-    """The stages that names and patterns match. Raises InvalidRequest if there are none, and
-    ExtractionError for stages that are too large for a whole text."""
+    """The stages that the names and patterns match. Raises InvalidRequest if there are none, and
+    ExtractionError for stages that are too large to extract for a whole text."""
     stages = resolve_stages(patterns, config)
     for stage in stages:
         if "T" in stage.kind.axes:

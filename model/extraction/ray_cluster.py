@@ -1,7 +1,7 @@
 """Ray cluster: start Ray on this machine or join a running cluster, and leave it again.
 
-`on_ray.py` and `deploy/ray_serve.py` connect here and start their own workers. Ray is an optional
-dependency, imported inside functions only.
+`on_ray.py` and `deploy/ray_serve.py` use this module to connect, and start their own workers. Ray
+is an optional dependency, imported only inside functions.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from logitd.model.extraction.errors import ExtractionError
 
 LOCAL = "local"
 CONNECT_SECONDS = 5.0
-"""Timeout of the first connection."""
+"""Time to wait for an answer from the cluster's address before Ray is started."""
 
 
 @contextlib.contextmanager
@@ -29,7 +29,8 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
     """
     if address not in (LOCAL, "auto"):
         _require_listener(address)
-    # Ray reads these at its import. Without the first, a late reference starts Ray again.
+    # Ray reads both variables when it is imported. Without the first one, an object that is used
+    # after the shutdown starts Ray again.
     os.environ |= {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
@@ -37,14 +38,15 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if address == LOCAL:
             log("starting Ray on this machine")
-            # Ray listens on every interface, so it needs a token, or it writes one into the user's
-            # home. The variable stays set, because Ray reads it once.
+            # Ray listens on every network interface, so it needs a token. Without this variable it
+            # would write a token into the user's home. It stays set, because Ray reads it once.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            # The path is short because paths of sockets have at most 107 bytes.
+            # A short path: Ray puts sockets there, and the path of a socket has at most 107 bytes.
             folder = tempfile.TemporaryDirectory("", "logitd-ray-", "/tmp", True)
             options |= {"_temp_dir": stack.enter_context(folder), "include_dashboard": False}
             options |= {"_node_ip_address": "127.0.0.1", "num_cpus": available_processors()}
-        # Ray has no public switch for printing deaths of workers on stdout, next to the result.
+        # Otherwise Ray prints the death of a worker on stdout, where the result is printed. It has
+        # no public setting for this.
         ray._private.worker._worker_logs_enabled = False
         stack.callback(ray.shutdown)
         try:
@@ -60,6 +62,6 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError, ValueError) as error:
         raise ExtractionError(
-            f"--ray is {address}, and nothing answers there ({error}): give the host:port of a "
+            f"--ray is {address}, but nothing answers there ({error}): give the host:port of a "
             "running `ray start --head` (not ray://), auto, or local"
         ) from error

@@ -1,8 +1,9 @@
-"""Run: a whole text through a checkpoint into a folder, continuing after a kill.
+"""Run an extraction: compute a whole text with a checkpoint and write the results to a folder. An
+interrupted extraction can be continued.
 
-It checks the checkpoint and the request, reads the data once to identify it, locks the folder,
-compares its index with both, and then computes and writes shard after shard. The caller gets
-events; nothing is printed.
+`extract` checks the checkpoint and the request, locks the folder, reads the data once to compute
+its hash, compares all this with the folder's index, and then computes and writes shard after shard.
+The caller gets events; nothing is printed.
 """
 
 import time
@@ -50,9 +51,10 @@ SECONDS_BETWEEN = 0.5
 class ExtractionRequest:
     """The requested quantity, windows and shards.
 
-    stages        names and patterns; if empty, logprobs with the `top_k` likeliest tokens
-    lens          the lens instead, with its `top_k` likeliest tokens (0: LENS_TOP_K)
-    stride        tokens that each window counts; None: as many as possible
+    stages        names and patterns of stages to extract; empty for logprobs or the lens
+    top_k         number of likeliest tokens per row of logprobs or lens (0, lens: the default)
+    lens          extract the lens instead of logprobs
+    stride        tokens between the starts of two windows; None: as many as possible
     shard_tokens  most tokens of a shard; None: the default of the quantity
     """
 
@@ -65,7 +67,7 @@ class ExtractionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """The data is known, and the folder is ready; it may already contain shards."""
+    """Event: the data was read and the folder is ready. It may already contain shards."""
 
     survey: Survey
     shards: int
@@ -74,10 +76,10 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of an extraction, about twice a second."""
+    """Event: the progress of an extraction, about twice a second."""
 
-    tokens: int  # computed in all runs of the command
-    share: float  # of the data, 0 to 1; an estimate until it is encoded
+    tokens: int  # computed so far, including earlier runs of the command
+    share: float  # of the data, 0 to 1; an estimate until all data is encoded
     tokens_per_second: float  # of this run
     seconds_left: float
     shards: int
@@ -85,7 +87,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """A finished extraction. `tokens` and `seconds` are of this run alone."""
+    """A finished extraction. `tokens` and `seconds` count only this run of the command."""
 
     path: Path
     rows: int
@@ -116,8 +118,9 @@ def extract(
     report: Report = lambda event: None,
     tell: Tell = lambda event: None,
 ) -> Extracted:
-    """Compute every token of the texts `data` by the checkpoint at `path`, into the folder `out`,
-    in this process or on the Ray cluster at the address `ray`. Sets torch's threads by `options`.
+    """Compute every token of the texts `data` with the checkpoint at `path`, and write the results
+    to the folder `out`. The computation runs in this process, or on the Ray cluster at the address
+    `ray`. Sets the number of torch's threads as in `options`.
 
     Raises ExtractionError, InvalidRequest, DataError, CheckpointError, DeviceError and KernelError.
     """
@@ -175,7 +178,7 @@ def extract(
 def _choose_quantity(checkpoint: CheckpointInfo, request: ExtractionRequest) -> Quantity:
     if not checkpoint.tokenizer.has_text:
         raise ExtractionError(
-            f"{checkpoint.name} has no vocabulary, so a text has no tokens: give token ids to "
+            f"{checkpoint.name} has no vocabulary, so it cannot encode a text: give token ids to "
             "LLM.score and LLM.activations (model/llm.py)"
         )
     if request.stages:
@@ -218,7 +221,7 @@ def _check_unchanged(before: Survey, after: Survey, text: Text, folder: Extracti
 
 
 class _Meter:
-    """Tokens and seconds of this run of the command, and an estimate of the rest."""
+    """Counts the tokens and seconds of this run of the command, and estimates the rest."""
 
     def __init__(
         self, folder: ExtractionFolder, surveyed: Survey, reader: DataReader, tell: Tell
@@ -243,7 +246,7 @@ class _Meter:
             yield group
 
     def computed(self, tokens: int) -> None:
-        """Count newly computed tokens, and report progress now and then."""
+        """Count newly computed tokens, and report progress every SECONDS_BETWEEN."""
         self.tokens += tokens
         now = time.monotonic()
         if now - self._reported < SECONDS_BETWEEN:

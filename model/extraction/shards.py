@@ -1,8 +1,8 @@
-"""Shards: the bytes of a shard's file, Parquet or safetensors; equal values make equal bytes.
+"""Shards: the content of a shard's file, Parquet or safetensors. Equal values give equal bytes.
 
-Logprobs and the lens are Parquet files with a row per token, stages are a safetensors file with a
-tensor per stage. A row of the lens has lists with an entry per layer, so all Parquet files have the
-same rows, and a question across layers needs one row. Parquet needs pyarrow, an optional
+Logprobs and the lens are written as Parquet with one row per token, stages as safetensors with one
+tensor per stage. A row of the lens has lists with one entry per layer: so the rows are the same as
+for logprobs, and all layers of a token are in one row. Parquet needs pyarrow, an optional
 dependency.
 """
 
@@ -23,7 +23,8 @@ Values = npt.NDArray[Any]
 
 
 def nullable_column(values: Values, present: Booleans) -> Column:
-    """A column (tokens,) with `values` (P,) at the `present` tokens and null elsewhere."""
+    """A column (tokens,) with `values` (P,) at the P tokens where `present` is true, null
+    elsewhere."""
     import pyarrow as arrow
 
     whole = np.zeros(len(present), dtype=values.dtype)
@@ -32,8 +33,9 @@ def nullable_column(values: Values, present: Booleans) -> Column:
 
 
 def list_column(values: Values, counts: Integers, present: Booleans) -> Column:
-    """A column (tokens,) of lists with `counts` entries each, null unless `present`. The entries
-    are `values` (entries,), or lists of K values (entries, K)."""
+    """A column (tokens,) of lists, null where `present` is false. `counts` are the lengths of the
+    lists. Their entries, in order, are `values`: numbers (entries,), or lists of K numbers
+    (entries, K)."""
     import pyarrow as arrow
 
     entries = arrow.array(values.reshape(-1))
@@ -45,7 +47,8 @@ def list_column(values: Values, counts: Integers, present: Booleans) -> Column:
 
 
 def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
-    """A Parquet file of the counted tokens of units: their places and `columns`."""
+    """A Parquet file with a row for each counted token of the units: its document, source, position
+    and id, and the values of `columns`."""
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -71,8 +74,8 @@ def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
 
 
 def safetensors_file(units: Sequence[Unit], tensors: Mapping[str, Values]) -> bytes:
-    """A safetensors file of the counted tokens of units: `tensors` (tokens, ...), and `document`,
-    `position` and `token` (tokens,)."""
+    """A safetensors file for the counted tokens of the units: `tensors` (tokens, ...), and the
+    tensors `document`, `position` and `token` (tokens,)."""
     return save(
         {
             **{name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},

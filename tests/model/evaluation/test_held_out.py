@@ -90,7 +90,7 @@ def test_named_text_may_be_compressed_or_json_lines(
     [
         (
             b"x" * (MIN_TOKENS - 1),
-            "text.txt has 1,024 tokens; to measure a loss takes more than 1,024",
+            "text.txt has 1,024 tokens; measuring a loss takes more than 1,024",
         ),
         (b"x\xff" * MIN_TOKENS, r"text.txt is not UTF-8 \(byte 0xff"),
         (b"", "its files are empty"),
@@ -136,7 +136,7 @@ def test_run_has_its_own_held_out_text(configure: Configure, tmp_path: Path) -> 
 
 
 def test_checkpoint_of_unknown_text_has_no_held_out_text(checkpoint: CheckpointInfo) -> None:
-    with pytest.raises(DataError, match="lies in no run directory and was not trained on Python"):
+    with pytest.raises(DataError, match="is not in a run directory and was not trained on Python"):
         held_out_windows(checkpoint)
 
 

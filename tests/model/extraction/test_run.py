@@ -334,7 +334,9 @@ def test_full_disk_is_explained_and_shards_stay(extracting: Extract, tmp_path: P
     """A limit on the size of files lets the largest shard fail."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
-    refusal = pytest.raises(ExtractionError, match=r"out .*--out.* the same command continues")
+    refusal = pytest.raises(
+        ExtractionError, match=r"out .*--out.* give the same command to continue"
+    )
     with files_of_at_most(largest - 1), refusal:
         extracting(top_k=20, **ASKED)
     assert not list((tmp_path / "out").glob(".*"))
