@@ -1,7 +1,7 @@
-"""Operations: everything that can be asked of a model, one file each.
+"""Operations: everything that a client can ask of a model, one operation per file.
 
-Each file has a request body, a reply body, and a plan: the engine requests that answer the body,
-and the way from their events to the reply. HTTP routes, OpenAPI, metric labels, the methods of
-`LLM` and the Python client are derived from the list in `all.py`. `service/` queues requests and
-sends replies; `model/inference/` computes.
+Each file defines the body of the request, the body of the reply, and a plan, which says what the
+engine has to compute and how the reply is made from the results. HTTP routes, OpenAPI, metric
+labels, the methods of `LLM` and the Python client are derived from the list in `all.py`.
+`model/inference/` computes; `service/` queues requests and sends replies.
 """

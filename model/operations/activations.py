@@ -1,4 +1,4 @@
-"""Activations: the values of any stage of the forward, by its name."""
+"""Activations: the values of any stage of the forward pass, chosen by name."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -23,7 +23,7 @@ class ActivationsRequest(ArraysBody):
             "prompt": "def main():",
             "stages": ["blocks.*.attention.q"],
         },
-        "The keys that one head attends to, with the stream before and after its block": {
+        "One head's attention weights, with the stream before and after its block": {
             "prompt": "for i in range(10): print(",
             "stages": ["embedding", "blocks.0.attention.probs", "blocks.0.output"],
             "heads": [0],
@@ -37,7 +37,7 @@ class ActivationsRequest(ArraysBody):
     }
 
     stages: Annotated[list[StageName], Field(min_length=1, max_length=MAX_PATTERNS)] = Field(
-        description="Names of GET /stages; * is any layer: blocks.*.attention.q."
+        description="Names from GET /stages; * stands for every layer: blocks.*.attention.q."
     )
     heads: Places | None = Field(
         None, description="Heads of the stages that have any, from 0. Absent: all."
@@ -47,8 +47,8 @@ class ActivationsRequest(ArraysBody):
 class PromptActivations(PromptReply):
     positions: list[int]
     stages: dict[str, list[Any]] = Field(
-        description="Nested lists by stage, positions first. null: not finite, such as the scores "
-        "of keys that a position does not see."
+        description="Nested lists by stage; the first axis is the positions. null: a value that is "
+        "not finite, such as the score of a key that a position does not see."
     )
 
 
@@ -77,7 +77,7 @@ def plan(body: ActivationsRequest, subject: Subject) -> Planning:
     not_npy = None
     if len(arrays) > 1:
         not_npy = (
-            f"npy holds one array, and stages names {len(arrays)} of them. Accept "
+            f"npy holds one array, but stages names {len(arrays)} of them. Accept "
             "application/vnd.safetensors or JSON",
             "stages",
         )
@@ -91,9 +91,9 @@ ACTIVATIONS = Operation(
     plan=plan,
     form="outputs",
     summary="Values of any stage of the forward pass, by its name",
-    description="Stages of GET /stages, each an array whose first axis is the positions: "
-    "queries (positions, n_head, head_dim), attention weights (positions, n_head, tokens), units "
-    "of the MLP (positions, d_ff), streams (positions, d_model).\n\n"
+    description="The values of stages, which GET /stages lists. Each is an array whose first axis "
+    "is the positions: queries (positions, n_head, head_dim), attention weights (positions, "
+    "n_head, tokens), units of the MLP (positions, d_ff), streams (positions, d_model).\n\n"
     "`Accept: application/vnd.safetensors` returns the arrays of all prompts, "
     "`application/x-npy` the array of one stage of one prompt; otherwise JSON.",
 )

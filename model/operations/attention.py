@@ -29,7 +29,7 @@ class AttentionRequest(ArraysBody):
     }
 
     layers: Places | None = Field(None, description="Blocks, from 0. Absent: all.")
-    heads: Places | None = Field(None, description="From 0. Absent: all.")
+    heads: Places | None = Field(None, description="Heads, from 0. Absent: all.")
 
 
 class PromptAttention(PromptReply):

@@ -29,12 +29,12 @@ from logitd.model.text.tokenizer import Tokenizer
 
 
 class AttributionsRequest(ComparedTokens, PromptBody):
-    """A token's logit, or the difference of two, attributed to the tokens of the prompt, the heads
-    and the MLPs. Computed in float32 from the served weights."""
+    """How much the tokens of the prompt, the heads and the MLPs contribute to a token's logit, or
+    to the difference of two logits. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
-        "The likeliest next token, attributed to the prompt's": {"prompt": "for i in range(10"},
-        "One token rather than another, along a path from zero": {
+        "What the likeliest next token depends on in the prompt": {"prompt": "for i in range(10"},
+        "Why one token rather than another, along a path from zero": {
             "prompt": "for i in range(10",
             "token": ")",
             "minus": ",",
@@ -49,8 +49,8 @@ class AttributionsRequest(ComparedTokens, PromptBody):
 
     position: Place = Field(
         -1,
-        description="Position of the prompt whose logits are attributed; negative ones count from "
-        "the end.",
+        description="Position of the prompt whose logits are attributed; negative numbers count "
+        "from the end.",
     )
     methods: Annotated[list[Method], Field(min_length=1, max_length=3)] = Field(
         ["gradient_times_input"],
@@ -67,8 +67,8 @@ class AttributionsRequest(ComparedTokens, PromptBody):
     )
     baseline: Literal["zero"] | TokenId | None = Field(
         None,
-        description="Baseline of integrated gradients: 'zero' vectors (absent: these), or the "
-        "embedding of this token id at every position.",
+        description="Baseline of integrated gradients: 'zero' for vectors of zeros (the default), "
+        "or a token id, whose embedding is used at every position.",
     )
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ class AttributionsRequest(ComparedTokens, PromptBody):
         for name in ("steps", "baseline"):
             if getattr(self, name) is not None and "integrated_gradients" not in self.methods:
                 raise ValueError(
-                    f"{name} is given and methods has no 'integrated_gradients'; add it, or leave "
+                    f"{name} is given, but methods has no 'integrated_gradients'; add it, or leave "
                     f"{name} out"
                 )
         return self
@@ -89,15 +89,15 @@ class TargetToken(NamedToken):
 
 
 class AttributedToken(NamedToken):
-    """A token of the prompt, with its attribution by each requested method: 0 after the
-    position."""
+    """A token of the prompt, with its attribution by each requested method. Tokens after the
+    position have 0."""
 
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
 
 
 class PathSummary(ReplyBody):
-    """Error of the steps of integrated gradients."""
+    """How exact the integrated gradients are with this number of steps."""
 
     steps: int
     baseline: Literal["zero"] | int
@@ -125,7 +125,7 @@ class PromptAttributions(PromptReply):
     position: int
     token: TargetToken
     minus: TargetToken | None
-    value: float = Field(description="The logit minus the other token's, if there is one.")
+    value: float = Field(description="The logit of `token`, minus that of `minus` if given.")
     tokens: list[AttributedToken]
     integrated_gradients: PathSummary | None = None
     direct: DirectContributions | None = None
@@ -154,7 +154,8 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         )
         for prompt in prompts
     ]
-    # For each block its heads, MLP, bias and the biases of two norms; embedding, two biases.
+    # Each block has its heads, MLP, bias and the biases of two norms. Others: embedding, two
+    # biases.
     config = subject.config
     parts = config.n_layer * (config.n_head + 4) + 3 if "direct" in body.methods else 0
     listed = sum(map(len, prompts)) + parts * len(prompts)
@@ -223,8 +224,8 @@ ATTRIBUTIONS = Operation(
     form="record",
     summary="Tokens, heads and MLPs that a logit depends on",
     description="""\
-The gradient of a token's logit, or of the difference of two, with respect to the vector of
-each token of the prompt, times that vector, at the prompt or along a path from a baseline; and
-the direct share of each head, bias and MLP. Other requests go on meanwhile: a step computes one
-block of one prompt.""",
+By gradients: the gradient of a token's logit, or of the difference of two logits, with respect to
+the vector of each token of the prompt, times that vector; at the prompt itself, or along a path
+from a baseline. Direct: the share that each head, bias and MLP adds to the logit. Other requests
+are computed at the same time: a step of the engine computes one block of one prompt.""",
 )

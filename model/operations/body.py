@@ -1,8 +1,8 @@
-"""Bodies: the fields and base classes that requests and replies of several operations share.
+"""Bodies: fields and base classes that the requests and replies of several operations share.
 
-Requests are validated strictly: no unknown field, no NaN, no number in quotes. Reply models
-document the replies, and tests validate every reply against them. The replies themselves are plain
-dicts, which are several times faster.
+Requests are validated strictly: unknown fields, NaN and numbers in quotes are refused. The models
+of replies are only documentation, and tests compare every reply with them. The replies themselves
+are plain dicts, which are several times faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_IDS = 2**17
-"""Ids in one list. Parsing a body of this size blocks the event loop for about 20 ms."""
+"""Most ids in one list. Parsing a body of this size blocks the event loop for about 20 ms."""
 MAX_PROMPTS = 4096
 
-# Lists stop at their first wrong item: describing every one would block the event loop for seconds.
+# Validation stops at the first wrong item of a list (fail_fast): describing every wrong item would
+# block the event loop for seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=2**22)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
@@ -25,7 +26,7 @@ Prompt = Annotated[
     Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
 ]
 Examples = Mapping[str, Mapping[str, Any]]
-"""Valid bodies by the feature that each one shows; /docs offers them."""
+"""Valid bodies, each under a title that says what it shows. /docs offers them as examples."""
 
 Timeout = Annotated[
     float | None,
@@ -79,7 +80,8 @@ class RequestBody(BaseModel):
 
     @property
     def queued(self) -> tuple[int, str]:
-        """The number of sequences that the body queues, and the field that decides it."""
+        """The number of sequences that the request adds to the queue, and the field that this
+        number depends on."""
         return 1, "prompt"
 
 
@@ -111,7 +113,7 @@ class CheckpointName(ReplyBody):
 
 
 class Reply(ReplyBody):
-    """Members that every reply begins with: the model and the weights that answered."""
+    """The first members of every reply. They name the model and its weights."""
 
     id: str
     created: int
@@ -120,7 +122,7 @@ class Reply(ReplyBody):
 
 
 class PromptReply(ReplyBody):
-    """Members that the reply of each prompt begins with."""
+    """The first members of the part of a reply that belongs to one prompt."""
 
     index: int
     token_ids: list[int]
@@ -147,7 +149,7 @@ LogitBias = Annotated[
 
 
 class PositionRange(RequestBody):
-    """Positions from one to before another, like a Python slice."""
+    """The positions from `from` up to but not including `to`, like a Python slice."""
 
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 
@@ -166,7 +168,7 @@ class PositionRange(RequestBody):
 PositionChoice = Annotated[
     Literal["last", "all"] | Places | PositionRange,
     Field(
-        description="The last position, all, a list, or {'from': first, 'to': first left out}; "
-        "negative ones count from the end."
+        description="'last', 'all', a list of positions, or {'from': first, 'to': first left out}; "
+        "negative numbers count from the end."
     ),
 ]

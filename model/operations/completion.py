@@ -1,8 +1,8 @@
-"""Completions: from the engine's tokens to growing texts, whole or piece by piece.
+"""Completions: the texts of a generation, which grow while the engine generates tokens.
 
-One `Completion` is a choice of a reply. `GrowingReply` has all choices of a request, ends those
-that reach a stop string, and returns the new pieces since the last call. `LLM` and the HTTP service
-read the same pieces.
+A `Completion` is one choice of a reply. `GrowingReply` has all choices of a request, ends those
+that reach a stop string, and returns what was added to each choice since the last call. `LLM` and
+the HTTP service both use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ from logitd.model.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Piece:
-    """A part of a choice: its text and tokens since the last piece.
+    """The text and tokens that were added to a choice since its previous piece.
 
-    seed           of its prompt
-    tokens         with logprobs, if the request asks for them
+    seed           the seed of the prompt
+    tokens         the tokens with their logprobs, if the request asks for logprobs
     finish_reason  "stop" or "length" in the last piece
     stop_reason    the stop string, or the id of the stop token, that ended the text
     """
@@ -58,11 +58,12 @@ class Piece:
 
 
 class Completion:
-    """One choice on its way from tokens to text.
+    """One choice while it is generated: its tokens become text.
 
-    A stop token is one of `token_ids` and not in the text. A stop string is not in the text; the
-    token that completes it is the last of `token_ids`. If `max_tokens` cuts a character, the text
-    ends before it. With `echo`, text, ids and tokens begin with the prompt.
+    `token_ids` includes a stop token, but the text does not. A stop string is not in the text
+    either; the token that completes it is the last of `token_ids`. If `max_tokens` is reached
+    within a character, the text ends before that character. With `echo`, text, ids and tokens begin
+    with the prompt.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Completion:
         self._new = Piece(index, prompt_index, params.seed, tokenizer.decode(echo), list(echo))
 
     def push(self, event: TokenEvent) -> bool:
-        """Add a token. True if it completed a stop string: the sequence can end."""
+        """Add a token. Returns True if it completed a stop string, so that the caller can end the
+        sequence."""
         if self.finished:
             return False
         new = self._new
@@ -101,7 +103,7 @@ class Completion:
         self._new.tokens += tokens
 
     def finish(self, event: FinishEvent) -> None:
-        """Add the engine's final event, which must be no error."""
+        """Add the engine's final event. It must not be an error."""
         if self.finished:
             return
         cut = event.reason is not FinishReason.STOP
@@ -110,7 +112,7 @@ class Completion:
             self._end("length" if cut else "stop", event.stop_token_id)
 
     def take(self) -> Piece | None:
-        """The piece since the last call; None if it is empty."""
+        """What was added since the last call; None if nothing was."""
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):
             return None
@@ -163,8 +165,9 @@ class GrowingReply:
         return sum(completion.generated for completion in self._completions.values())
 
     def push(self, event: Event) -> bool:
-        """Add an event. True if its sequence has reached a stop string: the caller aborts it. The
-        caller checks a FinishEvent for errors, unless its choice `is_finished`."""
+        """Add an event. Returns True if its sequence has reached a stop string; the caller then
+        aborts the sequence. The caller checks a FinishEvent for errors first, unless the choice
+        `is_finished`."""
         if isinstance(event, TokenEvent):
             return self._completions[event.request_id, event.index].push(event)
         if isinstance(event, PromptEvent):
@@ -175,7 +178,7 @@ class GrowingReply:
         return False
 
     def is_finished(self, event: FinishEvent) -> bool:
-        """True if the choice of an event has ended already."""
+        """True if the choice that an event belongs to has ended already."""
         return self._completions[event.request_id, event.index].finished
 
     def take(self) -> list[Piece]:
@@ -183,7 +186,8 @@ class GrowingReply:
         return [piece for piece in pieces if piece is not None]
 
     def take_json(self) -> dict[str, Any]:
-        """The members `choices` and, with prompt logprobs, `prompts`, since the last call."""
+        """What was added since the last call, as the members `choices` and, with prompt logprobs,
+        `prompts`."""
         choices = [piece.to_json(self._tokenizer) for piece in self.take()]
         scores, self._scores = self._scores, {}
         if not scores:
@@ -198,7 +202,7 @@ class GrowingReply:
         return {"choices": choices, "prompts": prompts}
 
     def usage(self) -> dict[str, int]:
-        """Token counts at the end; each prompt counts once."""
+        """The token counts after the last event. Each prompt counts once."""
         first = [event for event in self.finishes if event.counts_prompt]
         return {
             "prompt_tokens": self.prompt_tokens,

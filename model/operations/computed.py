@@ -1,4 +1,4 @@
-"""Computed: the results of engine requests, gathered from their events and held in memory."""
+"""Computed: the results of engine requests, collected from their events."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.sampling.results import ScoredToken
 
 MOST_NATS = 700.0
-"""Largest power whose exp is a finite float64."""
+"""The exp of larger numbers may be too large for a float64."""
 
 
 @dataclass(slots=True)
 class Computed:
-    """Rows and attributions by request; scored tokens by request and sequence; the final event of
-    each sequence."""
+    """The results of several requests: rows and attributions by request, scored tokens by request
+    and sequence, and the final event of each sequence."""
 
     rows: dict[str, list[Any]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[ScoredToken]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Computed:
     finishes: list[FinishEvent] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Add an event. The caller checks a FinishEvent for errors."""
+        """Add an event. The caller has to check a FinishEvent for errors."""
         match event:
             case OutputsChunk(request_id=request_id, rows=rows):
                 self.rows.setdefault(request_id, []).extend(rows)
@@ -43,12 +43,13 @@ class Computed:
 
 
 def logprobs_of(tokens: Sequence[ScoredToken]) -> list[float]:
-    """The logprobs of tokens, except a prompt's first, which has none."""
+    """The logprobs of tokens. The first token of a prompt has none and is left out."""
     return [token.chosen.logprob for token in tokens if token.chosen is not None]
 
 
 def perplexity(tokens: Sequence[ScoredToken]) -> float | None:
-    """exp of the mean negative logprob; None if nothing is scored or the result overflows."""
+    """The exponential of the mean negative logprob; None if no token is scored or the result
+    overflows."""
     logprobs = logprobs_of(tokens)
     if not logprobs:
         return None

@@ -1,4 +1,4 @@
-"""Generation: sampled text after one or many prompts, token by token."""
+"""Generate: text after one or several prompts, sampled token by token."""
 
 import json
 import secrets
@@ -39,7 +39,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_STRINGS = 64
 MAX_CHOICES = 1024
 MAX_CONSTRAINT = 2**15
-"""Characters of a regex, of a grammar, of a schema as JSON, and of all choices together."""
+"""Most characters of a regex, a grammar, a schema (as JSON), or all choices together."""
 
 Pattern = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -112,27 +112,28 @@ class GenerateRequest(SamplingFields, PromptBody):
         None,
         ge=0,
         lt=2**31,
-        description="Largest number of generated tokens. Absent: all that fit. 0: only the prompt "
-        "is computed.",
+        description="Largest number of generated tokens. Absent: as many as fit. 0: only the "
+        "prompt is computed.",
     )
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be sampled.")
     regex: Pattern | None = Field(
-        None, description="The whole text matches this expression, in the syntax of Rust's regex."
+        None, description="The whole text matches this expression (syntax of Rust's regex crate)."
     )
     json_schema: dict[str, Any] | None = Field(
-        None, description="The text is one JSON value by this schema, on one line."
+        None, description="The text is one JSON value that fits this schema, on one line."
     )
     choice: Choices | None = Field(
         None,
-        description="The text is one of these. Sampled token by token: to compare whole texts, "
-        "use /score.",
+        description="The text is one of these. It is sampled token by token; to compare the "
+        "probabilities of whole texts, use /score.",
     )
     grammar: Pattern | None = Field(
         None, description="The text is a sentence of this grammar, in llguidance's dialect of Lark."
     )
     stop: StopString | StopStrings = Field(
-        default_factory=list, description="Strings that end the completion; not part of it."
+        default_factory=list,
+        description="Strings that end the completion. They are not part of the text.",
     )
     stop_token_ids: list[TokenId] = Field(
         default_factory=list,
@@ -142,7 +143,7 @@ class GenerateRequest(SamplingFields, PromptBody):
     )
     ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
     min_tokens: int = Field(
-        0, ge=0, lt=2**31, description="Nothing ends the text before this number of tokens."
+        0, ge=0, lt=2**31, description="The text does not end before it has this many tokens."
     )
     seed: int | None = Field(
         None,
@@ -152,7 +153,10 @@ class GenerateRequest(SamplingFields, PromptBody):
     )
     n: int = Field(1, ge=1, le=4096, description="Completions per prompt.")
     logprobs: int | None = Field(
-        None, ge=0, lt=2**31, description="Logprob of each token, and of the k likeliest."
+        None,
+        ge=0,
+        lt=2**31,
+        description="List each generated token with its logprob, and the k likeliest tokens.",
     )
     logprobs_stage: Stage = Field(
         "raw", description="Logprobs before or after bias, penalties, temperature and filters."
@@ -161,14 +165,19 @@ class GenerateRequest(SamplingFields, PromptBody):
         None,
         ge=0,
         lt=2**31,
-        description="Raw logprob of each token of the prompt, and of the k likeliest in its place.",
+        description="List each token of the prompt with its raw logprob, and the k likeliest "
+        "tokens at its position.",
     )
     echo: bool = Field(False, description="Begin text, token_ids and tokens with the prompt.")
     priority: int = Field(
-        0, ge=-100, le=100, description="Lower is admitted earlier; equals as they arrive."
+        0,
+        ge=-100,
+        le=100,
+        description="Requests with a lower number start earlier, equal ones in order of arrival.",
     )
     prefix_reuse: bool = Field(
-        True, description="The prompt may copy a prefix that was computed before."
+        True,
+        description="Keys and values of a prefix that was computed before may be copied.",
     )
     interventions: Interventions = Field(default_factory=list)
     stream: bool = Field(False, description="Answer with server-sent events.")
@@ -177,14 +186,14 @@ class GenerateRequest(SamplingFields, PromptBody):
     def _consistent(self) -> Self:
         if self.echo and self.logprobs is not None and self.logprobs_stage == "processed":
             raise ValueError(
-                "echo lists the prompt's logprobs too, and they are raw: set logprobs_stage to "
+                "echo also lists the prompt's logprobs, but those are raw: set logprobs_stage to "
                 "'raw', or leave one of the two out"
             )
         if self.ignore_eos:
             for name in self.alternatives[0]:
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} ends the text and ignore_eos continues after it; give one of them"
+                        f"{name} ends the text, but ignore_eos continues it; give one of them"
                     )
         return self
 
@@ -193,7 +202,7 @@ class GenerateRequest(SamplingFields, PromptBody):
     def _distinct_choices(cls, choice: list[str] | None) -> list[str] | None:
         texts = choice or []
         if len(set(texts)) < len(texts):
-            raise ValueError("choice has a text twice; give each once")
+            raise ValueError("choice lists a text twice; list each once")
         if (length := sum(map(len, texts))) > MAX_CONSTRAINT:
             raise ValueError(
                 f"choice has {length} characters together; {MAX_CONSTRAINT} are allowed"
@@ -219,10 +228,12 @@ class Choice(ReplyBody):
     prompt_index: int
     text: str
     token_ids: list[int]
-    seed: int = Field(description="Seed of the prompt, for all of its n choices.")
+    seed: int = Field(description="Seed of the prompt, which all of its n choices share.")
     tokens: list[Token] | None = Field(None, description="With logprobs.")
     finish_reason: Literal["stop", "length"] | None
-    stop_reason: str | int | None = Field(description="The stop string or token id that ended it.")
+    stop_reason: str | int | None = Field(
+        description="The stop string or token id that ended the text."
+    )
 
 
 class Usage(ReplyBody):
@@ -236,7 +247,7 @@ class Timings(ReplyBody):
     queue_ms: float
     prefill_ms: float
     decode_ms: float
-    ttft_ms: float = Field(description="Arrival to the first token.")
+    ttft_ms: float = Field(description="Time from arrival to the first token.")
     tokens_per_second: float = Field(description="Generated tokens over the decoding time.")
 
 
@@ -244,13 +255,13 @@ class GenerateReply(Reply):
     choices: list[Choice]
     prompts: list[ScoredPrompt] | None = Field(None, description="With prompt_logprobs.")
     usage: Usage
-    seed: int | None = Field(description="Seed of all prompts; null if each has drawn its own.")
+    seed: int | None = Field(description="Seed of all prompts; null if their seeds differ.")
     timings: Timings
 
 
 def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = False) -> Planning:
-    """One engine request per prompt. `clamp_max_tokens`: a text that does not fit ends with the
-    context, and is not refused."""
+    """One engine request per prompt. If `clamp_max_tokens`, a `max_tokens` beyond the context is
+    reduced, not refused."""
     source, tokenizer = constraint_source(body), subject.tokenizer
     if not tokenizer.has_text:
         _refuse_texts(body, source)
@@ -295,12 +306,12 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
 
 
 def new_seed() -> int:
-    """A seed for a prompt. JavaScript and jq keep integers of JSON exact below 2^53."""
+    """A random seed for a prompt. It is below 2^53, so that JavaScript and jq read it exactly."""
     return secrets.randbits(53)
 
 
 def constraint_source(body: GenerateRequest) -> Source | None:
-    """The constraint of a body, which has at most one."""
+    """The constraint of a body. Validation has made sure that there is at most one."""
     if body.regex is not None:
         return Source("regex", body.regex)
     if body.grammar is not None:
@@ -323,20 +334,20 @@ def constraint_source(body: GenerateRequest) -> Source | None:
 
 
 def _refuse_texts(body: GenerateRequest, source: Source | None) -> None:
-    """Raise InvalidRequest for texts other than the prompt: there is no vocabulary."""
+    """Raise InvalidRequest for stop strings and constraints, which need a vocabulary."""
     if body.stop_strings:
         raise no_vocabulary("stop")
     if source is not None:
         raise InvalidRequest(
-            f"{source.kind} is about text, and {NO_VOCABULARY}; use allowed_token_ids to limit the "
-            "ids",
+            f"{source.kind} constrains text, but {NO_VOCABULARY}; use allowed_token_ids to limit "
+            "the ids",
             source.kind,
             "no_vocabulary",
         )
 
 
 def _max_tokens(body: GenerateRequest, prompt: TokenIds, subject: Subject, *, clamp: bool) -> int:
-    # Validation rejects a prompt that leaves no room for one.
+    # At least 1: validation refuses a prompt that leaves no room for a token.
     room = max(1, subject.context_length - len(prompt))
     if body.max_tokens is None:
         return room
@@ -367,8 +378,8 @@ GENERATE = Operation(
     id_prefix="gen",
     summary="Sampled text, as one reply or a stream of events",
     description="""\
-Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices have
-the new text and tokens, then one with `usage` and `timings`, then `[DONE]`.
+Continue a prompt. With `stream`, the reply is a stream of server-sent events: chunks with the new
+text and tokens of the choices, then a chunk with `usage` and `timings`, then `[DONE]`.
 
 The same request with the same seed generates the same tokens in any batch.""",
 )

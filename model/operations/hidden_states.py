@@ -56,8 +56,8 @@ HIDDEN_STATES = Operation(
     plan=plan,
     form="outputs",
     summary="The residual stream at chosen layers and positions",
-    description="The residual stream (layers, positions, d_model): 0 is after the embeddings, i "
-    "after block i, before the final norm.\n\n"
+    description="The residual stream (layers, positions, d_model). Layer 0 is the stream after the "
+    "embeddings, layer i the stream after block i; the final norm is not applied.\n\n"
     "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` those "
     "of all prompts; otherwise JSON.",
 )

@@ -1,9 +1,10 @@
-"""Interventions: from the fields of a body to interventions of the engine.
+"""Interventions: turn the fields of a body into interventions of the engine.
 
-A name with `*` becomes one intervention per layer, negative indices count from the end, and `from`
-and `minus` become values that are read from another prompt. These readings are computed first, by
-the same weights; equal ones once. Each intervention keeps the name of its field for later errors.
-The engine checks whether an intervention fits the model (`model/inference/interventions.py`).
+A name with `*` becomes one intervention per layer. Negative indices count from the end. `from` and
+`minus` become the values that the stage has in another prompt. These values are computed first,
+with the same weights, and only once if several interventions need them. Each intervention keeps the
+name of its field for later errors. The engine checks whether an intervention fits the model
+(`model/inference/interventions.py`).
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -41,11 +42,17 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage
 
 MAX_RESOLVED = 2**13
-"""Interventions of a request, counted per prompt and layer. Every step carries all of them out."""
+"""Most interventions of a request, counted per prompt and layer: every step of the engine carries
+all of them out."""
 MAX_INTERVENTIONS = 256
 
 StageName = Annotated[
-    str, Field(min_length=1, max_length=100, description="A name of GET /stages; * is any layer.")
+    str,
+    Field(
+        min_length=1,
+        max_length=100,
+        description="A name from GET /stages; * stands for every layer.",
+    ),
 ]
 TAKES: Mapping[str, Sequence[str]] = {
     "zero": (),
@@ -60,16 +67,17 @@ RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
 
 
 class Source(RequestBody):
-    """Another prompt whose values at the same stage are read; computed in the same request."""
+    """Another prompt, from which the values of the same stage are taken. It is computed as part of
+    the request."""
 
     prompt: Text | TokenIds
     positions: PositionChoice | None = Field(
-        None, description="Absent: those of the intervention if it names any, else all."
+        None, description="Absent: the positions of the intervention, or all if it names none."
     )
 
 
 class Intervention(RequestBody):
-    """One change of a stage, at some positions and heads."""
+    """A change of the values of one stage, at some positions and heads."""
 
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 
@@ -77,23 +85,26 @@ class Intervention(RequestBody):
     operation: Literal["zero", "scale", "add", "set"]
     positions: Literal["all", "prompt", "generated", "last"] | Places | PositionRange = Field(
         "all",
-        description="All that is computed, the prompt, the generated tokens, or positions of the "
-        "prompt.",
+        description="All positions, those of the prompt, those of generated tokens, the last one "
+        "of the prompt, or chosen positions of the prompt.",
     )
-    heads: Places | None = Field(None, description="From 0. Absent: all.")
+    heads: Places | None = Field(None, description="Heads, from 0. Absent: all.")
     factor: float | None = Field(
-        None, ge=-1e30, le=1e30, description="Factor of scale, or of the values of add (absent: 1)."
+        None,
+        ge=-1e30,
+        le=1e30,
+        description="With scale, the factor; with add, a factor for the added values (absent: 1).",
     )
     values: Row | Rows | RowsOfHeads | None = Field(
         None,
-        description="For add and set: the stage's values at one position, which serve for all, or "
-        "a list of them, one for each position.",
+        description="With add and set: values of the stage, either once for all positions or one "
+        "list for each position.",
     )
     source: Source | None = Field(
         None,
         alias="from",
-        description="Instead of values: another prompt. set takes its values position by position, "
-        "add their mean over its positions.",
+        description="Instead of values: another prompt. set copies its values position by "
+        "position, add adds their mean over the positions.",
     )
     minus: Source | None = Field(
         None, description="With add and from: a prompt whose mean is subtracted (steering)."
@@ -115,7 +126,7 @@ class Intervention(RequestBody):
         if self.operation in ("add", "set") and given["values"] == given["from"]:
             raise ValueError(f"{self.operation!r} needs values or from, one of the two")
         if given["minus"] and not given["from"]:
-            raise ValueError("minus is subtracted from the mean of 'from'; give from as well")
+            raise ValueError("minus is subtracted from the mean of 'from': give from as well")
         return self
 
 
@@ -124,8 +135,8 @@ Interventions = Annotated[
     Field(
         max_length=MAX_INTERVENTIONS,
         fail_fast=True,
-        description="Changes inside the forward, carried out in this order. A prompt with any is "
-        "computed by plain code next to the others, and shares no prefix with them.",
+        description="Changes inside the forward pass, carried out in this order. A prompt with "
+        "interventions is computed by slower code, and shares no prefix with other prompts.",
     ),
 ]
 
@@ -139,7 +150,7 @@ Positions = tuple[int, ...] | Span
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Stages to read of another prompt, at some positions and heads."""
+    """The stages whose values are taken from another prompt, at some positions and heads."""
 
     token_ids: Ids
     positions: tuple[int, ...]
@@ -153,11 +164,11 @@ Readings = Mapping[Reading, Mapping[str, Values]]
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An intervention of a body on all prompts.
+    """An intervention of a body, for all prompts.
 
     field          its place in the body
-    positions      on each prompt
-    source, minus  readings of `from` and `minus`
+    positions      its positions in each prompt
+    source, minus  the readings for `from` and `minus`
     """
 
     field: str
@@ -179,9 +190,9 @@ def resolve_interventions(
     generates: bool = False,
     field: str = f"{PARAM}[{{}}]",
 ) -> Resolving:
-    """The interventions on each prompt. `generates`: tokens follow the prompts. `field`: place of a
-    body in the request, from its index. Raises InvalidRequest for stages, heads and positions that
-    do not exist."""
+    """The interventions of each prompt. `generates` is True if tokens are generated after the
+    prompts. `field` is a format string that makes the field's name from an index of `bodies`.
+    Raises InvalidRequest for stages, heads and positions that do not exist."""
     lengths = [len(prompt) for prompt in prompts]
     named = {field.format(index): body for index, body in enumerate(bodies)}
     targets = {}
@@ -191,8 +202,8 @@ def resolve_interventions(
     count = len(prompts) * sum(len(target.stages) for target in targets.values())
     if count > MAX_RESOLVED:
         raise InvalidRequest(
-            f"there would be {count} interventions, one for each layer that is named and each "
-            f"prompt; {MAX_RESOLVED} are allowed. Send fewer prompts at once",
+            f"there would be {count} interventions, one for each prompt and each chosen layer; "
+            f"{MAX_RESOLVED} are allowed. Send fewer prompts at once",
             PARAM,
         )
     changes = [
@@ -225,7 +236,7 @@ def _change(
     ]
     with about(field):
         if body.positions == "generated" and not generates:
-            raise InvalidRequest("positions are 'generated', and nothing is generated here")
+            raise InvalidRequest("positions are 'generated', but nothing is generated here")
         positions = [_positions(body.positions, length) for length in lengths]
         source, minus = [
             None if ids is None else _reading(body, source, ids, target)
@@ -251,8 +262,8 @@ def _positions(positions: Any, length: int) -> Positions:
 
 
 def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Computed, Readings]:
-    """Compute all readings of changes. Raises InvalidRequest, with the field that asks for it, for
-    a reading that the model cannot compute."""
+    """Compute all readings of the changes. Raises InvalidRequest for a reading that the model
+    cannot compute; the error names the field that asks for it."""
     fields: dict[Reading, str] = {}
     for change in changes:
         for reading in (change.source, change.minus):
@@ -281,7 +292,7 @@ def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Co
         computed = yield Compute(list(requests.values()))
     except InvalidRequest as error:
         asking = {requests[reading].request_id: field for reading, field in fields.items()}
-        if error.request_id is None:  # all of them together exceed the queue
+        if error.request_id is None:  # not about one reading: together they exceed the queue
             raise
         with about(asking[error.request_id]):
             raise InvalidRequest(f"the prompt of from or minus: {error}") from error
@@ -321,8 +332,8 @@ def _intervention(
 
 
 def _values(change: _Change, stage: Stage, readings: Readings, *, axes: int) -> Values | None:
-    """(1, ...) or (positions, ...), of the chosen heads; None if the operation needs none. A
-    position has `axes`."""
+    """The values of an intervention at the chosen heads, (1, ...) or (positions, ...), with `axes`
+    axes after the first; None if the operation needs no values."""
     body = change.body
     if body.values is not None:
         return _given_values(body.values, axes)
@@ -337,19 +348,20 @@ def _values(change: _Change, stage: Stage, readings: Readings, *, axes: int) -> 
         if other.shape != mean.shape:
             raise InvalidRequest(
                 f"{stage.name} has the shape {list(mean.shape)} in `from` and {list(other.shape)} "
-                "in `minus`; take prompts of as many tokens"
+                "in `minus`; give prompts with equally many tokens"
             )
         mean -= other
     return mean[None].astype(np.float32)
 
 
 def _given_values(values: object, axes: int) -> Values:
-    """Values of a body: (positions, ...), or (1, ...) if it has those of one position."""
+    """The values in a body as an array (positions, ...), or (1, ...) if they are given once for all
+    positions."""
     try:
         with np.errstate(over="ignore"):
             array = np.array(values, dtype=np.float32)
     except ValueError as error:
         raise InvalidRequest("values are lists of different lengths") from error
     if not np.isfinite(array).all():
-        raise InvalidRequest("values hold a number that float32 cannot: its limit is 3.4e38")
+        raise InvalidRequest("values have a number that is too large for float32 (3.4e38)")
     return array[None] if array.ndim <= axes else array

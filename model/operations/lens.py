@@ -39,7 +39,7 @@ MAX_NAMED = 1024
 
 
 class LensRequest(OutputsBody):
-    """The final norm and the head on the stream after each layer (the logit lens)."""
+    """The logit lens: the final norm and the head, applied to the stream after each layer."""
 
     examples: ClassVar[Examples] = {
         "The likeliest tokens after each layer": {"prompt": "for i in range(10", "top_k": 3},
@@ -56,10 +56,10 @@ class LensRequest(OutputsBody):
     layers: HiddenLayers = None
     top_k: int = Field(5, ge=1, le=1024, description="Number of likeliest tokens for each layer.")
     token_ids: Annotated[ChosenIds, Field(max_length=MAX_NAMED)] | None = Field(
-        None, description="Also these tokens, by id, at any rank."
+        None, description="Further tokens to list, whatever their rank, by id."
     )
     tokens: Annotated[list[Text], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
-        None, description="Also these tokens, by text."
+        None, description="Further tokens to list, whatever their rank, by text."
     )
 
 
@@ -71,7 +71,7 @@ class LensLayer(ReplyBody):
     tokens: list[TokenProb] = Field(description="The tokens that the request names.")
     entropy: float = Field(description="In nats.")
     divergence: float = Field(
-        description="Kullback-Leibler divergence of the model's own prediction from this one, in "
+        description="Kullback-Leibler divergence of the model's own prediction from this one in "
         "nats; 0 at the last layer."
     )
 
@@ -138,7 +138,7 @@ LENS = Operation(
     form="listing",
     summary="Predictions of the next token after each layer",
     description="""\
-The final norm and the head, applied to the residual stream after each layer: the likeliest
-next tokens, probability and rank of named ones, the entropy, and the divergence of the model's own
-prediction, which is the last layer's.""",
+The final norm and the head, applied to the residual stream after each layer. Each layer has the
+likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the divergence
+from the model's own prediction, which is that of the last layer.""",
 )

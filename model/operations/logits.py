@@ -60,7 +60,9 @@ class TopLogit(NamedToken):
 class PromptLogits(PromptReply):
     positions: list[int] = Field(description="Row i predicts the token after this position.")
     columns: list[int] | None = Field(description="Ids of the columns. null: 0, 1, 2, ...")
-    logits: list[list[float | None]] | None = Field(description="null: dropped by processing.")
+    logits: list[list[float | None]] | None = Field(
+        description="null for a token that processing removed."
+    )
     top: list[list[TopLogit]] | None = Field(description="With top_k, instead of logits.")
 
 
@@ -93,7 +95,8 @@ def plan(body: LogitsRequest, subject: Subject) -> Planning:
         members=members,
         facts={"columns": body.token_ids, "logits": None},
         not_npy=(
-            "npy cannot hold top_k; accept JSON or application/vnd.safetensors, or set token_ids",
+            "npy cannot be used with top_k; accept JSON or application/vnd.safetensors, or set "
+            "token_ids instead",
             "top_k",
         ),
     )
@@ -114,7 +117,7 @@ def _top_row(
 def _top_arrays(
     rows: npt.NDArray[Any], *, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The ids and values of the largest logits of rows, padded with -1 and -inf."""
+    """The ids and values of the largest logits of each row, padded with -1 and -inf."""
     ids = np.full((len(rows), count), -1, dtype=np.int64)
     values = np.full((len(rows), count), -np.inf, dtype=np.float32)
     for index, row in enumerate(rows):
@@ -125,7 +128,7 @@ def _top_arrays(
 
 
 def _kept(row: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """Indices of the `count` largest of a row, except those that processing dropped."""
+    """The indices of the `count` largest logits of a row, without those that processing removed."""
     best = largest(row, count)
     return best[row[best] > -np.inf]
 

@@ -1,8 +1,9 @@
-"""Operation: one thing that can be asked of a model, and the four kinds of plan that answer it.
+"""Operation: something that a client can ask of a model, and the four kinds of plan that answer it.
 
-A plan is a generator. It yields the work that must be done before the engine requests are known
-(`Compute`, `Compile`), receives the results, and returns one of the four kinds of plan below. It
-performs no input or output, so the same plan runs on an event loop and in a plain thread.
+An operation's `plan` is a generator. If other work has to be done before the engine requests are
+known, it yields that work (`Compute`, `Compile`) and receives the results. It returns one of the
+four kinds of plan below. It performs no input or output itself, so it can run on an event loop as
+well as in a plain thread.
 """
 
 import time
@@ -24,8 +25,8 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 
 LISTED_ELEMENTS = 64
-"""Elements of an output that one listed token counts as: in memory it is an object with an id, a
-text and bytes."""
+"""Against the limit of elements, a listed token counts as this many: in memory it is an object with
+an id, a text and bytes."""
 
 
 def new_id(kind: str) -> str:
@@ -34,7 +35,7 @@ def new_id(kind: str) -> str:
 
 
 def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The CheckpointName."""
+    """The members of `CheckpointName`."""
     return {
         "name": checkpoint.name,
         "step": checkpoint.training.step,
@@ -44,7 +45,7 @@ def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
 
 
 def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The first members of every reply: its id, the name of the model and its weights."""
+    """The first members of every reply: its id, its time, and the name and weights of the model."""
     return {
         "id": new_id(kind),
         "created": int(time.time()),
@@ -55,10 +56,10 @@ def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model that an operation is planned for, and limits of a reply (None: no limit).
+    """The model for which an operation is planned, and the limits of its reply (None: no limit).
 
-    max_elements    elements of outputs, as float32
-    max_text_bytes  bytes of a text that is decoded from ids
+    max_elements    most elements of the arrays in the reply, counted as float32
+    max_text_bytes  most bytes of a text that is decoded from ids
     """
 
     checkpoint: CheckpointInfo
@@ -78,7 +79,7 @@ class Subject:
         return self.config.context_length
 
     def check_array(self, elements: int) -> None:
-        """Raise InvalidRequest for arrays that are larger than a reply may be."""
+        """Raise InvalidRequest if arrays of this many elements are too large for a reply."""
         if self.max_elements is not None and elements > self.max_elements:
             raise InvalidRequest(
                 f"the reply would have {elements} elements; {self.max_elements} are allowed. Ask "
@@ -87,8 +88,8 @@ class Subject:
             )
 
     def check_listed(self, count: int, what: str, param: str) -> None:
-        """Raise InvalidRequest for more listed tokens than a reply may have; `what` names them,
-        `param` is the field that asks for them."""
+        """Raise InvalidRequest if a reply may not list this many tokens. `what` is the word for
+        them in the message, `param` the field that asks for them."""
         limit = self.max_elements
         if limit is not None and count * LISTED_ELEMENTS > limit:
             raise InvalidRequest(
@@ -104,14 +105,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run engine requests; the answer is a `Computed`, or an InvalidRequest is thrown."""
+    """Run engine requests. The plan receives a `Computed`, or an InvalidRequest is thrown into
+    it."""
 
     requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Compile a constraint for a number of sequences; the answer is a `Constraint`."""
+    """Compile a constraint for a number of sequences. The plan receives a `Constraint`."""
 
     source: Source
     sequences: int
@@ -122,9 +124,9 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A JSON object, made of the results of all requests.
+    """The reply is a JSON object, made from the results of all requests.
 
-    reply  from the results to the members of the reply after the envelope; may take seconds
+    reply  makes the members of the reply, without the envelope; may take seconds
     """
 
     requests: Sequence[Request]
@@ -133,12 +135,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class NamedArray:
-    """An array of each prompt.
+    """An array that the reply has for each prompt.
 
-    name           in JSON and in safetensors
+    name           its name in JSON and in safetensors
     shapes         its shape for each prompt
     position_axis  the axis of positions; the other axes are in the engine's order
-    dtype          None: the reply's
+    dtype          None: the dtype of the reply
     """
 
     name: str
@@ -157,11 +159,12 @@ class NamedArray:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Rows as lists of JSON objects instead of arrays.
+    """Rows that are written as lists of JSON objects instead of arrays.
 
-    member      of each prompt, which lists the rows
-    items       from a row to the objects of its list, which are made one by one
-    wrapped_in  the member of a row that holds its list, after its position; None: the list itself
+    member      the member of each prompt that lists the rows
+    items       makes the objects of a row, one by one
+    wrapped_in  a row is an object with its position and this member, its list; None: the row is the
+                list itself
     """
 
     member: str
@@ -171,16 +174,16 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Rows at positions of prompts, written while they are computed.
+    """The reply has rows at positions of the prompts. They are written while they are computed.
 
-    arrays      the arrays of each prompt; empty: the reply is JSON alone
-    split       from the engine's rows to those of the arrays; None: the arrays are columns of the
-                engine's rows, one after the other
-    listing     the JSON form, if it is not the arrays
-    members     of the reply, and of a file's metadata
-    facts       members of each prompt's JSON
-    wrapped_in  the member of a prompt that holds the arrays; None: the prompt itself
-    not_npy     the reason why an .npy file cannot hold the reply, and the field to change
+    arrays      the arrays of each prompt; if empty, the reply can only be JSON
+    split       makes the rows of the arrays from the engine's rows; None: the engine's rows contain
+                the arrays one after the other
+    listing     the form of the rows in JSON, if they are not written as arrays
+    members     further members of the reply, and of a file's metadata
+    facts       further members of each prompt in JSON
+    wrapped_in  the member of a prompt that contains the arrays; None: the prompt itself
+    not_npy     why the reply cannot be an .npy file, and the field to change
     """
 
     requests: Sequence[OutputsRequest]
@@ -194,8 +197,7 @@ class Outputs:
     not_npy: tuple[str, str] | None = None
 
     def parts(self, index: int, rows: Any) -> list[Any]:
-        """The rows of each array of a prompt, from the engine's rows: (count, ...), positions
-        first."""
+        """The rows (count, ...) of each array of a prompt, made from the engine's rows."""
         if self.split is None:
             ends = np.cumsum([array.row_elements(index) for array in self.arrays])
             parts: Sequence[Any] = np.split(rows.reshape(len(rows), -1), ends[:-1], axis=1)
@@ -209,10 +211,11 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Sampled text that grows token by token; `completion.py` turns events into choices.
+    """The reply is sampled text, which grows token by token. `completion.py` makes the choices from
+    the engine's events.
 
     n, stop, echo              as in the body
-    logprobs, prompt_logprobs  how many of the likeliest tokens are listed; None: no logprobs
+    logprobs, prompt_logprobs  number of likeliest tokens to list; None: no logprobs
     """
 
     requests: Sequence[GenerationRequest]
@@ -225,14 +228,14 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Many requests, a few of them at a time, and a part of the reply for each.
+    """The reply has a part for each of many requests (jobs), of which a few run at a time.
 
     head      members of the reply that are known before the jobs run
-    jobs      requests, made lazily
-    part      from a job's results to its part of the reply; called in the order of `jobs`
+    jobs      the requests, made lazily
+    part      makes a part of the reply from a job's results; called in the order of `jobs`
     event     name of a part in a stream
-    members   from all parts to the rest of the reply
-    held      elements of the values that the jobs share
+    members   makes the other members of the reply from all parts
+    held      number of elements of the values that the jobs share
     tokens    cost of all jobs together (`model/inference/engine/cost.py`)
     """
 
@@ -249,23 +252,22 @@ Plan = Record | Outputs | Completions | Series
 Planning = Generator[Compute | Compile, Any, Plan]
 
 Form = Literal["record", "outputs", "listing", "completions", "series", "vocabulary"]
-"""Form of an endpoint's replies: `listing` is outputs as JSON alone; `vocabulary` is a record that
-needs no engine."""
+"""The form of an endpoint's replies. `listing` is like `outputs` but only in JSON; `vocabulary` is
+a record that needs no engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation.
+    """An operation, from which its endpoint, its documentation and its Python method are made.
 
-    name          of its endpoint, and of its method in Python
+    name          name of the endpoint and of the method
     body, reply   pydantic models; `reply` may be a union
-    plan          from a valid body to a plan. Raises InvalidRequest for a body that the model
-                  cannot answer
-    form          of its replies
-    summary       a title
-    description   Markdown for /docs
-    tag           its section in /docs
-    id_prefix     None: the name
+    plan          makes the plan of a valid body. Raises InvalidRequest if the model cannot answer
+    form          the form of the replies
+    summary       the title in /docs
+    description   the text in /docs, in Markdown
+    tag           the section in /docs
+    id_prefix     the beginning of the ids of replies; None: the name
     """
 
     name: str

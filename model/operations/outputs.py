@@ -16,8 +16,8 @@ from logitd.model.operations.prompts import encode_all, resolve_positions
 HiddenLayers = Annotated[
     Places | None,
     Field(
-        description="0 is after the embeddings, i after block i, before the final norm; negative "
-        "ones count from the end. Absent: all."
+        description="Layers: 0 is the stream after the embeddings, i the stream after block i, "
+        "both before the final norm; negative numbers count from the end. Absent: all."
     ),
 ]
 
@@ -51,6 +51,6 @@ def outputs_requests(
 
 
 def resolve_layers(layers: Sequence[int] | None, subject: Subject) -> tuple[int, ...]:
-    """Layers from 0, the embeddings; None: all."""
+    """The chosen layers, counted from 0, the embeddings; all if `layers` is None."""
     count = subject.config.n_layer + 1
     return resolve_indices("layers", layers, count, f"there are {count} hidden states")

@@ -57,26 +57,29 @@ class ProbsRequest(StageBody, PromptBody):
         None,
         ge=1,
         lt=2**31,
-        description="The k likeliest tokens. Absent, without token_ids or tokens: 10.",
+        description="List the k likeliest tokens. Default: 10, unless token_ids or tokens is set.",
     )
-    token_ids: ChosenIds | None = Field(None, description="These tokens, at any rank.")
+    token_ids: ChosenIds | None = Field(
+        None, description="List these tokens instead, whatever their rank."
+    )
     tokens: list[Text] | None = Field(
         None,
         min_length=1,
         max_length=4096,
         fail_fast=True,
-        description="These tokens, by text; each must be one token of the vocabulary.",
+        description="List the tokens with these texts; each must be one token of the vocabulary.",
     )
-    perplexity: bool = Field(False, description="Also the perplexity of each prompt itself.")
+    perplexity: bool = Field(False, description="Also return the perplexity of each prompt.")
     interventions: Interventions = Field(default_factory=list)
 
 
 class PromptProbs(PromptReply):
     tokens: list[TokenProb]
-    mass: float = Field(description="Probability of the listed tokens together.")
+    mass: float = Field(description="Sum of the probabilities of the listed tokens.")
     entropy: float = Field(description="Of the whole distribution, in nats.")
     perplexity: float | None = Field(
-        None, description="Perplexity of the prompt after its first token; null for a single token."
+        None,
+        description="Perplexity of the prompt's tokens after the first; null for a single token.",
     )
 
 
@@ -86,7 +89,8 @@ class ProbsReply(Reply):
 
 
 def plan(body: ProbsRequest, subject: Subject) -> Planning:
-    """The logits at each prompt's last position; before that, its score for a perplexity."""
+    """Compute the logits at the last position of each prompt. If the perplexity is wanted too, the
+    prompts are scored first."""
     vocab_size, tokenizer = subject.config.vocab_size, subject.tokenizer
     check_count("top_k", body.top_k, vocab_size)
     check_token_ids("token_ids", body.token_ids or (), vocab_size)
@@ -105,7 +109,7 @@ def plan(body: ProbsRequest, subject: Subject) -> Planning:
             ScoreRequest(request_id=new_id("score"), token_ids=prompt, interventions=interventions)
             for prompt, interventions in zip(prompts, changes, strict=True)
         ]
-        # First, so that the last positions copy the blocks that the scores have computed.
+        # Scores first: the requests below then reuse the cache blocks that the scores computed.
         scored: Computed = yield Compute(scores)
         perplexities = [
             {"perplexity": perplexity(scored.tokens[score.request_id, 0])} for score in scores
@@ -149,6 +153,6 @@ PROBS = Operation(
     form="record",
     summary="Probabilities of the next token",
     description="""\
-The likeliest next tokens after each prompt, or named ones, with probability, logprob and
-rank; and the entropy of the whole distribution.""",
+The likeliest next tokens after each prompt, or chosen tokens, with probability, logprob and rank;
+and the entropy of the whole distribution.""",
 )

@@ -1,7 +1,7 @@
-"""Processing: the sampler's steps, from a body's fields to the engine's output.
+"""Processing: logits as the sampler changes them before it draws a token.
 
-The fields are separate from those of /generate, because `top_k` of other operations is the number
-of tokens that a reply lists.
+The fields of `Processing` are an object of their own in a body, because `top_k` has another meaning
+there: the number of tokens that a reply lists.
 """
 
 import re
@@ -17,11 +17,12 @@ from logitd.model.operations.body import ChosenIds, LogitBias, RequestBody, Stag
 from logitd.model.operations.prompts import clip
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-"""An id as the key of a JSON object: one spelling each, so that no key overwrites another."""
+"""A token id as a key of a JSON object. Every id has only one spelling, so that two keys cannot
+mean the same id."""
 
 
 class Processing(SamplingFields, RequestBody):
-    """The steps between the logits and a sampled token, as /generate defines them."""
+    """The steps that the sampler applies to logits, with the fields of /generate."""
 
     needs: ClassVar[Mapping[str, Sequence[str]]] = {
         "completion_start": ("presence_penalty", "frequency_penalty")
@@ -36,8 +37,8 @@ class Processing(SamplingFields, RequestBody):
         None,
         ge=0,
         lt=2**31,
-        description="Position from which the prompt's tokens count as generated, for the presence "
-        "and frequency penalties.",
+        description="Tokens of the prompt from this position on count as generated, for the "
+        "presence and frequency penalties.",
     )
 
     @model_validator(mode="after")
@@ -45,7 +46,7 @@ class Processing(SamplingFields, RequestBody):
         if (self.presence_penalty or self.frequency_penalty) and self.completion_start is None:
             raise ValueError(
                 "presence_penalty and frequency_penalty count generated tokens: set "
-                "completion_start to the position from which the prompt's tokens count as such"
+                "completion_start to the position of the first token that counts as generated"
             )
         return self
 
@@ -55,21 +56,22 @@ class StageBody(RequestBody):
 
     stage: Stage = Field("raw", description="Before or after `processing`.")
     processing: Processing | None = Field(
-        None, description="With stage 'processed'. A token that it drops is -inf, null in JSON."
+        None,
+        description="With stage 'processed'. The logit of a removed token is -inf, null in JSON.",
     )
 
     @model_validator(mode="after")
     def _stage_of_processing(self) -> Self:
         if self.processing is not None and self.stage == "raw":
             raise ValueError(
-                "processing is given and stage is 'raw'; set stage to 'processed', or leave "
+                "processing is given, but stage is 'raw'; set stage to 'processed', or leave "
                 "processing out"
             )
         return self
 
 
 def logits_output(body: StageBody, columns: tuple[int, ...] | None = None) -> Logits:
-    """Logits of the columns (None: all), raw or processed."""
+    """The engine's output for the logits of `columns` (None: all), raw or processed."""
     if body.stage == "raw":
         return Logits(columns=columns)
     fields = body.processing or Processing()
@@ -85,7 +87,7 @@ def logits_output(body: StageBody, columns: tuple[int, ...] | None = None) -> Lo
 
 
 def bias_by_id(biases: dict[str, float]) -> dict[int, float]:
-    """The biases with integer keys; JSON has strings."""
+    """The biases with integers as keys; in JSON the keys are strings."""
     for key in biases:
         if not TOKEN_ID.fullmatch(key):
             raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""Prompts: token ids, positions and single tokens, from the fields of a body.
+"""Prompts: make token ids and positions from the fields of a body.
 
-A text that certainly has more tokens than the context holds is refused before it is encoded. All
-other checks of ids belong to `model/inference/engine/validation.py`.
+A text that is certainly too long for the context is refused before it is encoded. All other checks
+of token ids are in `model/inference/engine/validation.py`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ TokenIds = tuple[int, ...]
 def encode_all(
     texts: Sequence[str | Sequence[int]], param: str, subject: Subject
 ) -> list[TokenIds]:
-    """The token ids of texts; lists of ids stay as they are. `param` is the field of the texts."""
+    """The token ids of each text; lists of ids stay as they are. `param` is the name of the
+    field."""
     return [
         encode_within(text, param, subject) if isinstance(text, str) else tuple(text)
         for text in texts
@@ -41,7 +42,8 @@ def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
 def encode_text(
     text: str, tokenizer: Tokenizer, param: str = "prompt", *, special_ids: bool = False
 ) -> list[int]:
-    """`Tokenizer.encode`. Raises InvalidRequest if that fails; `param` is the text's field."""
+    """The token ids of a text. Raises InvalidRequest if it cannot be encoded; `param` is the name
+    of its field."""
     try:
         return tokenizer.encode(text, special_ids=special_ids)
     except NoVocabularyError as error:
@@ -51,12 +53,14 @@ def encode_text(
 
 
 def no_vocabulary(param: str) -> InvalidRequest:
-    """The refusal of a text that is sent to a model of token ids alone; `param` is its field."""
-    return InvalidRequest(f"{param} is a text, and {NO_VOCABULARY}", param, "no_vocabulary")
+    """The error for a text that is sent to a model without a vocabulary; `param` is the name of its
+    field."""
+    return InvalidRequest(f"{param} is a text, but {NO_VOCABULARY}", param, "no_vocabulary")
 
 
 def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
-    """The id of a text that is one token, or of a special token's name; `param` is its field."""
+    """The id of a text that is a single token or the name of a special token; `param` is the name
+    of its field."""
     if text in tokenizer.special_tokens:
         return tokenizer.special_tokens[text]
     ids = encode_text(text, tokenizer, param)
@@ -69,8 +73,8 @@ def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
 
 
 def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
-    """Positions of a prompt of `length` tokens, ascending. Raises InvalidRequest if there are
-    none."""
+    """The chosen positions of a prompt of `length` tokens, counted from the start. Raises
+    InvalidRequest if there are none."""
     if not length:
         return ()  # validation rejects an empty prompt
     match positions:
@@ -92,7 +96,8 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
 
 
 def resolve_position(position: int, length: int) -> TokenIds:
-    """One position from the start; none of an empty prompt, which validation rejects."""
+    """A position, counted from the start. Returns no position for an empty prompt, which validation
+    rejects."""
     return resolve_in_prompt("position", [position], length) if length else ()
 
 
@@ -102,10 +107,10 @@ def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tupl
 
 
 def clip(text: str, limit: int = 80) -> str:
-    """The beginning of a client's text, short enough for a message."""
+    """A client's text, cut to a length that fits into a message."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _named(param: str) -> str:
-    """A text of a body, as a sentence names it."""
+    """The words for a text of a field in a message."""
     return "the prompt" if param == "prompt" else f"one of {param}"

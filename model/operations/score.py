@@ -1,4 +1,4 @@
-"""Scores: the logprobs of given texts. Nothing is sampled."""
+"""Score: the logprobs of given texts. Nothing is sampled."""
 
 import math
 from collections.abc import Sequence
@@ -47,14 +47,14 @@ class ScoreRequest(PromptBody):
         | None
     ) = Field(
         None,
-        description="Texts or ids to score after each prompt, which is computed once. Each is "
-        "tokenized by itself. Absent: the prompt is scored.",
+        description="Texts or lists of ids to score after each prompt. Each is tokenized by "
+        "itself, and the prompt is computed once. Absent: the prompt itself is scored.",
     )
     logprobs: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="List each token's logprob, and the k likeliest in its place.",
+        description="List each token with its logprob, and the k likeliest tokens at its position.",
     )
     interventions: Interventions = Field(default_factory=list)
 
@@ -67,7 +67,9 @@ class ScoreRequest(PromptBody):
 
 class TextScore(PromptReply):
     tokens: list[Token] | None = Field(None, description="With `logprobs`.")
-    scored_tokens: int = Field(description="All, except a prompt's first: nothing predicts it.")
+    scored_tokens: int = Field(
+        description="All tokens except the first of a prompt, which has no prediction."
+    )
     logprob: float = Field(description="Sum over the scored tokens, in nats.")
     is_greedy: bool = Field(description="True if temperature 0 generates these tokens.")
     perplexity: float | None = Field(description="null if no token is scored.")
@@ -75,7 +77,9 @@ class TextScore(PromptReply):
 
 
 class PromptScores(PromptReply):
-    score: TextScore | None = Field(None, description="The prompt's, without continuations.")
+    score: TextScore | None = Field(
+        None, description="The score of the prompt, if the request has no continuations."
+    )
     continuations: list[TextScore] | None = None
 
 
@@ -97,7 +101,7 @@ def plan(body: ScoreRequest, subject: Subject) -> Planning:
     changes = yield from resolve_interventions(
         body.interventions, prompts, subject, generates=bool(texts)
     )
-    # At least 1: `is_greedy` compares each token with the likeliest.
+    # At least 1, because `is_greedy` compares each token with the likeliest one.
     top = max(1, body.logprobs or 0)
     scored = [sum(map(len, continuations)) or len(prompt) for prompt in prompts]
     subject.check_listed(sum(scored) * (1 + top), "logprobs", "logprobs")
@@ -136,7 +140,7 @@ def plan(body: ScoreRequest, subject: Subject) -> Planning:
 def _text_score(
     index: int, tokens: Sequence[ScoredToken], listed: int | None, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The TextScore of a text, with `listed` likeliest tokens in the place of each."""
+    """The TextScore of a text, with the `listed` likeliest tokens at each position."""
     scored = [token for token in tokens if token.chosen is not None]
     total = math.fsum(logprobs_of(scored))
     size = len(tokenizer.decode_bytes([token.token_id for token in scored]))
@@ -166,6 +170,6 @@ SCORE = Operation(
     form="record",
     summary="Logprobs of given texts",
     description="""\
-The logprob of each prompt, or of continuations of it: as a sum, by token on request, as
-perplexity and as bits per byte. A prompt with several continuations is computed once.""",
+The logprob of each prompt, or of continuations of it, as a sum, as perplexity, as bits per byte,
+and on request token by token. A prompt with several continuations is computed once.""",
 )

@@ -1,7 +1,7 @@
-"""Sweeps: one intervention carried out in one place after another.
+"""Sweep: an intervention that is carried out in one place after another.
 
-Values that `from` reads are computed once, for all layers and positions; each cell takes its part.
-`model/inference/sweep.py` lists the places of the grid.
+The places form a grid of cells, which `model/inference/sweep.py` lists. The values of a `from`
+prompt are computed only once, for all layers and positions, and each cell takes its part of them.
 """
 
 from collections.abc import Generator, Iterator
@@ -46,8 +46,8 @@ from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_jso
 
 
 class SweepRequest(ComparedTokens):
-    """A grid of a token's logit, or of the difference of two, under an intervention in one layer,
-    head or position after another."""
+    """The logit of a token, or the difference of two logits, while an intervention is carried out
+    in one layer, head or position after another. The results form a grid."""
 
     examples: ClassVar[Examples] = {
         "Without each head in turn": {
@@ -72,13 +72,15 @@ class SweepRequest(ComparedTokens):
     prompt: Text | TokenIds = Field(description="One text, or the ids of one.")
     position: Place = Field(-1, description="Position of the prompt whose logits are compared.")
     vary: Intervention = Field(
-        description="The intervention in each place; its heads and positions limit the places."
+        description="The intervention that is carried out in each place. Its heads and positions "
+        "limit the places."
     )
     over: Annotated[list[Axis], Field(min_length=1, max_length=3)] = Field(
         description="The axes of the grid: layers (of the stage's *), heads, positions."
     )
     interventions: Interventions = Field(
-        default_factory=list, description="Changes in every cell, carried out before `vary`."
+        default_factory=list,
+        description="Interventions that every cell has in addition, carried out before `vary`.",
     )
     stream: bool = Field(False, description="Send each cell as it is computed.")
     timeout: Timeout = None
@@ -89,7 +91,7 @@ class SweepRequest(ComparedTokens):
         if len(set(self.over)) < len(self.over):
             raise ValueError(f"over names an axis twice: {self.over}")
         if self.vary.positions == "generated":
-            raise ValueError("vary.positions are 'generated', and nothing is generated here")
+            raise ValueError("vary.positions are 'generated', but nothing is generated here")
         return self
 
 
@@ -103,9 +105,9 @@ class SweepAxis(ReplyBody):
 
 
 class SweepCell(ReplyBody):
-    """`value` is the token's logit minus the other token's, if there is one."""
+    """`value` is the logit of `token`, minus that of `minus` if given."""
 
-    layer: int | None = Field(description="null: the axis is not swept.")
+    layer: int | None = Field(description="null if the sweep has no such axis.")
     head: int | None
     position: int | None
     logit: float
@@ -114,17 +116,19 @@ class SweepCell(ReplyBody):
 
 
 class SweepReply(Reply):
-    token_ids: list[int] = Field(description="Of the prompt.")
+    token_ids: list[int] = Field(description="Token ids of the prompt.")
     token: SweptToken
     minus: SweptToken | None
     axes: list[SweepAxis]
-    unchanged: SweepCell = Field(description="Without `vary`.")
-    cells: list[SweepCell] = Field(description="In the order of the axes, the last one fastest.")
-    grid: list[Any] = Field(description="Values of the cells, nested by the axes.")
+    unchanged: SweepCell = Field(description="The result without `vary`.")
+    cells: list[SweepCell] = Field(
+        description="In the order of the axes; the last axis changes fastest."
+    )
+    grid: list[Any] = Field(description="Values of the cells as nested lists, one level per axis.")
 
 
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """The grid, and the row without `vary`, which is computed before any cell."""
+    """Make the grid. The logits without `vary` are computed before any cell."""
     (prompt,) = encode_all([body.prompt], "prompt", subject)
     (constant,) = yield from resolve_interventions(body.interventions, [prompt], subject)
     (varied,) = yield from resolve_interventions([body.vary], [prompt], subject, field="vary")
@@ -222,8 +226,8 @@ SWEEP = Operation(
     form="series",
     summary="An intervention at each layer, head or position in turn",
     description="""\
-Carry an intervention out in one layer, head or position after another, and return a token's
-logit each time, or the difference of two: ablate each head in turn, patch each layer and
-position in turn. With `stream`, an event with the members that are known before the cells,
-`{"cell": ...}` for each cell as it is computed, then `[DONE]`.""",
+Carry out an intervention in one layer, head or position after another, and return the logit of a
+token each time, or the difference of two logits: for example, ablate each head in turn, or patch
+each layer at each position. With `stream`, the first event has the members that are known before
+the cells; then follow `{"cell": ...}` for each cell as soon as it is computed, and `[DONE]`.""",
 )

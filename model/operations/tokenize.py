@@ -1,7 +1,8 @@
-"""Tokenizing: texts to ids and ids to text, with the vocabulary alone.
+"""Tokenize texts and decode token ids. Only the vocabulary is needed.
 
-Nothing is computed or queued. Evaluation programs with a "remote tokenizer" read these replies.
-Texts may be longer than the model's context; only a body and a reply have limits.
+The model computes nothing, so nothing is queued. Evaluation programs with a "remote tokenizer" can
+read these replies. Texts may be longer than the model's context; only the sizes of the body and of
+the reply are limited.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from logitd.model.operations.tokens import NamedToken, token_json
 from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 
 MAX_PIECES = 2**14
-"""Tokens that one reply describes one by one: about a megabyte and a half of JSON."""
+"""Most tokens that one reply describes one by one: about a megabyte and a half of JSON."""
 
 MAX_UNKNOWN = 2**17
 """Characters of a text that a pattern may cut that is not known to take linear time."""
@@ -35,8 +36,8 @@ class TokenizeRequest(RequestBody):
     """Turn texts into token ids. No token is added."""
 
     examples: ClassVar[Examples] = {
-        "Each token with the characters that it touches": {"prompt": "naïve 😀"},
-        "The ids of two texts alone": {
+        "Each token with its bytes and characters": {"prompt": "naïve 😀"},
+        "Only the ids of two texts": {
             "prompt": ["def main():", "<|endoftext|>"],
             "pieces": False,
         },
@@ -51,15 +52,17 @@ class TokenizeRequest(RequestBody):
     )
     special_tokens: Literal["ids", "text"] = Field(
         "ids",
-        description="Turn the name of a special token into its id, or treat it as plain text, as "
-        "the prompts of every other endpoint do.",
+        description="ids: the name of a special token becomes its id. text: it is plain text, as "
+        "in the prompts of every other endpoint.",
     )
     pieces: bool | None = Field(
         None,
-        description=f"Describe each token. Absent: true up to {MAX_PIECES} tokens together; with "
-        "more, `pieces` of the reply is null.",
+        description=f"Describe each token. Absent: true if there are at most {MAX_PIECES} tokens "
+        "in total; otherwise `pieces` of the reply is null.",
     )
-    add_special_tokens: bool = Field(False, description="Only false: no token is added to a text.")
+    add_special_tokens: bool = Field(
+        False, description="Must be false: no token is added to a text."
+    )
     model: ModelName = None
 
     @field_validator("prompt", mode="before")
@@ -89,10 +92,10 @@ class TokenizeRequest(RequestBody):
 
 
 class Piece(NamedToken):
-    """A token; it may hold half a character."""
+    """A token. It may consist of only a part of a character."""
 
-    start: int = Field(description="The first character that the token touches.")
-    end: int = Field(description="The character after the last that it touches.")
+    start: int = Field(description="The first character of which the token has bytes.")
+    end: int = Field(description="The character after the last one of which it has bytes.")
     special: bool
 
 
@@ -129,7 +132,7 @@ class DetokenizeRequest(RequestBody):
 
     @property
     def many(self) -> bool:
-        """True for a list of lists; an empty list is a list of no ids."""
+        """True for a list of lists. An empty list counts as a list without ids."""
         return bool(self.tokens) and isinstance(self.tokens[0], list)
 
     @property
@@ -139,7 +142,7 @@ class DetokenizeRequest(RequestBody):
 
 
 class DecodedText(ReplyBody):
-    prompt: str = Field(description="The text; bytes that are not UTF-8 show as U+FFFD.")
+    prompt: str = Field(description="The text; bytes that are not UTF-8 become U+FFFD.")
     bytes: list[int]
 
 
@@ -225,7 +228,7 @@ def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[
 
 
 def _one_or_many(results: Sequence[Mapping[str, Any]], *, many: bool) -> dict[str, Any]:
-    """One result as it is, or several as `prompts`."""
+    """The members of the reply: the only result itself, or all results as `prompts`."""
     if not many:
         return dict(results[0])
     return {"prompts": [{"index": index, **result} for index, result in enumerate(results)]}
@@ -241,8 +244,8 @@ TOKENIZE = Operation(
     id_prefix="tokens",
     summary="Texts to token ids",
     description="""\
-The ids of a text; and `pieces`, each token with its bytes and the characters [start, end) of
-the text that it touches. For a list of texts, `prompts` has the same members for each.""",
+The ids of a text, and `pieces`: each token with its bytes and the characters [start, end) of the
+text from which they come. For a list of texts, `prompts` has these members for each text.""",
 )
 DETOKENIZE = Operation(
     name="detokenize",
@@ -254,6 +257,6 @@ DETOKENIZE = Operation(
     id_prefix="tokens",
     summary="Token ids to text",
     description="""\
-The text of ids and its bytes, which are exact even if they are not UTF-8. For a list of lists,
-`prompts` has the same members for each.""",
+The text of token ids and its bytes, which are exact even if they are not UTF-8. For a list of
+lists, `prompts` has these members for each list.""",
 )

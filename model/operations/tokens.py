@@ -1,4 +1,4 @@
-"""Tokens as members of requests and replies: id, text for people, bytes and logprobs."""
+"""Tokens as members of requests and replies: id, readable text, bytes and logprobs."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -14,19 +14,21 @@ from logitd.model.text.tokenizer import Tokenizer
 
 
 class ComparedTokens(RequestBody):
-    """The token whose logit is computed, and the one whose logit is subtracted from it."""
+    """The token whose logit is computed, and the token whose logit is subtracted."""
 
     alternatives: ClassVar[Sequence[Sequence[str]]] = (("token", "token_id"), ("minus", "minus_id"))
 
     token: Text | None = Field(None, description="Text of the token whose logit is computed.")
     token_id: TokenId | None = Field(
-        None, description="Its id. Without either: the likeliest next token."
+        None,
+        description="Id of the token whose logit is computed. Without token and token_id: the "
+        "likeliest next token.",
     )
     minus: Text | None = Field(None, description="Text of the token whose logit is subtracted.")
-    minus_id: TokenId | None = Field(None, description="Its id.")
+    minus_id: TokenId | None = Field(None, description="Id of the token whose logit is subtracted.")
 
     def compared(self, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-        """The ids of both tokens; None for one that the body does not name."""
+        """The ids of both tokens; None for a token that the body does not name."""
         token, minus = self.token_id, self.minus_id
         if self.token is not None:
             token = single_token(self.token, tokenizer, "token")
@@ -37,7 +39,7 @@ class ComparedTokens(RequestBody):
 
 class NamedToken(ReplyBody):
     id: int
-    text: str = Field(description="For people; bytes that are not UTF-8 show as U+FFFD.")
+    text: str = Field(description="Readable text; bytes that are not UTF-8 become U+FFFD.")
     bytes: list[int]
 
 
@@ -47,19 +49,21 @@ class TopToken(NamedToken):
 
 
 class Token(NamedToken):
-    logprob: float | None = Field(description="null for the first of a prompt: nothing predicts it")
+    logprob: float | None = Field(
+        description="null for the first token of a prompt, which has no prediction."
+    )
     rank: int | None
     top: list[TopToken]
 
 
 class TokenProb(NamedToken):
     prob: float
-    logprob: float | None = Field(description="null: dropped by processing, with prob 0.")
+    logprob: float | None = Field(description="null if processing removed the token (prob 0).")
     rank: int
 
 
 def token_json(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
-    """The NamedToken of an id."""
+    """The members of `NamedToken` for an id."""
     return {
         "id": token_id,
         "text": tokenizer.token_text(token_id),
@@ -68,7 +72,7 @@ def token_json(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
 
 
 def prob_json(tokenizer: Tokenizer, token: distribution.TokenProb) -> dict[str, Any]:
-    """The TokenProb; a logprob of -inf is written as null."""
+    """The members of `TokenProb`. A logprob of -inf is written as null."""
     return {
         **token_json(tokenizer, token.token_id),
         "prob": token.prob,
@@ -78,7 +82,7 @@ def prob_json(tokenizer: Tokenizer, token: distribution.TokenProb) -> dict[str, 
 
 
 def scored_json(tokenizer: Tokenizer, token: ScoredToken | TokenEvent) -> dict[str, Any]:
-    """The Token; its logprob is null if nothing predicts it."""
+    """The members of `Token`. The logprob is null if the token has no prediction."""
     chosen = token.chosen
     return {
         **token_json(tokenizer, token.token_id),
@@ -96,5 +100,5 @@ def scored_json(tokenizer: Tokenizer, token: ScoredToken | TokenEvent) -> dict[s
 
 
 def first_likeliest(token: ScoredToken, count: int) -> ScoredToken:
-    """A token with only the `count` likeliest in its place."""
+    """A token with only the first `count` of its likeliest tokens."""
     return ScoredToken(token.token_id, token.chosen, token.top[:count])

@@ -1,7 +1,7 @@
-"""Validation: one sentence for each wrong field of a body, the same in process and over HTTP.
+"""Validation: the messages for wrong fields of a body, the same in process and over HTTP.
 
-A sentence names the field, its value and what it must be. It repeats at most the beginning of a
-value, and nothing of an unknown field but its name.
+There is one sentence for each wrong field. It names the field, its value and what the value must
+be. It repeats at most the beginning of a value, and of an unknown field only the name.
 """
 
 import json
@@ -18,14 +18,14 @@ from logitd.model.operations.generate import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from logitd.model.operations.prompts import clip
 
 MAX_REPORTED = 5
-"""Field errors named in one message."""
+"""Most wrong fields that a message names."""
 MAX_PROBLEMS = 1000
-"""With more, a body's errors are only counted: describing each would block the event loop."""
+"""If a body has more errors, they are only counted: describing each would block the event loop."""
 
 MAX_REPEATED = 40
-"""Characters of a wrong value, and digits of a wrong number, that a message repeats."""
+"""A message repeats at most this many characters of a wrong value, or digits of a wrong number."""
 MAX_GUESSED = 40
-"""Characters of an unknown field up to which a similar known field is looked for."""
+"""For an unknown field with a longer name, no similar known field is suggested."""
 COMMON_NAMES = {
     "inputs": "prompt",
     "text": "prompt",
@@ -33,7 +33,7 @@ COMMON_NAMES = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-"""Names of other servers' fields, with the names here to suggest."""
+"""Names of fields in other servers, with the names that they have here."""
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
 PLACES = "a list of integers or {'from': first, 'to': first left out}"
@@ -57,14 +57,14 @@ SEVERAL_FORMS = {
     "interventions.from.positions": f"'last', 'all', {PLACES}",
     "interventions.minus.positions": f"'last', 'all', {PLACES}",
 }
-"""Fields that take values of several forms, in words."""
+"""For each field whose value may have several forms, these forms in words."""
 
 Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(body: type[Body], fields: Mapping[str, Any]) -> Body:
-    """A body from Python values, which may be NumPy arrays, sequences and `Intervention`s. Raises
-    InvalidRequest for fields that do not fit."""
+    """Make a body from Python values, among them NumPy arrays, sequences and `Intervention`s.
+    Raises InvalidRequest for fields that do not fit."""
     members = (f"{json.dumps(name)}:{_json(name, value)}" for name, value in fields.items())
     try:
         return body.model_validate_json(f"{{{','.join(members)}}}".encode())
@@ -86,7 +86,7 @@ def _json(name: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A Python value in terms of JSON."""
+    """A Python value that JSON can represent."""
     match value:
         case frozenset() | set():
             return sorted(value)
@@ -101,11 +101,12 @@ def _plain(value: Any) -> Any:
             return dict(value)
         case Sequence() if not isinstance(value, (bytes, bytearray, memoryview)):
             return list(value)
-    raise TypeError(f"a request cannot hold a {type(value).__name__}")
+    raise TypeError(f"a request cannot contain a {type(value).__name__}")
 
 
 def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> InvalidRequest:
-    """The refusal of a body that does not fit its model; `fields` are the model's fields."""
+    """The InvalidRequest for a body that does not fit its model; `fields` are the model's
+    fields."""
     if (count := error.error_count()) > MAX_PROBLEMS:
         return InvalidRequest(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False)
@@ -123,7 +124,7 @@ def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> Inv
 
 def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
     location, kind, message = problem["loc"], problem["type"], str(problem["msg"])
-    for length in range(1, len(location)):  # the rest names a form that the value does not have
+    for length in range(1, len(location)):  # a longer location is about one of several forms
         name = ".".join(part for part in location[:length] if isinstance(part, str))
         if name in SEVERAL_FORMS:
             return f"{_place(location[:length])} must be {SEVERAL_FORMS[name]}"
@@ -149,7 +150,7 @@ def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
 
 
 def _repeated(value: Any, kind: str) -> str:
-    """The beginning of a wrong value, or its size if that is wrong."""
+    """The beginning of a wrong value, or its size if the size is wrong."""
     if kind.endswith(("too_long", "too_short")):
         return str(len(value))
     match value:
@@ -166,13 +167,13 @@ def _repeated(value: Any, kind: str) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """A field as one writes it: interventions[1].values."""
+    """A location in the usual notation: interventions[1].values."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
     return clip("".join(parts).removeprefix("."))
 
 
 def _suggestion(location: tuple[int | str, ...], fields: Collection[str]) -> str:
-    """The field that was probably meant; unknown fields of nested objects have none."""
+    """A clause with the field that was probably meant. Empty for fields of nested objects."""
     name = str(location[0])
     if len(location) > 1 or len(name) > MAX_GUESSED:
         return ""

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and from messages to a prompt."""
+"""Tokenizers, which convert text to token ids and back, and chat templates."""

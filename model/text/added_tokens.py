@@ -1,14 +1,17 @@
-"""Added tokens: texts that become one token each, split off before a text is cut and merged.
+"""Added tokens: strings that always become a single token. They are found in a text before the rest
+of the text is split and merged.
 
-They are special tokens and others (GPT-NeoX has 23 for runs of spaces), by the rules of
-`AddedVocabulary` in Hugging Face's `tokenizers`: the leftmost match counts, of several the longest.
-The caller decides in which texts special tokens count. A token may have flags:
+Special tokens are added tokens, and a vocabulary may have others (GPT-NeoX has 23 for runs of
+spaces). The rules are those of `AddedVocabulary` in Hugging Face's `tokenizers`: the leftmost match
+counts, and of several matches there, the longest. The caller decides in which texts special tokens
+count. A token may have flags:
 
-  lstrip, rstrip  it takes the white space before or after it
-  single_word     it does not match next to a letter, digit, mark or underscore
-  normalized      it is searched in the second pass, in the texts that the first pass leaves
-  unnormalized    it is searched in the first pass. Without either flag, special tokens belong to
-                  the first pass and other tokens to the second
+  lstrip, rstrip  the token includes the white space before or after it
+  single_word     the token does not match next to a letter, digit, mark or underscore
+  normalized      the token is searched for in the second pass, in the texts that are left after the
+                  first pass
+  unnormalized    the token is searched for in the first pass. Without either flag, special tokens
+                  belong to the first pass and other tokens to the second
 """
 
 from collections import defaultdict
@@ -22,14 +25,16 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Longest added token: the lengths of all tokens are tried wherever one may begin."""
+"""Most characters of an added token: wherever a token may begin, all lengths of tokens are
+tried."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Characters [start, end) of a text: an added token, or (None) a text without any."""
+    """Characters [start, end) of a text. They are an added token, or, if `token_id` is None, text
+    without added tokens."""
 
     start: int
     end: int
@@ -39,8 +44,8 @@ class Cut:
 class AddedTokens:
     """Splits texts at added tokens.
 
-    special, ordinary  texts and ids
-    flags              flags of both, by text
+    special, ordinary  texts of special and of other added tokens, and their ids
+    flags              flags of both kinds, by text
 
     Raises ValueError for an empty text, one that is too long, or unknown flags.
     """
@@ -57,7 +62,7 @@ class AddedTokens:
             if not 0 < len(text) <= MOST_CHARACTERS:
                 raise ValueError(
                     f"the added token {text[:40]!r} has {len(text):,} characters; 1 to "
-                    f"{MOST_CHARACTERS:,} are possible"
+                    f"{MOST_CHARACTERS:,} are allowed"
                 )
         for text, given in flags.items():
             if text not in tokens or not set(given) <= set(FLAGS):
@@ -79,10 +84,10 @@ class AddedTokens:
 
     def split(self, text: str, written: str = "") -> Iterator[Cut]:
         """The added tokens of a text and the texts between them, in order. White space that a token
-        strips belongs to its cut.
+        strips belongs to the token's cut.
 
-        A special token counts if `written` has it too, at the same place: with `text` itself all
-        count, with "" none.
+        A special token counts only if `written` has the same characters at the same place. So with
+        `text` itself all of them count, with "" none.
         """
         cuts = [Cut(0, len(text), None)] if text else []
         for each in self._passes:
@@ -95,7 +100,7 @@ class AddedTokens:
 
 
 class _Pass:
-    """Tokens that are searched together."""
+    """The tokens that are searched for in one pass."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class _Pass:
             if "rstrip" in flags:
                 right = end_of_space(text, right, within.end)
             if left == right:
-                continue  # the previous token has stripped all of it
+                continue  # the previous token's white space includes this token
             if done < left:
                 yield Cut(done, left, None)
             yield Cut(left, right, self._tokens[found])
@@ -153,7 +158,7 @@ def _in_word(text: str, start: int, end: int, within: Cut) -> bool:
 
 
 def end_of_space(text: str, start: int, end: int | None = None) -> int:
-    """The end of the white space that begins at `start`, at most `end`."""
+    """The index after the white space that begins at `start`, at most `end`."""
     end = len(text) if end is None else end
     while start < end and _is_space(text[start]):
         start += 1
@@ -161,5 +166,5 @@ def end_of_space(text: str, start: int, end: int | None = None) -> int:
 
 
 def _is_space(character: str) -> bool:
-    """True for Unicode's white space, which lacks the four separators of Python's."""
+    """True for white space by Unicode. Python's `isspace` adds four separators."""
     return character.isspace() and not "\x1c" <= character <= "\x1f"

@@ -1,16 +1,18 @@
-"""Chat template: from messages to the pieces of a prompt.
+"""Chat template: turns the messages of a conversation into a prompt.
 
-A template is Jinja in the dialect of Hugging Face's tokenizers (`trim_blocks`, `lstrip_blocks`,
-`raise_exception`, `break` and `continue`). Its variables are `messages`, each with `role` and
-`content` (and `name`, if given), `add_generation_prompt` and, if the vocabulary has an end of text,
-`bos_token` and `eos_token`, both its name. Tools, a clock and random numbers are not supported.
+A template is written in Jinja, in the dialect of Hugging Face's tokenizers (`trim_blocks`,
+`lstrip_blocks`, `raise_exception`, `break` and `continue`). Its variables are `messages`, each with
+`role` and `content` (and `name`, if given), and `add_generation_prompt`. If the vocabulary has an
+end of text, `bos_token` and `eos_token` are both the name of that token. Tools, the time and random
+numbers are not supported.
 
-Text that the template writes becomes a special token if it reads like one. Text of a message never
-does, not even in part (`model/text/message_text.py`). Other added tokens are found in both.
+Where the template itself writes the name of a special token, the prompt has that token. A message
+can never produce a special token or a part of one (`model/text/message_text.py`). Added tokens that
+are not special are found in both.
 
-A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, which
-reaches no files, modules or insides of objects. Its time and its output are bounded; its memory in
-between is not.
+A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, without
+access to files, modules or private attributes. Its time and its output are limited, but the memory
+that it uses meanwhile is not.
 """
 
 import json
@@ -27,23 +29,24 @@ from logitd.model.text.message_text import Hidden, MessageText
 from logitd.model.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 2**16
-"""Characters of a template."""
+"""Most characters of a template."""
 MAX_CHARACTERS = 2**22
-"""Characters that a template may write."""
+"""Most characters that a template may write."""
 MAX_SECONDS = 5.0
 """Time limit of one rendering; a common template takes less than a millisecond."""
 
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
 )
-"""Filters that draw, or write HTML, which would miss the hidden characters of a message."""
+"""Jinja's filters that are removed: one draws random numbers, the others write or read HTML, and
+would not recognise the hidden characters of a message."""
 
-# A name in a template has no space, so a template can neither read nor replace these.
+# These names contain a space, so a template can neither read nor replace them.
 _DEADLINE = "the deadline"
 _TIMED = "timed items"
 
 _CUT = "\ud800"
-"""Mark at the end of a final message that is to be continued; no message can contain it."""
+"""A mark at the end of the final message, if that is to be continued. No message can contain it."""
 
 Message = Mapping[str, str]
 Part = str | int
@@ -51,12 +54,12 @@ Part = str | int
 
 
 class ChatTemplateError(ValueError):
-    """An unusable template, or one that failed on these messages; the message says why."""
+    """A template is unusable or failed on the given messages; the error's message says why."""
 
 
 class ChatTemplate:
-    """A compiled template, safe for use by several threads. Raises ChatTemplateError if `source`
-    does not compile."""
+    """A compiled template. Several threads may use it. Raises ChatTemplateError if `source` does
+    not compile."""
 
     def __init__(self, source: str) -> None:
         _check_source(source)
@@ -81,12 +84,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[Part]:
-        """The prompt of a conversation that the assistant continues. With
-        `continue_final_message` it ends with the text of the final message.
+        """The prompt for the assistant's next message, as plain text and the ids of added tokens.
+        With `continue_final_message` it ends with the text of the final message.
 
-        `role` is not escaped, so it must come from a closed set; other texts of a message may be
-        anything. Raises ChatTemplateError if the template refuses the messages (`raise_exception`),
-        fails on them, or exceeds its time or its output.
+        The caller must limit `role` to known values, because it is not escaped; the other texts of
+        a message may be anything. Raises ChatTemplateError if the template refuses the messages
+        (`raise_exception`), fails on them, or exceeds the limit of its time or output.
         """
         if continue_final_message:
             *before, final = messages
@@ -146,7 +149,7 @@ class ChatTemplate:
 
 @contextmanager
 def _explained(problem: str) -> Iterator[None]:
-    """Turn any error of Jinja, or of a template's expression, into a ChatTemplateError."""
+    """Turn any error of Jinja, or of an expression in a template, into a ChatTemplateError."""
     try:
         yield
     except ChatTemplateError:
@@ -156,11 +159,12 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a check of the deadline at each call, and bounded products."""
+    """Jinja's sandbox that also checks the time limit at each call, and limits products."""
 
     intercepted_binops = frozenset(("*", "**"))
 
-    # Jinja's parameter names: the underscores keep them apart from keywords of the template's call.
+    # The parameters have Jinja's names, with underscores so that they differ from all keywords of a
+    # call in a template.
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time(__context)
         return super().call(__context, __obj, *args, **kwargs)
@@ -177,7 +181,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    # Nothing random and nothing with a state: the same messages make the same prompt.
+    # Jinja's other globals are random or have a state; without them the same messages always give
+    # the same prompt.
     environment.globals = {
         name: environment.globals[name] for name in ("range", "dict", "namespace")
     }
@@ -218,12 +223,12 @@ def _raise_exception(message: object) -> None:
 
 
 def _title(value: object) -> str:
-    """Title case; Jinja's own filter takes the text to pieces and shows hidden characters."""
+    """Replaces Jinja's filter `title`, which would split the text and reveal hidden characters."""
     return str(value).title()
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    """JSON; Jinja's own filter escapes for HTML."""
+    """Replaces Jinja's filter `tojson`, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,6 +1,6 @@
-"""GrowingText: the tokens of one sequence on their way to text, and the stop strings in it.
+"""GrowingText: decodes the tokens of one sequence as they are generated, and finds stop strings.
 
-The caller handles other ends of a sequence.
+The caller handles the other ways in which a sequence ends.
 """
 
 import codecs
@@ -10,11 +10,13 @@ from logitd.model.text.tokenizer import Tokenizer
 
 
 class GrowingText:
-    """Takes each token, then `finish` once. After `stopped_by` is set there is no more text.
+    """The text of one sequence. The caller calls `push` with each token, then `finish` once. After
+    `stopped_by` is set, there is no more text.
 
-    The joined pieces equal `Tokenizer.decode` of the tokens, without the stop token, and without
-    the stop string and the text behind it. No piece ends inside a character. A stop string counts
-    if a token after the first `min_tokens` completes it; text that may begin one is held back.
+    The returned pieces together are the decoded tokens without the stop token, or, if a stop string
+    was found, the text before it. A piece never ends within a character. A stop string counts only
+    if it is completed after the first `min_tokens` tokens. Text that may be the beginning of a stop
+    string is held back.
     """
 
     def __init__(
@@ -34,14 +36,14 @@ class GrowingText:
         self._tokens = 0
 
     def push(self, token_id: int) -> str:
-        """The text that can be shown after one more token."""
+        """Add a token. Returns the new text that can be shown."""
         self._tokens += 1
         if token_id in self._stop_token_ids:
             return ""
         return self._find_stop(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self, *, cut: bool) -> str:
-        """The text still held back, when there are no more tokens. An incomplete character becomes
+        """End the text. Returns the part that was held back. An incomplete character becomes
         U+FFFD, or is dropped if the sequence was `cut` short."""
         text = self._find_stop("" if cut else self._decoder.decode(b"", final=True))
         return text if self.stopped_by is not None else text + self._stop_finder.finish()
@@ -53,19 +55,19 @@ class GrowingText:
 
 
 class StopFinder:
-    """Feeds text through and finds stop strings in it. Holds back at most the longest stop string
-    less one character."""
+    """Finds stop strings in a text that arrives in parts. It holds back text that may be the
+    beginning of a stop string: at most the length of the longest one, minus one character."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
-        """The text that may be shown, and the stop string that ended it, if any.
+        """Add text. Returns the text that may be shown, and the stop string that ended it, if any.
 
-        A stop string that this text completes is ignored, now and later, unless it `counts`. If the
-        text has several, the one that begins first counts, then the one completed first, then the
-        first listed.
+        If `counts` is False, stop strings that this text completes are ignored. Of several stop
+        strings, the one that begins first is taken; of those, the one that ends first, and of
+        those, the first listed.
         """
         if not self._stop:
             return text, None
@@ -85,7 +87,7 @@ class StopFinder:
         return text, None
 
     def finish(self) -> str:
-        """The text still held back, when there is no more text."""
+        """End the text. Returns the part that was held back."""
         held, self._held = self._held, ""
         return held
 

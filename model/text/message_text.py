@@ -1,14 +1,15 @@
-"""Message text: the text of a message as a chat template sees it. It forms no special token.
+"""Message text: the text of a message as a chat template sees it. It can never become a special
+token.
 
-Every character of a special token is hidden in a message: a lone surrogate, which no input text can
-contain, replaces it until the special tokens of the whole prompt are found. So a special token
-consists of characters that the template wrote, however the template changes messages: it may
-cut, join, reverse and repeat them, change their case, and write parts of special tokens next to
-them.
+Every character that occurs in a special token is hidden in messages: it is replaced by a lone
+surrogate, which no input text can contain, until the special tokens in the whole prompt have been
+found. So the special tokens of the prompt consist only of characters that the template itself
+wrote, whatever it does with messages: it may cut, join, reverse and repeat them, change their case,
+and write parts of special tokens next to them.
 
-The methods of a `MessageText` answer as its plain text would, so a usual template notices nothing.
-Only a plain string that was made from it contains surrogates: a search in such a string
-(`'a' in ('x' ~ content)`) does not find hidden characters.
+The methods of a `MessageText` return what they would return for the plain text, so ordinary
+templates work as usual. Only a plain string that a template makes from it contains the surrogates:
+a search in such a string (`'a' in ('x' ~ content)`) does not find hidden characters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,15 +21,16 @@ SURROGATES = range(0xDC00, 0xE000)
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Tables for `str.translate`: from characters to their surrogates, and back."""
+    """Tables for `str.translate` that replace characters by surrogates, and surrogates by
+    characters."""
 
     hide: Mapping[int, int]
     show: Mapping[int, int]
 
     @classmethod
     def of(cls, special_tokens: Iterable[str], texts: Iterable[str]) -> Self:
-        """Hide the characters of special tokens, and those of `texts` that a change of case turns
-        into one. Raises ValueError if there are more than surrogates."""
+        """Tables that hide the characters of special tokens, and characters of `texts` that become
+        one of them by a change of case. Raises ValueError if there are not enough surrogates."""
         dangerous = _in_all_cases(set[str]().union(*special_tokens))
         for character in set[str]().union(*texts):
             if dangerous & (cases := _in_all_cases({character})):
@@ -52,8 +54,8 @@ def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MessageText(str):
-    """A text with hidden characters. The results of its methods are of the same kind, their
-    arguments included: they form no special token either."""
+    """A text with hidden characters. The texts that its methods return have hidden characters too,
+    even where they come from an argument (`replace`)."""
 
     _plain: str
     _table: Hidden
@@ -98,7 +100,7 @@ def _hidden(answer: Any, table: Hidden) -> Any:
 
 
 def _in_all_cases(characters: Iterable[str]) -> set[str]:
-    """These characters, and every character that changes of case make of them."""
+    """These characters, and all characters that can result from them by changes of case."""
     known: set[str] = set()
     new = set(characters)
     while new:

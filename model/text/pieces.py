@@ -1,12 +1,13 @@
-"""Vocabularies whose tokens are whole pieces of text: words and marks, never merged.
+"""Vocabularies whose tokens are words and punctuation marks, without merges.
 
-A pattern cuts the text, and every piece has to be a token; there is no token for unknown pieces.
-Tokens are written in one of two ways:
+A pattern splits the text into pieces, and every piece has to be a token of the vocabulary; there is
+no token for unknown pieces. Tokens are stored in one of two ways:
 
-as they are     every character is in a piece, so decoding returns the text
-with a space    each token begins with a space, which a text may leave out; white space only
-                separates. Encoding returns the ids of `re.findall` or `str.split` and a dictionary,
-                decoding the words with a space before each, which encode to the same ids
+unchanged       every character of a text is in a piece, so decoding returns the exact text
+with a space    each stored token begins with a space, which need not be in the text, because white
+                space only separates words. Encoding gives the ids that `re.findall` or `str.split`
+                and a dictionary would give. Decoding writes a space before each word; this text has
+                the same ids again
 
 A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped after
 `MOST_SECONDS`. `model/convert/vocabulary/words.py` chooses the pattern.
@@ -19,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import regex
 
 MOST_SECONDS = 2.0
-"""Time limit of an unknown pattern on one text."""
+"""Time limit for splitting one text by an unknown pattern."""
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",
@@ -30,15 +31,16 @@ JOINED_CUTS = (
     r" ?\S+|\s",
     r"\S+\s?|\s",
 )
-"""Patterns of vocabularies with white space, the finest first; each covers every text."""
+"""Patterns for vocabularies in which white space is a token or part of one. The first ones split a
+text most finely. Each covers every text."""
 
 SPACED_CUTS = (
     r"\w+|[^\w\s]",
     r"""--|[,.:;?_!"()']|(?:(?!--)[^\s,.:;?_!"()'])+""",
     r"\S+",
 )
-"""Patterns of vocabularies without white space: words and marks apart, a usual list of marks,
-white space."""
+"""Patterns for vocabularies without white space: the first separates words and marks, the second
+separates words and a common list of marks, the third splits only at white space."""
 
 WORDS_AND_MARKS = r"\w+|[^\w\s]+"
 CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
@@ -46,7 +48,8 @@ CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
 
 
 def whole_first(several: Collection[str]) -> str:
-    """The beginning of a pattern that matches tokens of several words, the longest first."""
+    """The beginning of a pattern that matches `several`, tokens of more than one word, the longest
+    first."""
     if not several:
         return ""
     longest_first = sorted(several, key=lambda word: (-len(word), word))
@@ -54,13 +57,13 @@ def whole_first(several: Collection[str]) -> str:
 
 
 class UnknownPiece(ValueError):
-    """A piece of a text that is not a token; the message names it and its place."""
+    """A piece of a text is not a token; the message names the piece and its place."""
 
 
 class PieceEncoder:
     """Encodes texts. Raises `re.error` for an invalid pattern.
 
-    tokens   UTF-8 bytes and ids; if `spaced`, each begins with a space
+    tokens   UTF-8 bytes of the tokens and their ids; if `spaced`, each begins with a space
     """
 
     def __init__(self, tokens: Mapping[bytes, int], pattern: str, *, spaced: bool) -> None:
@@ -73,7 +76,7 @@ class PieceEncoder:
         self._bounded = None if self.is_known else regex.compile(pattern)
 
     def encode(self, text: str, at: int = 0) -> list[int]:
-        """Ids of a part that begins at character `at` of the text. Raises UnknownPiece."""
+        """The ids of a part of a text that begins at character `at`. Raises UnknownPiece."""
         ids, start = [], 0
         for piece in self._pieces(text):
             self._check_left_out(text[start : piece.start()], at + piece.start())
@@ -102,12 +105,12 @@ class PieceEncoder:
         except TimeoutError as error:
             raise UnknownPiece(
                 f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
-                "text: send a shorter one, or token ids"
+                "text: send a shorter text, or token ids"
             ) from error
 
     def _check_left_out(self, between: str, end: int) -> None:
-        """Raise UnknownPiece if the text between two pieces, which ends at character `end`, is more
-        than white space that separates words."""
+        """Check the text between two pieces, which ends at character `end`. Raises UnknownPiece
+        unless it is empty or, with spaced words, white space."""
         left = between.lstrip() if self._spaced else between
         if left:
             raise self._unknown(left[:1], end - len(left))
@@ -115,7 +118,7 @@ class PieceEncoder:
     def _unknown(self, piece: str, place: int) -> UnknownPiece:
         return UnknownPiece(
             f"{piece[:60]!r}, at character {place} of the text, is not one of the "
-            f"{len(self._ids):,} words and marks of the vocabulary; the model never saw it"
+            f"{len(self._ids):,} words and marks of the vocabulary; the model was not trained on it"
         )
 
 

@@ -1,7 +1,7 @@
-"""Published vocabularies: an encoding of tiktoken by its name, or a ranks file by its path.
+"""Published vocabularies: one of tiktoken's encodings by name, or a ranks file by path.
 
-A ranks file holds neither its split pattern nor its special tokens; those of published files are
-known by the file's hash.
+A ranks file contains neither the split pattern nor the special tokens. For published files they are
+looked up by the file's hash.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 
 
 def published_tokenizer(name: str) -> Tokenizer:
-    """A published encoding by name, which tiktoken reads from its cache or downloads, or a ranks
-    file by path. Raises TokenizerError."""
+    """The tokenizer of a published encoding, which tiktoken reads from its cache or downloads, or
+    of the ranks file at a path. Raises TokenizerError."""
     return _named(name) if name in PUBLISHED else _from_file(Path(name))
 
 
 def _named(name: str) -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding(name)
-    except OSError as error:  # the errors of requests, by which tiktoken downloads, are OSErrors
+    except OSError as error:  # tiktoken downloads with `requests`, whose errors are OSErrors
         raise TokenizerError(
             f"the ranks of {name} are not in tiktoken's cache and could not be downloaded "
             f"({type(error).__name__}): put them into the folder that TIKTOKEN_CACHE_DIR names, or "

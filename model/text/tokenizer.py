@@ -1,12 +1,13 @@
 """Tokenizer: text to token ids and back.
 
-It covers byte pair encoding by tiktoken, vocabularies of whole pieces of text (`pieces.py`), and
-models without a vocabulary, which have token ids alone. It also covers the ranks file
-(`tokenizer.tiktoken`: per line a base64 token, a space and its rank), the tokenizer's section of
-`config.json`, added tokens (`added_tokens.py`), and the place of each token in its text.
+There are three kinds: byte pair encoding with tiktoken, vocabularies of whole words and marks
+(`pieces.py`), and models without a vocabulary, which have only token ids. This module also reads
+and writes the ranks file (`tokenizer.tiktoken`: each line has a token in base64, a space and the
+token's rank) and the tokenizer's section of `config.json`, and finds the place of each token in a
+text. `added_tokens.py` finds added tokens.
 
-Learning a vocabulary is in `model/data/vocabulary.py`, published ones in `published.py`, other
-people's formats in `model/convert/`.
+`model/data/vocabulary.py` learns vocabularies, `published.py` has the published ones, and
+`model/convert/` reads other formats.
 """
 
 import base64
@@ -38,11 +39,11 @@ SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}[\p{L}\p{M}]*+|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]{1,64}+[\r\n]{0,64}+|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
 )
-"""Split pattern of vocabularies that are learned here; a checkpoint stores its own.
+"""Split pattern of the vocabularies that logitd learns. Every checkpoint stores its own pattern.
 
-It has the shape of GPT-4's pattern. Combining marks stay with their letters, as Hindi and other
-scripts need. A piece has at most two digits. Runs of white space are bounded, because the published
-patterns overflow tiktoken's stack on about a million spaces.
+It is similar to GPT-4's pattern. Combining marks stay with their letters, as Hindi and other
+scripts need. A piece has at most two digits. The length of a run of white space is limited, because
+with the published patterns about a million spaces overflow tiktoken's stack.
 """
 KNOWN_PATTERNS = frozenset(
     (
@@ -55,34 +56,34 @@ KNOWN_PATTERNS = frozenset(
 TokenizerKind = Literal["bpe", "pieces", "words", "none"]
 """How a text becomes ids.
 
-bpe     the pattern cuts it; a piece that is no token is merged from bytes
-pieces  the pattern cuts it; every piece is a token as a whole
-words   like pieces, but tokens begin with a space that a text may leave out, and white space only
-        separates
-none    it does not: there is no vocabulary, and the ids have no text
+bpe     the pattern splits the text into pieces; a piece that is not a token is merged from bytes
+pieces  the pattern splits the text into pieces; every piece has to be a token
+words   like pieces, but tokens begin with a space that need not be in the text, because white space
+        only separates words
+none    there is no vocabulary: the ids stand for no text
 """
 
 NO_VOCABULARY = (
-    "this model has no vocabulary, so a text has no token ids: give token ids, or, if its "
-    "vocabulary is known, import the model again with --tokenizer"
+    "this model has no vocabulary and cannot encode a text: give token ids, or, if its vocabulary "
+    "is known, import the model again with --tokenizer"
 )
 
 MOST_IDS = 2**24
 """Largest vocabulary: sixty times the largest published one."""
 
 PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
-"""Text that every new pattern is tried on."""
+"""A text on which every new pattern is tried."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes that continue a character in UTF-8; every other byte begins one."""
 
 
 class TokenizerError(ValueError):
-    """An unusable vocabulary, text or token id; the message says which and why."""
+    """A vocabulary, text or token id is unusable; the message says which and why."""
 
 
 class NoVocabularyError(TokenizerError):
-    """A text for a model that has token ids alone."""
+    """A text was given to a model without a vocabulary."""
 
     def __init__(self) -> None:
         super().__init__(NO_VOCABULARY)
@@ -90,7 +91,7 @@ class NoVocabularyError(TokenizerError):
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """The characters [start, end) of a text that a token touches."""
+    """The characters [start, end) of a text of which a token has at least one byte."""
 
     start: int
     end: int
@@ -112,20 +113,20 @@ class _Description(BaseModel):
 class Tokenizer:
     """A vocabulary with its split pattern and special tokens.
 
-    ranks             bytes of each ordinary token, and its id
-    special_tokens    names and ids. Ordinary ids count from 0 and skip the special ones, so special
-                      tokens may be before, between and after them
-    added_tokens      texts that are one token wherever they occur, and their ids. An id may be that
-                      of the ordinary token with the same bytes
+    ranks             bytes and id of each ordinary token
+    special_tokens    names and ids. Special tokens may have any ids; the ordinary tokens have the
+                      others, counted from 0
+    added_tokens      texts that are one token wherever they occur, and their ids. The id may be
+                      that of the ordinary token with the same bytes
     added_flags       flags of special and added tokens, by name (`added_tokens.py`)
-    end_of_text_name  the special token that ends a document
+    end_of_text_name  name of the special token that ends a document
     end_ids           further ids that end a generated text
 
     The name of a special token in a text is plain text unless the caller asks for its id.
 
-    tiktoken needs a rank for each of the 256 bytes, and an imported vocabulary may lack some. Such
-    bytes have the ranks from `vocab_size` on, which are not ids, and a text that needs one of them
-    is rejected.
+    tiktoken needs a rank for each of the 256 bytes, but an imported vocabulary may lack some. The
+    missing bytes get ranks from `vocab_size` on, which are not ids. A text that needs one of these
+    bytes is refused.
     """
 
     def __init__(
@@ -164,8 +165,8 @@ class Tokenizer:
         if kind == "none":
             if ranks or named or vocab_size is None or vocab_size < 1:
                 raise TokenizerError(
-                    f"a tokenizer of kind 'none' has ids alone: {len(ranks)} ranks, "
-                    f"{len(named)} special tokens and vocab_size {vocab_size} were given"
+                    "a tokenizer of kind 'none' takes only vocab_size, above 0; given were "
+                    f"{len(ranks)} ranks, {len(named)} special tokens and vocab_size {vocab_size}"
                 )
             self.vocab_size = vocab_size
         else:
@@ -184,14 +185,15 @@ class Tokenizer:
                 )
         ends = (self.end_of_text, *end_ids)
         self.ends = tuple(dict.fromkeys(end for end in ends if end is not None))
-        """Ids that end a generated text; the first ends a document, if there is such an id."""
+        """Ids that end a generated text. The first is the end of a document, if the vocabulary has
+        such an id."""
         if wrong := [end for end in self.ends if not 0 <= end < self.vocab_size]:
             raise TokenizerError(
                 f"end_ids has {wrong[0]}, outside the vocabulary of {self.vocab_size} ids"
             )
         self._encoding = self._byte_pairs() if kind == "bpe" else None
         self._pieces = self._whole_pieces() if kind in ("pieces", "words") else None
-        # An id has no bytes in a gap of a published encoding, and in kind "none".
+        # Unused ids of a published encoding have no bytes, nor has any id of kind "none".
         self._bytes = [b""] * self.vocab_size
         for token, rank in self.tokens.items():
             self._bytes[rank] = token
@@ -254,9 +256,9 @@ class Tokenizer:
         return self.special_tokens.get(self.end_of_text_name)
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
-        """Token ids of a text. With `special_ids` the name of a special token becomes its id, else
-        it is plain text. Raises TokenizerError for a character or a word that the vocabulary lacks,
-        and NoVocabularyError if there is no vocabulary."""
+        """The token ids of a text. With `special_ids`, the name of a special token becomes its id;
+        otherwise the name is plain text. Raises TokenizerError for a character or word that the
+        vocabulary lacks, and NoVocabularyError if there is no vocabulary."""
         if self.kind == "none":
             raise NoVocabularyError
         if not special_ids and not self.added_tokens:
@@ -270,7 +272,7 @@ class Tokenizer:
         return ids
 
     def _encode_ordinary(self, text: str, at: int) -> list[int]:
-        """Ids of a part without added tokens, which begins at character `at` of the text."""
+        """The ids of a part of a text that has no added tokens and begins at character `at`."""
         if self._pieces is not None:
             try:
                 return self._pieces.encode(text, at)
@@ -291,27 +293,27 @@ class Tokenizer:
 
     @contextmanager
     def _translated_panics(self) -> Iterator[None]:
-        """Turn a panic of tiktoken into a TokenizerError: the pattern matches an empty piece, or
-        does not come to an end."""
+        """Turn a panic of tiktoken into a TokenizerError. It panics if the pattern matches an empty
+        piece or does not finish."""
         try:
             yield
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
             raise TokenizerError(
-                f"the split pattern {self.pattern[:60]!r} does not cut this text into pieces: "
+                f"the split pattern {self.pattern[:60]!r} does not split this text into pieces: "
                 f"{str(error)[:100]}"
             ) from error
 
     def least_tokens(self, text: str) -> int:
-        """Lower bound of the text's tokens, without encoding it."""
+        """A lower bound for the number of tokens of a text, found without encoding it."""
         if self.kind in ("words", "none") or self._stripping:
             return 0  # white space may have no token
         return -(-len(text.encode()) // self._longest_token)
 
     def _check_complete(self, ids: Sequence[int], at: int) -> None:
-        """Raise TokenizerError, naming the character, if the part that begins at character `at` of
-        the text needs a byte without an id."""
+        """Raise TokenizerError if the part that begins at character `at` of the text needs a byte
+        without an id. The message names the character."""
         if self._complete or not ids or max(ids) < self.vocab_size:
             return
         assert self._encoding is not None
@@ -322,11 +324,11 @@ class Tokenizer:
         raise TokenizerError(
             f"{whole.decode(errors='replace')[character]!r}, the character at {at + character} of "
             f"the text, is not in the vocabulary, which lacks {len(self.ranks) - len(self.tokens)} "
-            "of the 256 bytes; the model never saw them"
+            "of the 256 bytes; the model was not trained on them"
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        """The text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -342,26 +344,26 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """One id as text, for display: bytes that are not UTF-8 become U+FFFD."""
+        """The text of one id, for display. Bytes that are not UTF-8 become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def spans(self, token_ids: Iterable[int], text: str | None = None) -> list[TokenSpan]:
-        """The characters that each id of an encoded text touches. Two tokens may share a character
-        of several bytes.
+        """The characters of an encoded text from which each id comes. Two tokens may share a
+        character of several bytes.
 
-        The bytes decide: tiktoken's own offsets raise on incomplete text. Kind "words" needs the
-        `text`, because its ids have no white space. With the text, white space that an added token
-        strips is part of that token.
+        The characters are counted from the bytes of the tokens, because tiktoken's own offsets
+        raise on incomplete text. Kind "words" needs `text`, because its ids contain no white space.
+        If `text` is given, white space that an added token strips is part of that token.
         """
         if self.kind == "words":
             if text is None:
                 raise ValueError("spans of words need the text")
             names = map(self.token_text, token_ids)
             return list(itertools.starmap(TokenSpan, word_spans(names, text)))
-        spans, begun = [], 0  # characters whose first byte is behind us
+        spans, begun = [], 0  # number of characters whose first byte has been counted
         stripping = self._stripping if text is not None else {}
         for token_id in token_ids:
             token = self.token_bytes(token_id)
@@ -376,7 +378,8 @@ class Tokenizer:
         return spans
 
     def description(self) -> dict[str, Any]:
-        """Everything but the ranks, as JSON for `described`. Default values are left out."""
+        """Everything except the ranks, as JSON that `described` reads. Default values are left
+        out."""
         members = {
             "kind": self.kind,
             "added_tokens": self.added_tokens,
@@ -403,7 +406,7 @@ class Tokenizer:
 
     @classmethod
     def described(cls, description: Mapping[str, Any], ranks: Mapping[bytes, int]) -> "Tokenizer":
-        """The tokenizer of a `description`, whose unknown members are ignored, and its ranks."""
+        """The tokenizer with this `description` and these ranks. Unknown members are ignored."""
         try:
             members = _Description.model_validate(dict(description)).model_dump()
         except ValidationError as error:
@@ -440,8 +443,8 @@ def _check_ranks(
     *,
     every_byte: bool,
 ) -> None:
-    """Raise TokenizerError for ranks on which tiktoken would panic or encode wrongly. With
-    `every_byte` each of the 256 bytes needs a rank."""
+    """Raise TokenizerError for ranks with which tiktoken would panic or encode wrongly. If
+    `every_byte`, each of the 256 bytes needs a rank."""
     if every_byte and (missing := [byte for byte in range(256) if bytes([byte]) not in ranks]):
         raise TokenizerError(
             f"{len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); "
@@ -458,7 +461,7 @@ def _check_ranks(
         )
     if any(token_id >= vocab_size for token_id in special):
         raise TokenizerError(
-            f"special tokens {dict(special_tokens)} go beyond vocab_size {vocab_size}"
+            f"special tokens {dict(special_tokens)} have ids beyond vocab_size {vocab_size}"
         )
     ids = (token_id for token_id in itertools.count() if token_id not in special)
     expected = list(itertools.islice(ids, ordinary))

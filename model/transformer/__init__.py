@@ -1,1 +1,2 @@
-"""The GPT itself: its shape, one forward for training and serving, and where its weights lie."""
+"""The GPT itself: its shape, one forward pass for training and serving, and the memory of its
+weights."""

@@ -1,12 +1,13 @@
 """Activations of the feed-forward.
 
-Each has two spellings: torch's fused one for training, and one for inference, made of operations
-whose result for an element does not depend on its place in the array.
+Each is implemented twice: with torch's fused function for training, and for inference with
+operations whose result for an element does not depend on the element's place in the array.
 
-Torch's CPU sigmoid, silu and GELU use different code for the last elements of an array, and of each
-thread's share, with different last bits. So a row would change with the number of rows. tanh, erf
-and exp have no such tail (measured with 1 to 3 threads over widths from 1 to 3,072;
-`tests/model/transformer/test_activation.py` checks it on the present machine).
+Torch's sigmoid, silu and GELU for CPUs use different code for the last elements of an array, and of
+each thread's part of it, and that code differs in the last bits. So the values of a row would
+depend on the number of rows. tanh, erf and exp do not have this problem (measured with 1 to 3
+threads for widths from 1 to 3,072; `tests/model/transformer/test_activation.py` checks it on the
+machine that runs the tests).
 """
 
 import math
@@ -18,7 +19,7 @@ from logitd.model.transformer.config import Activation
 
 
 def activate(h: Tensor, kind: Activation, *, fused: bool) -> Tensor:
-    """The activation of (..., d_ff); of (..., 2 * d_ff), gate first, for swiglu."""
+    """The activation of h (..., d_ff). For swiglu h is (..., 2 * d_ff), with the gate first."""
     match kind:
         case "relu":
             return F.relu(h)
@@ -40,14 +41,14 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """x times the normal distribution function (Hendrycks and Gimpel, 2016)."""
+    """x times the cumulative normal distribution (Hendrycks and Gimpel, 2016)."""
     wide = x.float()
     return (wide * math.sqrt(0.5)).erf_().add_(1).mul_(wide).mul_(0.5).to(x.dtype)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)) with
-    u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """The approximation of GELU by 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi)
+    (x + 0.044715 x^3)."""
     wide, scale = x.float(), -2 * math.sqrt(2 / math.pi)
     minus_2u = wide.square().mul_(0.044715 * scale).add_(scale).mul_(wide)
     return (wide / minus_2u.exp_().add_(1)).to(x.dtype)

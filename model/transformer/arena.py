@@ -1,8 +1,8 @@
 """Arena: all weights of a model in contiguous memory on large pages.
 
-A decode step streams every weight once, so its speed is that of reading memory, which is best from
-2 MB pages in one direction. Zeros between the tensors let a kernel read a little beyond the end of
-a row.
+A decode step reads every weight once, so it is as fast as memory can be read, and that is fastest
+in one direction from 2 MB pages. Between the tensors there are zeros, so that a kernel may read a
+little beyond the end of a row.
 """
 
 import mmap
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 PAGE = 2 * 2**20
 LINE = 64
 GAP = 2 * LINE
-"""Zeros after each tensor; a kernel reads at most one line too far."""
+"""Bytes of zeros after each tensor. A kernel reads at most one line beyond the end."""
 
 
 class Arena:
-    """Room for `nbytes` of tensors, zeroed."""
+    """`nbytes` of zeroed memory for tensors."""
 
     def __init__(self, nbytes: int) -> None:
-        # Private, because no system gives large pages to shared memory by default.
+        # Private memory, because by default no system uses large pages for shared memory.
         memory = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -32,8 +32,8 @@ class Arena:
 
     @classmethod
     def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
-        """The full arena that holds these tensors as `place` arranges them; None if there is
-        none."""
+        """The arena that consists of exactly these tensors, as `place` arranges them; None if they
+        are not in an arena."""
         memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
         end = start
         for tensor in tensors:
@@ -50,18 +50,18 @@ class Arena:
         return arena
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into the arena, contiguous."""
+        """Copy a tensor into the arena. The copy is contiguous."""
         return self.make_room(tensor).copy_(tensor)
 
     def make_room(self, tensor: Tensor) -> Tensor:
-        """Allocate contiguous zeros of the shape and dtype of a tensor."""
+        """Allocate a contiguous tensor of zeros with the shape and dtype of `tensor`."""
         size = tensor.numel() * tensor.element_size()
         taken = self._room[self._used : self._used + size]
         self._used += room_for(tensor)
         return taken.view(tensor.dtype).view(tensor.shape)
 
     def rest(self) -> Tensor:
-        """The unused zeros, uint8. The next tensor starts at their beginning."""
+        """The unused memory of the arena, uint8. The next tensor starts at its beginning."""
         return self._room[self._used :]
 
 
@@ -76,9 +76,9 @@ def room_for_bytes(size: int) -> int:
 
 
 def move_to_arena(module: nn.Module) -> Arena:
-    """Move the parameters of a module into an arena in the order of their creation, which is that
-    of the forward. They stay the module's parameters; no second copy remains. Does nothing if they
-    are in an arena already."""
+    """Move the parameters of a module into an arena, in the order in which they were created, which
+    is the order of the forward pass. They stay the module's parameters, and no second copy remains.
+    Does nothing if they are in an arena already."""
     parameters = list(module.parameters())
     arena = Arena.around(parameters)
     if arena is None:
@@ -89,8 +89,8 @@ def move_to_arena(module: nn.Module) -> Arena:
 
 
 def allocate_in_arena(module: nn.Module) -> None:
-    """Replace the parameters of a module on the meta device by zeros in an arena, without
-    gradients, at the places that `move_to_arena` chooses."""
+    """Replace the parameters of a module on the meta device by zeros in an arena, in the order of
+    `move_to_arena`. They have no gradients."""
     arena = Arena(sum(map(room_for, module.parameters())))
     placed = {
         parameter: nn.Parameter(arena.make_room(parameter), requires_grad=False)

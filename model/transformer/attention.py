@@ -1,8 +1,9 @@
-"""Attention between the query, key and value projections and the output projection.
+"""Attention: everything between the projections of queries, keys and values and the output
+projection.
 
-The GPT's forward passes each layer's heads to an `Attend`, which returns their outputs. This module
-has the ones without a cache: the fused causal one of training, and the one that keeps its results
-for `model/transformer/trace.py`. `model/inference/kv_cache.py` has those that use the KV cache; its
+The GPT's forward passes the heads of each layer to an `Attend`, which returns their outputs. This
+module has the `Attend`s without a cache: the fused one for training, and one that keeps its results
+for `model/transformer/trace.py`. `model/inference/kv_cache.py` has those with the KV cache; its
 prefill calls `attend_blocks` and `attend_piece`.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
@@ -21,44 +22,46 @@ from logitd.model.transformer.config import BLOCK
 
 
 class Attend(Protocol):
-    """Attention of one layer: takes new queries, keys and values, returns the heads' outputs."""
+    """Attention of one layer: takes the new queries, keys and values, and returns the outputs of
+    the heads."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class Observer(Protocol):
-    """Receives each block of queries (1, H, BLOCK, D) with all keys (1, K, S, D) up to its end."""
+    """Is called with each block of queries (1, H, BLOCK, D) and all keys (1, K, S, D) up to the
+    block's end."""
 
     def __call__(self, layer: int, q: Tensor, keys: Tensor) -> None: ...
 
 
 def attention_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled dot products (B, H, T, S). Query heads share grouped key heads."""
+    """Scaled dot products (B, H, T, S) of queries and keys. Each group of query heads shares a key
+    head."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
     return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
 
 
 def attention_probs(scores: Tensor) -> Tensor:
-    """Softmax over the visible keys (B, H, T, S): a position sees itself and the ones before it.
-
-    The last query is aligned with the last key, so T may be smaller than S.
+    """Softmax over the visible keys (B, H, T, S). A position sees itself and all positions before
+    it. The last query and the last key have the same position; T may be smaller than S.
     """
     return mask_causal(scores).softmax(dim=-1)
 
 
 def mask_causal(scores: Tensor) -> Tensor:
-    """Scores (B, H, T, S) with -inf for keys after their query. The last query is aligned with the
-    last key."""
+    """Scores (B, H, T, S), replaced by -inf for keys after their query. The last query and the last
+    key have the same position."""
     t, s = scores.shape[-2:]
     visible = torch.ones(t, s, dtype=torch.bool, device=scores.device).tril(s - t)
     return scores.masked_fill(~visible, float("-inf"))
 
 
 def block_mask(length: int, device: torch.device) -> Tensor:
-    """The keys that each row of the last block of queries sees (BLOCK, length).
+    """The mask (BLOCK, length) of the keys that each query of the last block sees.
 
-    Row i sees all keys except the last BLOCK - 1 - i. Sliced from the right, this mask serves a
-    block at any position.
+    Query i of the block sees all keys except the last BLOCK - 1 - i. The last columns of this mask
+    are the mask of an earlier block.
     """
     return torch.ones(BLOCK, length, dtype=torch.bool, device=device).tril(length - BLOCK)
 
@@ -73,10 +76,10 @@ def attend_blocks(
     mask: Tensor,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Causal attention of whole blocks of queries, the first at position `start`: (1, H, T, D).
+    """Causal attention (1, H, T, D) of whole blocks of queries, the first at position `start`.
 
-    Each block attends over exactly the keys up to its end, so that a row's arithmetic depends on
-    its position alone, not on the number of positions in the call.
+    Each block attends over exactly the keys up to its end. So the arithmetic of a row depends only
+    on its position, not on the number of positions in the call.
     """
     blocks = []
     for offset in range(0, q.shape[2], BLOCK):
@@ -97,8 +100,8 @@ def attend_blocks(
 
 
 def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
-    """Attention of several texts that are concatenated in T, with `lengths` positions each. Each
-    text has an `Attend` of its own."""
+    """Attention of several texts that are concatenated along T. `lengths` are their numbers of
+    positions. Each text has its own `Attend`."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # q (1, H, T, D), k and v (1, K, T, D)
@@ -111,8 +114,9 @@ def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
 
 
 def causal_bias(length: int, keys: int, like: Tensor) -> Tensor:
-    """The bias of the scores of the last `length` of `keys` positions (length, keys): -inf for keys
-    after a query. Kernels want it in the dtype and on the device of the queries, `like`."""
+    """A bias (length, keys) for the scores of queries at the last `length` of `keys` positions:
+    -inf for keys after the query, otherwise 0. It has the dtype and device of the queries, `like`,
+    as kernels require."""
     hidden = torch.ones(length, keys, dtype=torch.bool, device=like.device).triu(keys - length + 1)
     return like.new_zeros(length, keys).masked_fill_(hidden, -math.inf)
 
@@ -123,14 +127,14 @@ def attend_piece(
     values: Tensor,
     bias: Tensor | None,  # (T, S); None if the queries are all positions
 ) -> Tensor:
-    """Causal attention of a piece of a prompt in one operation: (1, H, T, D).
+    """Causal attention (1, H, T, D) of a piece of a prompt in one operation.
 
-    For a device that computes blocks faster than the host can launch them. The bits of a row depend
-    on the piece.
+    For a device that computes blocks faster than the host can launch them. The last bits of a row
+    depend on the piece that contains it.
     """
     key_heads, length, width = keys.shape
-    # Queries that share a key head are adjacent, the key head repeated for them: (K, G, ., D).
-    # With grouped heads most kernels accept no bias.
+    # Most kernels accept no bias for grouped heads. So the G queries that share a key head are put
+    # side by side, and the key head is repeated for them: (K, G, ., D).
     queries = q.reshape(key_heads, -1, q.shape[2], width)
     keys, values = (
         cells[:, None].expand(key_heads, queries.shape[1], length, width)
@@ -143,7 +147,7 @@ def attend_piece(
 
 
 class CausalAttend:
-    """Causal attention within the given positions in one fused kernel."""
+    """Causal attention among the positions of the call, in one fused kernel."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         self.dropout = dropout
@@ -155,10 +159,10 @@ class CausalAttend:
 
 
 class AttentionRecorder:
-    """An observer that keeps the attention weights of some layers and heads.
+    """An observer that keeps the attention weights of some layers and heads, for one sequence.
 
-    `rows` returns the weights of all positions so far, (positions, layers, heads, length), for one
-    sequence. The weights of keys that a position does not see are 0.
+    `rows` returns the weights of all positions so far (positions, layers, heads, length). Keys that
+    a position does not see have the weight 0.
     """
 
     def __init__(self, layers: Sequence[int], heads: Sequence[int], length: int) -> None:
@@ -181,9 +185,8 @@ class AttentionRecorder:
 
 
 class RecordingAttend:
-    """Causal attention that keeps each layer's scores, not masked, and probs.
-
-    For inspection: memory grows with n_layer * T * T.
+    """Causal attention that keeps the scores of each layer, without the mask, and the attention
+    weights. For inspection: its memory grows with n_layer * T * T.
     """
 
     def __init__(self) -> None:

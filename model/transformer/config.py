@@ -1,9 +1,9 @@
 """GPTConfig: the shape of a model, as stored in a checkpoint's `config.json`.
 
-Covers the families of `model/transformer/gpt.py`: GPT-2, the original Transformer decoder, the
-modern shape, and mixtures such as GPT-NeoX, OPT and Llama with scaled rotary positions. Rejects
-impossible shapes with the reason. Does not import torch. Names such as "gpt2-124m" are in
-`model/training/configuration/presets.py`.
+A configuration can describe GPT-2, the original Transformer decoder, the modern shape, and mixtures
+such as GPT-NeoX, OPT and Llama with scaled rotary positions. Impossible shapes are refused with the
+reason. `model/training/configuration/presets.py` has shapes with names, such as "gpt2-124m". Does
+not import torch.
 """
 
 import json
@@ -23,15 +23,17 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""Module names of the matrices of a block."""
+"""The matrices of a block, by the names of their modules."""
 STRICT = ConfigDict(strict=True)
 BLOCK = 32
-"""Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
+"""Number of positions in a block. Prefill computes whole blocks, and prefix reuse copies whole
+blocks of the cache."""
 
 
 Number = Annotated[float, Field(ge=1e-6, le=1e12)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
-"""Numbers of `RopeScaling`. The limits are far beyond any real model, with finite angles."""
+"""Types of the numbers in `RopeScaling`. The limits are far beyond any real model, but all angles
+within them are finite."""
 
 
 class ConfigError(ValueError):
@@ -40,7 +42,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of the angles of rotary positions, for contexts beyond the one of pre-training.
+    """Scaling of the angles of rotary positions, for contexts longer than in pre-training.
 
     kind                     linear: every angle is divided by `factor` (Chen et al., 2023);
                              llama3: only slow angles, as in Llama 3.1;
@@ -57,7 +59,7 @@ class RopeScaling:
                              0.1 ln(factor) + 1)
     truncate                 yarn: begin and end the ramp at whole channels (default: true)
 
-    Keys of other kinds are None and left out of JSON. The formulas are those of
+    Keys that belong to other kinds are None and are left out of JSON. The formulas are those of
     `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` computes them.
     """
 
@@ -80,7 +82,8 @@ class RopeScaling:
             name, value = field.name, getattr(self, field.name)
             if value is not None and name not in own:
                 raise ConfigError(
-                    f"rope_scaling.{name} is {value!r}: the kind {self.kind!r} has {', '.join(own)}"
+                    f"rope_scaling.{name} is {value!r}, but the kind {self.kind!r} has only "
+                    f"{', '.join(own)}"
                 )
             if value is None and name in own:
                 raise ConfigError(f"rope_scaling lacks {name}, which the kind {self.kind!r} needs")
@@ -110,7 +113,8 @@ class RopeScaling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RopeScaling":
-        """Read a result of `to_dict`. ConfigError names a missing, unknown or wrong key."""
+        """Read a result of `to_dict`. Raises ConfigError, which names the key that is missing,
+        unknown or wrong."""
         if unknown := sorted(set(values) - set(_SCALING)):
             raise ConfigError(f"unknown rope_scaling keys {unknown}; known are {sorted(_SCALING)}")
         if missing := sorted({"kind", "factor"} - set(values)):
@@ -148,12 +152,14 @@ def read_rope_scaling(value: Any) -> RopeScaling | None:
 class GPTConfig:
     """The shape of a GPT. Every field is explicit, so that a checkpoint describes itself.
 
-    The flags of the trainer and of the importer take descriptions and limits from these fields.
+    The flags of the trainer and of the importer have their descriptions and limits from these
+    fields.
 
-    Channel i is paired with i + head_dim / 2 for any rotary_dim: the first rotary_dim / 2 pairs
-    turn, and the angle of the others is 0. Other code pairs the first rotary_dim channels among
-    themselves, so an import reorders the rows of query and key, and the weights of their norms,
-    head by head. Parallel is GPT-NeoX's x + attention(attention_norm(x)) + mlp(mlp_norm(x)).
+    With rotary positions, channel i is paired with channel i + head_dim / 2 for any rotary_dim. The
+    first rotary_dim / 2 pairs turn; the angle of the other pairs is 0. Other programs pair the
+    first rotary_dim channels with each other. So an import reorders the rows of queries and keys,
+    and the weights of their norms, within each head. `residual` "parallel" is x +
+    attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX.
     """
 
     vocab_size: Annotated[int, Field(ge=1, description="token ids run from 0 to vocab_size - 1")]
@@ -223,8 +229,8 @@ class GPTConfig:
             )
         if self.n_head % self.n_kv_head:
             raise ConfigError(
-                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}: "
-                "each key/value head serves the same number of query heads"
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}, but each "
+                "key/value head is shared by the same number of query heads"
             )
         if self.positions == "rotary" and self.head_dim % 2:
             raise ConfigError(
@@ -232,8 +238,8 @@ class GPTConfig:
             )
         if self.residual == "parallel" and self.norm_position == "post":
             raise ConfigError(
-                "residual is 'parallel' and norm_position 'post': there is no sum between the "
-                "sublayers whose norm could follow; parallel goes with norm_position 'pre'"
+                "residual is 'parallel' and norm_position 'post', but parallel sublayers have no "
+                "sum between them that could be normalised: set norm_position to 'pre'"
             )
         self._check_rotary_dim()
 
@@ -242,8 +248,8 @@ class GPTConfig:
             for name, neutral in (("rotary_dim", self.head_dim), ("rope_scaling", None)):
                 if getattr(self, name) != neutral:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)}, but positions are {self.positions}; "
-                        f"only rotary ones turn: leave it at {neutral}"
+                        f"{name} is {getattr(self, name)}, but has a meaning only with rotary "
+                        f"positions, and positions are {self.positions}: leave it at {neutral}"
                     )
         elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(
@@ -258,11 +264,12 @@ class GPTConfig:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one position's keys in one layer; its values have the same number."""
+        """Number of elements of one position's keys in one layer. Its values have as many."""
         return self.n_kv_head * self.head_dim
 
     def maps(self) -> dict[Target, tuple[int, ...]]:
-        """The rows of each matrix of a block per map; a fused matrix holds several maps."""
+        """For each matrix of a block, the numbers of rows of its linear maps. A fused matrix
+        contains several maps: `qkv` those of queries, keys and values."""
         query = self.n_head * self.head_dim
         up = (self.d_ff,) * (2 if self.activation == "swiglu" else 1)
         return {
@@ -273,7 +280,7 @@ class GPTConfig:
         }
 
     def has_value_embedding(self, layer: int) -> bool:
-        """True for every second block, counted from the last."""
+        """True if the layer has a value embedding: every second block, counted from the last."""
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -282,8 +289,8 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Read a result of `to_dict`, also of versions that lacked some keys. ConfigError names a
-        missing, unknown or wrong key."""
+        """Read a result of `to_dict`, also of an older version that lacks some keys. Raises
+        ConfigError, which names the key that is missing, unknown or wrong."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ConfigError(f"unknown model keys {unknown}; this version knows {sorted(names)}")
@@ -294,7 +301,7 @@ class GPTConfig:
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of absent keys: the behaviour of versions before the key existed."""
+    """Values for absent keys: they describe how the model behaved before the key was added."""
     return {
         "final_norm": values.get("norm_position") == "pre",
         "residual": "sequential",
@@ -315,11 +322,11 @@ _UNLIMITED: dict[str, TypeAdapter[Any]] = {
     "rope_theta": TypeAdapter(float, config=STRICT),
     "rotary_dim": TypeAdapter(int, config=STRICT),
 }
-"""Validators of the fields whose limits hold with rotary positions only."""
+"""Validators of fields that have limits only with rotary positions."""
 
 
 def _check(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
-    """Raise ConfigError unless a value has the type of its field and is within its limits."""
+    """Raise ConfigError unless a value has its field's type and is within the field's limits."""
     try:
         adapter.validate_python(value)
     except ValidationError as error:
@@ -328,7 +335,7 @@ def _check(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
 
 
 def padded(vocab_size: int, multiple: int = 64) -> int:
-    """The vocabulary size rounded up to whole tiles of matrix kernels."""
+    """The vocabulary size rounded up to a multiple, for the tiles of matrix kernels."""
     return -(-vocab_size // multiple) * multiple
 
 
@@ -374,8 +381,8 @@ ORIGINAL: Mapping[str, Any] = {
     "activation": "relu",
     "tied_head": False,
 }
-"""Overrides that make `gpt2_shape` the decoder of "Attention Is All You Need" (Vaswani et al.,
-2017), without its cross-attention. `norm_position="pre"` is its common variant."""
+"""With these overrides `gpt2_shape` is the decoder of "Attention Is All You Need" (Vaswani et al.,
+2017), without cross-attention. Many models use the variant with `norm_position="pre"`."""
 
 MODERN: Mapping[str, Any] = {
     "norm": "rmsnorm",
@@ -387,14 +394,14 @@ MODERN: Mapping[str, Any] = {
     "tied_head": False,
     "value_embeddings": True,
 }
-"""Overrides that make `gpt2_shape` the shape that learns fastest at small sizes: RMSNorm, rotary
-positions, QK-norm, no biases, a head of its own, gated value embeddings."""
+"""With these overrides `gpt2_shape` is the shape that learns fastest at small sizes: RMSNorm,
+rotary positions, QK-norm, no biases, an untied head, gated value embeddings."""
 
 
 def _head_dim(d_model: int, n_head: int) -> int:
     if n_head < 1 or d_model % n_head:
         raise ConfigError(
-            f"d_model {d_model} is not divisible by n_head {n_head}: "
-            "the heads share the width equally unless head_dim is given"
+            f"d_model {d_model} is not divisible by n_head {n_head}: change one of them, or give "
+            "head_dim"
         )
     return d_model // n_head

@@ -1,14 +1,14 @@
-"""GPT: one forward for training, prefill and decode.
+"""GPT: one forward pass for training, prefill and decode.
 
-`GPT.transform` is that forward: token ids at explicit positions in, the final hidden state out. Its
-`Attend` provides the keys and values of earlier positions, from the batch
+`GPT.transform` takes token ids at explicit positions and returns the final hidden states. The
+`Attend` that it is given adds the keys and values of earlier positions, from the batch
 (`model/transformer/attention.py`) or from the cache (`model/inference/kv_cache.py`). `GPT.forward`
-is `transform` over whole sequences, with intermediate results on request.
+runs `transform` over whole sequences and can return intermediate results.
 
-Covers every shape of a `GPTConfig` without a subclass per family.
+The one class covers every shape of a `GPTConfig`; no family of models has a subclass.
 
-Shapes: B sequences, T positions, C = d_model, H = n_head, K = n_kv_head, D = head_dim,
-V = vocab_size.
+Shapes: B sequences, T positions, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V =
+vocab_size.
 """
 
 import math
@@ -25,15 +25,17 @@ from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 VALUE_GATE_WIDTH = 32
-"""Leading channels of the residual stream that drive the gate of a value embedding."""
+"""The gate of a value embedding is computed from this many leading channels of the residual
+stream."""
 
 HEAD_ROWS = 1024
-"""Rows of a narrow head to widen at a time; they stay in the processor's cache."""
+"""Number of rows of a bfloat16 or float16 head that are converted to float32 at a time. They stay
+in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """The results of a forward. The optional ones are None unless requested."""
+    """The results of a forward pass. The optional ones are None unless requested."""
 
     logits: Tensor  # (B, T, V); row t predicts token t + 1
     hidden_states: Tensor | None = None  # (n_layer + 1, B, T, C): embeddings, then each block
@@ -90,11 +92,11 @@ class GPT(nn.Module):
         states: list[Tensor] | None = None,
         tap: Tap = UNTAPPED,
     ) -> Tensor:
-        """The final hidden state (B, T, C) of tokens at their positions, ready for `logits`.
+        """The final hidden states (B, T, C) of tokens at their positions, ready for `logits`.
 
-        `states`, if given, collects the residual stream after the embeddings and after each block,
-        before the final norm. `tap` receives every stage and may change it, except scores and
-        attention weights, which `attend` computes.
+        If `states` is given, the residual stream after the embeddings and after each block is
+        appended to it, before the final norm. `tap` is called with every stage and may change it,
+        except scores and attention weights, which `attend` computes.
         """
         x = self.token_embedding(token_ids)  # (B, T, C)
         if self.config.positions == "learned":
@@ -117,7 +119,7 @@ class GPT(nn.Module):
         return tap(None, "final_norm", self.final_norm(x))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits (..., V) of final hidden states (..., C). Padded ids are cut off here."""
+        """The logits (..., V) of final hidden states (..., C), without those of padded ids."""
         weight, bias = self.head_parameters()
         vocab_size = self.config.vocab_size
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
@@ -133,9 +135,9 @@ class GPT(nn.Module):
         return weight, self.head.bias if self.config.head_bias else None
 
     def reset_tables(self) -> None:
-        """(Re)compute the constant position tables; they are not part of a checkpoint."""
+        """Compute the constant position tables again. They are not part of a checkpoint."""
         config, device = self.config, self.token_embedding.weight.device
-        if device.type == "meta":  # a real device gets the tables later
+        if device.type == "meta":  # the tables are computed once the model is on a real device
             return
         if config.positions == "sinusoidal":
             table = sinusoidal_table(config.context_length, config.d_model, device)
@@ -163,12 +165,13 @@ class GPT(nn.Module):
                 projection.weight.div_(math.sqrt(2 * self.config.n_layer))
 
     def parameter_count(self) -> int:
-        """Number of parameters. A tied head counts once, padded rows count."""
+        """Number of parameters, including padded rows. A tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 class HeadBias(nn.Module):
-    """The bias of a head whose matrix is the embedding, under the usual name `head.bias`."""
+    """The bias of a head whose matrix is the embedding. As a module it has the usual name
+    `head.bias`."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -176,15 +179,15 @@ class HeadBias(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer block: attention and feed-forward, added to the residual stream in sequence
-    or in parallel."""
+    """One Transformer block: attention and feed-forward, added to the residual stream one after the
+    other or in parallel."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.config = config
         self.layer = layer
         self.attention_norm = _norm(config)
-        # One matrix product for all three; rows: queries, then keys, then values.
+        # One matrix for all three; its rows are those of queries, then keys, then values.
         self.qkv = nn.Linear(config.d_model, config.qkv_width, bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
@@ -198,7 +201,7 @@ class Block(nn.Module):
             config.n_head * config.head_dim, config.d_model, bias=config.bias
         )
         self.mlp_norm = _norm(config)
-        # With swiglu: the gate's rows, then the rows that it gates.
+        # With swiglu: first the rows of the gate, then the rows that the gate multiplies.
         up_rows = config.d_ff * (2 if config.activation == "swiglu" else 1)
         self.mlp_up = nn.Linear(config.d_model, up_rows, bias=config.bias)
         self.mlp_down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
@@ -254,25 +257,26 @@ class Block(nn.Module):
         return tap(layer, "attention.out", out)
 
     def head_parts(self, heads: Tensor) -> Tensor:
-        """Each head's part (B, H, T, C) of the attention's output, from heads (B, H, T, D). The
-        parts and the projection's bias add up to the output."""
+        """What each head adds (B, H, T, C) to the output of attention, from the heads' outputs (B,
+        H, T, D). These parts and the projection's bias add up to the output."""
         weight = self.attention_out.weight  # (C, H * D)
         per_head = weight.view(len(weight), -1, self.config.head_dim)  # (C, H, D)
         return torch.einsum("bhtd,chd->bhtc", heads, per_head)
 
     def gated_value_embedding(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
+        """The value embedding of each token (B, K, T, D), multiplied by a gate that depends on the
+        residual stream. It is added to the values.
 
-        The gate is 2 * sigmoid(.), so an untrained gate passes the embedding unchanged. It is
-        computed in float32 or wider, with tanh, and its product as a sum. In bfloat16, with torch's
-        sigmoid or with a product this small, bits on a CPU depend on the number of rows, and a
-        batch must not change a row.
+        The gate is 2 * sigmoid(.), so an untrained gate leaves the embedding unchanged. A row must
+        not depend on the batch. On a CPU the last bits would depend on the number of rows in
+        bfloat16, with torch's sigmoid, and with a matrix product this small. So the gate is
+        computed in float32 or wider, with tanh, and with a sum instead of the matrix product.
         Source: value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
-        # A copy: in a view of wider rows, bits also depend on a row's address.
+        # A copy: in a view of wider rows, the last bits also depend on the address of a row.
         wide = torch.promote_types(x.dtype, torch.float32)
         leading = x[..., :VALUE_GATE_WIDTH].to(wide).contiguous()
         steer = (leading.unsqueeze(-2) * self.value_gate.weight.to(wide)).sum(-1)  # (B, T, K)
@@ -284,13 +288,14 @@ class Block(nn.Module):
         h = self.mlp_up(x)  # (B, T, d_ff), or twice that for swiglu
         if tap.wants(layer, "mlp.pre") or tap.wants(layer, "mlp.up"):
             h = self._tap_units(h, tap)
-        # Training and GPUs use torch's fused kernels, since no bits are promised there.
+        # In training and on GPUs results need not be exactly reproducible, so torch's fused kernels
+        # are used there.
         h = activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
         return tap(layer, "mlp.out", self.mlp_down(tap(layer, "mlp.hidden", h)))
 
     def _tap_units(self, h: Tensor, tap: Tap) -> Tensor:
-        """Show a tap the units (B, T, d_ff); with swiglu both halves of h, which is twice as
-        wide."""
+        """Pass the units (B, T, d_ff) to a tap. With swiglu h is twice as wide, and its two halves
+        are passed separately."""
         if self.config.activation != "swiglu":
             return tap(self.layer, "mlp.pre", h)
         gate, up = h.split(self.config.d_ff, dim=-1)
@@ -299,8 +304,8 @@ class Block(nn.Module):
 
 
 def sinusoidal_table(length: int, d_model: int, device: torch.device) -> Tensor:
-    """Fixed position vectors (length, d_model) of Vaswani et al. (2017): sine in the even
-    channels, cosine in the odd ones."""
+    """The fixed position vectors (length, d_model) of Vaswani et al. (2017): sines in the even
+    channels, cosines in the odd ones."""
     channels = torch.arange(0, d_model, 2, device=device, dtype=torch.float64) / d_model
     table = torch.empty(length, d_model, device=device)
     for start in range(0, length, TABLE_ROWS):
@@ -319,10 +324,11 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., C) times the transposed weight (V, C) of a narrow dtype: (..., V) in float32.
+    """Logits (..., V) in float32 of x (..., C) and a weight (V, C) in bfloat16 or float16.
 
-    Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equal. A GPU
-    multiplies narrow dtypes and can return the sums in float32; torch on a CPU has no such product.
+    When logits were rounded to bfloat16, the two likeliest tokens had equal logits at one position
+    in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it cannot,
+    so the weight is converted.
     """
     if x.is_cuda:
         product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)

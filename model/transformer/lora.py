@@ -1,10 +1,11 @@
-"""LoRA: low-rank adapters for the block matrices of a GPT whose own weights are frozen.
+"""LoRA: low-rank adapters for the matrices in the blocks of a GPT, whose own weights are frozen.
 
-A matrix W gets two narrow ones: the result is x W' + (alpha / rank) x A' B', with A drawn and B
-zero, so an adapted model begins as the model it adapts. Only A and B are trained: W has neither a
-gradient nor an optimizer state. Afterwards `merge_into` adds the product to W, and the model has
-its original shape. A fused matrix holds several maps (`GPTConfig.maps`), each with its own A:
-queries, keys and values are adapted separately.
+An adapter adds two small matrices A and B to a matrix W: the result is x W' + (alpha / rank) x A'
+B'. At the start A is random and B is zero, so the adapted model computes the same as the original.
+Only A and B are trained; W has neither gradients nor optimizer state. Afterwards `merge_into` adds
+the product of A and B to W, and the model has its original shape again. A fused matrix contains
+several linear maps (`GPTConfig.maps`), and each has its own A: queries, keys and values are adapted
+separately.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), without its dropout
 and without adapters for embeddings and the head. `model/training/` trains adapters,
@@ -24,16 +25,16 @@ from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 from logitd.model.transformer.gpt import GPT
 
 NARROW = ("lora_a", "lora_b")
-"""Names of the two narrow matrices."""
+"""Names of the two matrices of an adapter."""
 
 
 class LoraError(ValueError):
-    """Adapters that do not fit a model; the message says which and why."""
+    """Adapters do not fit a model; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """The matrices to adapt, and the rank and scale of the adapters."""
+    """Which matrices are adapted, and the rank and scale of the adapters."""
 
     rank: int
     alpha: float
@@ -53,7 +54,7 @@ class LoraShape:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear map with adapters; it replaces the map in a block."""
+    """A frozen linear layer with adapters. It replaces the layer in its block."""
 
     def __init__(self, whole: nn.Linear, heights: Sequence[int], shape: LoraShape) -> None:
         super().__init__()
@@ -79,8 +80,8 @@ class LoraLinear(nn.Module):
 
 
 def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
-    """Freeze a GPT and add adapters to its matrices: A with variance 1 / C, drawn from `generator`,
-    and B zero."""
+    """Freeze a GPT and add adapters to its matrices. A is drawn from `generator` with variance 1 /
+    C, B is zero."""
     check_rank(gpt.config, shape)
     gpt.requires_grad_(False)
     maps = gpt.config.maps()
@@ -94,13 +95,13 @@ def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
 
 
 def check_rank(config: GPTConfig, shape: LoraShape) -> None:
-    """Raise LoraError if the rank exceeds the full rank of a map."""
+    """Raise LoraError if the rank exceeds the full rank of one of the adapted maps."""
     maps = config.maps()
     for target in shape.targets:
         full = min(*maps[target], config.d_model)
         if shape.rank > full:
             raise LoraError(
-                f"rank is {shape.rank}, and a map of {target} has only {full} rows or columns: "
+                f"rank is {shape.rank}, but a map of {target} has only {full} rows or columns: "
                 f"choose a smaller rank, or remove {target} from the targets"
             )
 
@@ -110,7 +111,8 @@ def is_adapted(gpt: GPT) -> bool:
 
 
 def trained_weights(gpt: GPT) -> dict[str, Tensor]:
-    """The weights that training changes, by name: all of them, or only the adapters'."""
+    """The weights that training changes, by name: those of the adapters, or all weights of a model
+    without adapters."""
     weights = gpt.state_dict()
     if not is_adapted(gpt):
         return weights
@@ -122,13 +124,13 @@ def load_trained_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
     expected = set(trained_weights(gpt))
     if set(weights) != expected:
         odd = sorted(set(weights) ^ expected)
-        raise RuntimeError(f"{len(odd)} tensors are on one side only, the first is {odd[0]}")
+        raise RuntimeError(f"{len(odd)} tensors are missing or unknown, the first is {odd[0]}")
     gpt.load_state_dict(weights, strict=False)
 
 
 @torch.no_grad()
 def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> None:
-    """Add the adapters' products to the matrices of a GPT without adapters.
+    """Add the product of each adapter to its matrix, in a GPT without adapters.
 
     Raises LoraError unless `weights` are adapters of exactly this shape.
     """

@@ -1,9 +1,9 @@
-"""Rotary positions: queries and keys turn by angles that grow with the position.
+"""Rotary positions: queries and keys are rotated by angles that grow with the position.
 
-Computes the tables of cosines and sines, for partly rotated heads and scaled angles too, and
-applies them (`rotate`). The tables hold everything that a `GPTConfig` says about rotary positions:
-forward, KV cache, native code and recorded steps read nothing else. Learned and sinusoidal
-positions are in `model/transformer/gpt.py`.
+This module computes the tables of cosines and sines, also for partly rotated heads and scaled
+angles, and applies them (`rotate`). The tables contain everything that a `GPTConfig` says about
+rotary positions, so the forward pass, the KV cache and the native code need only the tables.
+`model/transformer/gpt.py` has the learned and sinusoidal positions.
 
 Sources: Su et al., RoFormer (2021); GPT-NeoX for partly rotated heads; for scaled angles the
 formulas of transformers 5, `modeling_rope_utils`, after Chen et al. (2023, linear), Llama 3.1
@@ -20,21 +20,21 @@ from torch import Tensor
 from logitd.model.transformer.config import GPTConfig, RopeScaling
 
 TABLE_ROWS = 4096
-"""Positions to compute angles for at a time."""
+"""The angles of this many positions are computed at a time."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of channels in Llama's half-split layout: channel i is paired with channel
-    i + D / 2. x (B, heads, T, D); cos, sin (B, 1, T, D / 2)."""
+    """Rotate pairs of channels of x (B, heads, T, D) by angles whose cosines and sines are cos and
+    sin (B, 1, T, D / 2). Channel i is paired with channel i + D / 2, as in Llama."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (context_length, D / 2) of the angles of all positions.
+    """The cosines and sines (context_length, D / 2) of the angles at all positions.
 
-    The first R / 2 pairs turn; yarn multiplies their values by its attention factor. The other
-    pairs have a cosine of exactly 1 and a sine of exactly 0.
+    The first R / 2 pairs are rotated; for yarn their values are multiplied by its attention factor.
+    The other pairs have a cosine of exactly 1 and a sine of exactly 0.
     """
     turns = angles_per_position(config, device)
     scaling = config.rope_scaling
@@ -42,7 +42,7 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
     turning = config.rotary_dim // 2
     cos = torch.ones(config.context_length, config.head_dim // 2, device=device)
     sin = torch.zeros(config.context_length, config.head_dim // 2, device=device)
-    # Some rows at a time: in float64 all of them take six times the memory of the tables.
+    # Some rows at a time: all rows in float64 would take six times the memory of the tables.
     for start in range(0, config.context_length, TABLE_ROWS):
         rows = slice(start, min(start + TABLE_ROWS, config.context_length))
         positions = torch.arange(rows.start, rows.stop, device=device)
@@ -53,7 +53,8 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
-    """Angle of each turning pair per position: (R / 2,), float64; theta^(-2i / R) if unscaled."""
+    """By how much the angle of each rotated pair grows per position (R / 2,), float64. Without
+    scaling it is theta^(-2i / R)."""
     turning = config.rotary_dim
     channels = torch.arange(0, turning, 2, device=device, dtype=torch.float64) / turning
     angles = config.rope_theta**-channels
@@ -70,8 +71,8 @@ def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the angles of channels that turn rarely within the original context by the factor,
-    keep those that turn often, and average in between."""
+    """Divide the angles of channels that turn only few times within the original context by the
+    factor, keep those of channels that turn many times, and interpolate in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_context_length
     assert low is not None
@@ -83,15 +84,15 @@ def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
-    """Like llama3, with a ramp over the indices of channels, from the one that turns `beta_fast`
-    times within the original context to the one that turns `beta_slow` times."""
+    """Like llama3, but interpolate linearly by the index of the channel, from the channel that
+    turns `beta_fast` times within the original context to the one that turns `beta_slow` times."""
     fast, slow, original = scaling.beta_fast, scaling.beta_slow, scaling.original_context_length
     assert fast is not None
     assert slow is not None
     assert original is not None
 
     def index(turns: float) -> float:
-        """Index of the channel with this number of turns."""
+        """The index of the channel that turns this many times."""
         rotations = math.log(original / (turns * 2 * math.pi))
         return config.rotary_dim * rotations / (2 * math.log(config.rope_theta))
 
@@ -100,7 +101,7 @@ def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rotary_dim - 1)
     if first == last:
-        last += 0.001  # a step, not a division by zero
+        last += 0.001  # avoids a division by zero below
     indices = torch.arange(len(angles), device=angles.device, dtype=angles.dtype)
     stretched = ((indices - first) / (last - first)).clamp(0, 1)
     return stretched * angles / scaling.factor + (1 - stretched) * angles

@@ -1,8 +1,9 @@
-"""Size: the elements of a GPT's tensors, counted from its shape without building it.
+"""Size: the number of elements of a GPT's tensors, computed from its configuration.
 
-Used for the memory of a server, the arithmetic of a training step (`model/training/step/flops.py`),
-a run's summary, and the bytes that a benchmark reads (`model/benchmark/work.py`). Tests compare
-every count with the tensors of real models. Adapters are not counted.
+The counts are used for the memory of a server, the arithmetic of a training step
+(`model/training/step/flops.py`), the summary of a run, and the bytes that a benchmark reads
+(`model/benchmark/work.py`). Tests compare every count with the tensors of real models. Adapters are
+not counted.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from logitd.model.transformer.gpt import VALUE_GATE_WIDTH
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of the parameters of a GPT, each counted once.
+    """The numbers of elements of a GPT's parameters. Each parameter is counted once, with padding.
 
-    block_matrices   matrices of all blocks; block_rows is the number of their rows
-    vectors          norms and biases, the head's with padding
-    embeddings       tables of tokens, learned positions and value embeddings, with padding
-    head             the head's own matrix, with padding; 0 if it is the token embedding
-    looked_up        the rows of all these tables that one token reads
+    block_matrices   elements of the matrices of all blocks
+    block_rows       number of rows of these matrices
+    vectors          norms and biases
+    embeddings       tables of tokens, learned positions and value embeddings
+    head             the matrix of the head; 0 if it is the token embedding
+    looked_up        elements of the embeddings that one token reads
     """
 
     block_matrices: int
@@ -31,17 +33,17 @@ class Elements:
 
 
 def count_elements(config: GPTConfig) -> Elements:
-    """The elements of a model of this shape."""
-    # Blocks: query, key and value; attention's output; feed-forward up and down.
+    """The numbers of elements of a model with this configuration."""
+    # Blocks: queries, keys and values; output of attention; feed-forward up and down.
     heads = config.n_head * config.head_dim
     up = config.d_ff * (2 if config.activation == "swiglu" else 1)
     width = config.d_model
     block_matrices = config.qkv_width * width + width * heads + up * width + width * config.d_ff
     block_rows = config.qkv_width + width + up + width
-    # Value embeddings: in some blocks a table, and a gate of one row for each key/value head.
+    # Value embeddings: every second block has a table, and a gate with a row per key/value head.
     valued = -(-config.n_layer // 2) if config.value_embeddings else 0
     gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
-    # Vectors: two norms a block and perhaps one at the end, biases, norms of queries and keys.
+    # Vectors: two norms per block, perhaps a final norm, biases, norms of queries and keys.
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     biases = config.qkv_width * config.qkv_bias + (2 * width + up) * config.bias
     vectors = 2 * norm + biases + 2 * config.head_dim * config.qk_norm
@@ -63,19 +65,19 @@ def count_elements(config: GPTConfig) -> Elements:
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Number of parameters. A tied head counts once, padded rows count."""
+    """Number of parameters, including padded rows. A tied head counts once."""
     elements = count_elements(config)
     return elements.block_matrices + elements.vectors + elements.embeddings + elements.head
 
 
 def table_elements(config: GPTConfig) -> int:
-    """Elements of the computed tables: sinusoids, or cosines and sines; and the mask of a block of
-    queries, whose one-byte elements count as quarters."""
+    """Number of elements of the tables that are computed, not stored: sinusoids, or cosines and
+    sines; and the mask of a block of queries, whose one-byte elements count as a quarter each."""
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}
     return config.context_length * (width[config.positions] + 8)
 
 
 def attention_operations(config: GPTConfig) -> int:
-    """Multiplications and additions in all layers per query and visible position: the dot product
-    with the key, and the addition of the value."""
+    """Multiplications and additions in all layers for each query and each position that it sees:
+    the dot product with the key, and the weighted addition of the value."""
     return 2 * 2 * config.n_layer * config.n_head * config.head_dim

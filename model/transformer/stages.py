@@ -1,11 +1,12 @@
-"""Stages: names, meanings and shapes of everything that a forward computes.
+"""Stages: names, meanings and shapes of everything that a forward pass computes.
 
-`STAGES` lists them. `GPT.transform` shows each to a `Tap` (`model/transformer/tap.py`) under its
-name. A model's `GPTConfig` decides which of them it has: without rotary positions and QK-norm there
-is no `q_raw`, and with norms after the residual addition no `attention.norm`.
+`STAGES` lists them. `GPT.transform` calls a `Tap` (`model/transformer/tap.py`) with the name and
+value of each. Which stages a model has depends on its `GPTConfig`: without rotary positions and
+QK-norm there is no `q_raw`, and with norms after the residual addition there is no
+`attention.norm`.
 
-Axes: T tokens of the prompt; the others as in `GPTConfig`. Positions come first and are not listed.
-TransformerLens' names are those of its TransformerBridge, version 4.
+Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
+not listed. TransformerLens' names are those of its TransformerBridge, version 4.
 """
 
 import fnmatch
@@ -28,12 +29,14 @@ class UnknownStage(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """A kind of stage: one per block, or one per model.
+    """A kind of stage, of which there is one in each block or one in the model.
 
     name      the name without the block: "attention.q"
     axes      axes of the value at one position
-    lens      TransformerLens' name after `blocks.N.`; None if it has no such hook
-    changes   True if interventions may change it
+    lens      TransformerLens' name, without `blocks.N.`; None if there is no such hook
+    changes   True if interventions may change the stage
+    in_block  True if every block has the stage
+    has       whether a model with this configuration has the stage
     """
 
     name: str
@@ -46,12 +49,12 @@ class StageKind:
 
     @property
     def pattern(self) -> str:
-        """The name with N for the layer."""
+        """The full name, with N in place of the layer."""
         return f"blocks.N.{self.name}" if self.in_block else self.name
 
     @property
     def lens_pattern(self) -> str | None:
-        """TransformerLens' name with N for the layer."""
+        """TransformerLens' full name, with N in place of the layer."""
         return f"blocks.N.{self.lens}" if self.lens and self.in_block else self.lens
 
 
@@ -77,7 +80,7 @@ class Stage:
 
     @property
     def heads_axis(self) -> Literal["n_head", "n_kv_head"] | None:
-        """The first axis if it counts heads, else None."""
+        """The axis of heads, which is the first if there is one; otherwise None."""
         first = self.kind.axes[0]
         return first if first in ("n_head", "n_kv_head") else None
 
@@ -98,7 +101,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "embedding",
         ("d_model",),
-        "the token's vector, with that of its position where those are added",
+        "the token's vector, plus the vector of its position if the model adds one",
         "blocks.0.hook_resid_pre",
         in_block=False,
     ),
@@ -112,14 +115,14 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "attention.q_raw",
         ("n_head", "head_dim"),
-        "queries as they are projected, before QK-norm and rotation",
+        "queries after the projection, before QK-norm and rotation",
         "attn.hook_q",
         has=_changes_q,
     ),
     StageKind(
         "attention.k_raw",
         ("n_kv_head", "head_dim"),
-        "keys as they are projected, before QK-norm and rotation",
+        "keys after the projection, before QK-norm and rotation",
         "attn.hook_k",
         has=_changes_q,
     ),
@@ -138,14 +141,14 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "attention.v",
         ("n_kv_head", "head_dim"),
-        "values, with the value embedding where the block has one",
+        "values, including the value embedding if the block has one",
         "attn.hook_v",
     ),
     StageKind(
         "attention.scores",
         ("n_head", "T"),
-        "products of a query with each key over the square root of head_dim; -inf for keys "
-        "that the position does not see",
+        "dot products of a query with each key, divided by the square root of head_dim; -inf for "
+        "keys that the position does not see",
         "attn.hook_attn_scores",
     ),
     StageKind(
@@ -163,7 +166,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "attention.head_out",
         ("n_head", "d_model"),
-        "each head's part of the attention's output, without the projection's bias",
+        "what each head adds to the output of attention; the projection's bias is not included",
         "attn.hook_result",
         changes=False,
     ),
@@ -182,7 +185,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "mlp.norm",
         ("d_model",),
-        "what the MLP reads: the residual stream after the norm before it",
+        "the residual stream after the norm before the MLP",
         "ln2.hook_out",
         has=_is_pre,
     ),
@@ -195,7 +198,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "mlp.up",
         ("d_ff",),
-        "what the gate multiplies",
+        "the MLP's units that the gate multiplies",
         "mlp.hook_pre_linear",
         has=_is_gated,
     ),
@@ -210,7 +213,7 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "final_norm",
         ("d_model",),
-        "the last residual stream after the final norm: what the head reads",
+        "the last residual stream after the final norm, which the head reads",
         "ln_final.hook_out",
         in_block=False,
         has=lambda config: config.final_norm,
@@ -218,20 +221,20 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "logits",
         ("vocab_size",),
-        "the head's logits of the token that follows",
+        "the logits of the next token",
         "unembed.hook_out",
         changes=False,
         in_block=False,
     ),
 )
-"""All stages in the order of the forward."""
+"""All kinds of stages, in the order of the forward pass."""
 
 HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head"))
-"""Stages with an axis of heads, which comes before the positions in the forward."""
+"""Stages with an axis of heads. In the forward pass this axis comes before that of positions."""
 
 
 def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages of a model in the order of the forward."""
+    """The stages of a model, in the order of the forward pass."""
     kinds = [kind for kind in STAGES if kind.has(config)]
     first = [Stage(kind, None) for kind in kinds if kind.name == "embedding"]
     blocks = [
@@ -242,8 +245,9 @@ def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
 
 
 def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), each
-    once, in the order of the forward. Raises UnknownStage for a pattern without a match."""
+    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"). Each is
+    returned once, in the order of the forward pass. Raises UnknownStage for a pattern without a
+    match."""
     if len(patterns) == 1 and (named := _named(patterns[0], config)) is not None:
         return (named,)
     stages = {stage.name: stage for stage in stages_of(config)}
@@ -260,7 +264,8 @@ def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...
 
 
 def _named(name: str, config: GPTConfig) -> Stage | None:
-    """The stage of a name, found without listing all stages: a request may name thousands."""
+    """The stage with this name, found without making the list of all stages: a request may name
+    thousands, one by one."""
     layer: int | None = None
     if (inside := _IN_BLOCK.fullmatch(name)) is not None:
         layer, name = int(inside[1]), inside[2]

@@ -1,8 +1,9 @@
-"""Tap: an observer of a forward that sees every stage and may change it.
+"""Tap: a callback that gets every stage of a forward pass and may change it.
 
-`GPT.transform` calls a tap with each value under its name in `model/transformer/stages.py` and
-continues with the returned tensor, which is the same one if nothing changes. Training and serving
-pass `UNTAPPED`. The taps that record and change are in `model/inference/kernels/eager/taps.py`.
+`GPT.transform` calls a tap with the name (`model/transformer/stages.py`) and value of each stage,
+and continues with the tensor that the tap returns. Training and ordinary serving use `UNTAPPED`,
+which changes nothing. `model/inference/kernels/eager/taps.py` has the taps that record or change
+stages.
 """
 
 from typing import Protocol
@@ -11,15 +12,15 @@ from torch import Tensor
 
 
 class Tap(Protocol):
-    """Values have the axes of the forward: (B, T, ...), or (B, heads, T, ...) for the stages in
-    `stages.HEADS_FIRST`."""
+    """A tap. Values have the axes of the forward pass: (B, T, ...), or (B, heads, T, ...) for the
+    stages in `stages.HEADS_FIRST`."""
 
     def wants(self, layer: int | None, stage: str) -> bool:
-        """True if the tap uses a stage. Expensive stages are computed only then."""
+        """True if the tap uses a stage. Expensive stages are computed only if it does."""
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        """Return the value to continue with. `offset` is the first of the forward's T positions in
-        `value`, for stages that are computed a block of positions at a time."""
+        """Return the value with which the forward pass continues. Some stages are computed block by
+        block; then `offset` is the index, along T, of the first position in `value`."""
 
 
 class _Untapped:

@@ -1,7 +1,7 @@
-"""Trace: shape, mean and deviation of every stage of a forward, in the order of `stages.py`.
+"""Trace: the shape, mean and standard deviation of every stage of a forward pass.
 
-It shows people the way from a text to its logits. For the tensors themselves use `GPT.forward`, a
-tap or the HTTP endpoints.
+A trace shows how a model computes the logits of a text. For the tensors themselves, use
+`GPT.forward`, a tap or the HTTP endpoints.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from logitd.model.transformer.stages import HEADS_FIRST, Stage, stages_of
 
 @dataclass(frozen=True, slots=True)
 class TracedStage:
-    """Figures of a stage over a text: mean and deviation of its finite values. Axes: T positions;
-    in scores and probs T is also the keys; the others as in `GPTConfig`."""
+    """A stage over a whole text: the mean and the standard deviation of its finite values. `axes`
+    names the axes: T is the positions, in scores and probs also the keys; the others are as in
+    `GPTConfig`."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +30,7 @@ class TracedStage:
 
 @torch.inference_mode()
 def trace(gpt: GPT, token_ids: Sequence[int]) -> list[TracedStage]:
-    """Trace every stage of a forward over one text."""
+    """Run a forward pass over one text and trace its stages, in the order of `stages.py`."""
     ids = torch.tensor([token_ids], device=gpt.token_embedding.weight.device)  # (1, T)
     positions = torch.arange(len(token_ids), device=ids.device)[None]
     attend, tap = RecordingAttend(), _Figures()
@@ -42,7 +43,7 @@ def trace(gpt: GPT, token_ids: Sequence[int]) -> list[TracedStage]:
 
 
 class _Figures:
-    """A tap that records the shape, mean and deviation of each stage."""
+    """A tap that records the shape, mean and standard deviation of each stage."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int | None, str], tuple[tuple[int, ...], float, float]] = {}

@@ -25,7 +25,7 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class NamedToken:
     id: int
-    text: str  # For people; bytes that are not UTF-8 show as U+FFFD.
+    text: str  # Readable text; bytes that are not UTF-8 become U+FFFD.
     bytes: Bytes
 
 
@@ -37,7 +37,7 @@ class TopToken(NamedToken):
 
 @dataclass(frozen=True, slots=True)
 class Token(NamedToken):
-    logprob: float | None  # null for the first of a prompt: nothing predicts it
+    logprob: float | None  # null for the first token of a prompt, which has no prediction.
     rank: int | None
     top: tuple[TopToken, ...]
 
@@ -48,9 +48,9 @@ class Choice:
     prompt_index: int
     text: str
     token_ids: tuple[int, ...]
-    seed: int  # Seed of the prompt, for all of its n choices.
+    seed: int  # Seed of the prompt, which all of its n choices share.
     finish_reason: str | None
-    stop_reason: str | int | None  # The stop string or token id that ended it.
+    stop_reason: str | int | None  # The stop string or token id that ended the text.
     tokens: tuple[Token, ...] | None = None  # With logprobs.
 
 
@@ -73,13 +73,13 @@ class Timings:
     queue_ms: float
     prefill_ms: float
     decode_ms: float
-    ttft_ms: float  # Arrival to the first token.
+    ttft_ms: float  # Time from arrival to the first token.
     tokens_per_second: float  # Generated tokens over the decoding time.
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Members that every reply begins with: the model and the weights that answered."""
+    """The first members of every reply. They name the model and its weights."""
 
     id: str
     created: int
@@ -92,7 +92,7 @@ class Reply:
 class Generation(Reply):
     choices: tuple[Choice, ...]
     usage: Usage
-    seed: int | None  # Seed of all prompts; null if each has drawn its own.
+    seed: int | None  # Seed of all prompts; null if their seeds differ.
     timings: Timings
     prompts: tuple[ScoredPrompt, ...] | None = None  # With prompt_logprobs.
 
@@ -105,13 +105,13 @@ class Generation(Reply):
 @dataclass(frozen=True, slots=True)
 class TokenProb(NamedToken):
     prob: float
-    logprob: float | None  # null: dropped by processing, with prob 0.
+    logprob: float | None  # null if processing removed the token (prob 0).
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """Members that the reply of each prompt begins with."""
+    """The first members of the part of a reply that belongs to one prompt."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -120,9 +120,9 @@ class PromptResult:
 @dataclass(frozen=True, slots=True)
 class PromptProbs(PromptResult):
     tokens: tuple[TokenProb, ...]
-    mass: float  # Probability of the listed tokens together.
+    mass: float  # Sum of the probabilities of the listed tokens.
     entropy: float  # Of the whole distribution, in nats.
-    # Perplexity of the prompt after its first token; null for a single token.
+    # Perplexity of the prompt's tokens after the first; null for a single token.
     perplexity: float | None = None
 
 
@@ -134,7 +134,7 @@ class Probs(Reply):
 
 @dataclass(frozen=True, slots=True)
 class TextScore(PromptResult):
-    scored_tokens: int  # All, except a prompt's first: nothing predicts it.
+    scored_tokens: int  # All tokens except the first of a prompt, which has no prediction.
     logprob: float  # Sum over the scored tokens, in nats.
     is_greedy: bool  # True if temperature 0 generates these tokens.
     perplexity: float | None  # null if no token is scored.
@@ -144,7 +144,7 @@ class TextScore(PromptResult):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores(PromptResult):
-    score: TextScore | None = None  # The prompt's, without continuations.
+    score: TextScore | None = None  # The score of the prompt, if the request has no continuations.
     continuations: tuple[TextScore, ...] | None = None
 
 
@@ -174,9 +174,9 @@ class SweepAxis:
 
 @dataclass(frozen=True, slots=True)
 class SweepCell:
-    """`value` is the token's logit minus the other token's, if there is one."""
+    """`value` is the logit of `token`, minus that of `minus` if given."""
 
-    layer: int | None  # null: the axis is not swept.
+    layer: int | None  # null if the sweep has no such axis.
     head: int | None
     position: int | None
     logit: float
@@ -186,12 +186,12 @@ class SweepCell:
 
 @dataclass(frozen=True, slots=True)
 class Sweep(Reply):
-    token_ids: tuple[int, ...]  # Of the prompt.
+    token_ids: tuple[int, ...]  # Token ids of the prompt.
     token: SweptToken
     minus: SweptToken | None
     axes: tuple[SweepAxis, ...]
-    unchanged: SweepCell  # Without `vary`.
-    cells: tuple[SweepCell, ...]  # In the order of the axes, the last one fastest.
+    unchanged: SweepCell  # The result without `vary`.
+    cells: tuple[SweepCell, ...]  # In the order of the axes; the last axis changes fastest.
 
     @property
     def grid(self) -> npt.NDArray[np.float64]:
@@ -213,7 +213,7 @@ class LensLayer:
     top: tuple[TokenProb, ...]
     tokens: tuple[TokenProb, ...]  # The tokens that the request names.
     entropy: float  # In nats.
-    # Kullback-Leibler divergence of the model's own prediction from this one, in nats; 0 at the
+    # Kullback-Leibler divergence of the model's own prediction from this one in nats; 0 at the
     # last layer.
     divergence: float
 
@@ -241,8 +241,8 @@ class TargetToken(NamedToken):
 
 @dataclass(frozen=True, slots=True)
 class AttributedToken(NamedToken):
-    """A token of the prompt, with its attribution by each requested method: 0 after the
-    position."""
+    """A token of the prompt, with its attribution by each requested method. Tokens after the
+    position have 0."""
 
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
@@ -250,7 +250,7 @@ class AttributedToken(NamedToken):
 
 @dataclass(frozen=True, slots=True)
 class PathSummary:
-    """Error of the steps of integrated gradients."""
+    """How exact the integrated gradients are with this number of steps."""
 
     steps: int
     baseline: str | int
@@ -281,7 +281,7 @@ class PromptAttributions(PromptResult):
     position: int
     token: TargetToken
     minus: TargetToken | None
-    value: float  # The logit minus the other token's, if there is one.
+    value: float  # The logit of `token`, minus that of `minus` if given.
     tokens: tuple[AttributedToken, ...]
     integrated_gradients: PathSummary | None = None
     direct: DirectContributions | None = None
@@ -294,10 +294,10 @@ class Attributions(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Piece(NamedToken):
-    """A token; it may hold half a character."""
+    """A token. It may consist of only a part of a character."""
 
-    start: int  # The first character that the token touches.
-    end: int  # The character after the last that it touches.
+    start: int  # The first character of which the token has bytes.
+    end: int  # The character after the last one of which it has bytes.
     special: bool
 
 
@@ -310,7 +310,7 @@ class Tokenized(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Detokenized(Reply):
-    prompt: str  # The text; bytes that are not UTF-8 show as U+FFFD.
+    prompt: str  # The text; bytes that are not UTF-8 become U+FFFD.
     bytes: Bytes
 
     @property
