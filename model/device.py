@@ -1,7 +1,8 @@
-"""Device, dtype and threads of a model on this machine, and the limits of the process.
+"""The device, dtype and threads of a model on this machine, and the memory and processors that this
+process may use.
 
-Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
-objects, or rejects them with the reason. The dtype "auto" depends on the decoder
+The values of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) become torch's
+objects, or are refused with the reason. What the dtype "auto" means depends on the decoder
 (`model/inference/kernels/select.py`).
 """
 
@@ -20,8 +21,8 @@ from logitd.model.plural import pluralize
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of mallopt(3)."""
 KEPT_BYTES = 32 * 2**20
-"""Limit up to which freed memory is reused instead of returned: the most that the C library allows,
-and more than a step needs."""
+"""The C library keeps freed blocks of up to this size for reuse: its maximum, and more than a step
+needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
 """Torch's names of the GPUs on which `python -m benchmarks.gpu` has passed."""
@@ -50,8 +51,8 @@ def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
     """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one per processor
-    of this process. Raises DeviceError for more threads: they would wait for each other at every
-    operation, a scheduler slice at a time."""
+    of this process. Raises DeviceError for more threads than processors: at every operation they
+    would wait for each other to be scheduled."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(
@@ -62,7 +63,7 @@ def choose_placement(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" prefers CUDA. Raises DeviceError."""
+    """The device with this name; "auto" prefers CUDA. Raises DeviceError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -88,9 +89,9 @@ def use_threads(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed memory instead of returning it to the system. Getting each page
-    again took half the time of a prefill of a model of 30 million parameters. Does nothing if the C
-    library is not GNU's."""
+    """Let this process reuse freed memory instead of returning it to the system: half the time of a
+    prefill (30 million parameters) was spent on getting the pages again. Has an effect only with
+    GNU's C library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -105,16 +106,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def disable_cudnn_attention() -> None:
-    """Disable torch's attention by cuDNN in this process. From torch 2.11 on it is the first choice
-    on Hopper, and plans for tens of milliseconds at each new length of a prompt or a step. For
-    serving; a training step has one shape. Does nothing without CUDA."""
+    """Disable cuDNN's attention in this process, for serving. From torch 2.11 on torch prefers it
+    on Hopper, where it needs tens of milliseconds of planning for every new length of a prompt or
+    step. In training all steps have one shape. Has no effect without CUDA."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run a block without torch's compute pool: for small work next to threads of our own, where
-    two pools that wait for each other cost more than they gain."""
+    """Run a block with one torch thread. Used while a decoder's own threads compute: they and
+    torch's pool would compete for the processors, and the block has little work for torch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,9 +125,9 @@ def one_thread() -> Iterator[None]:
 
 
 def available_processors(groups: Sequence[Path] | None = None) -> int:
-    """Processors that this process may use: the share of a container or of taskset, not the
-    machine's. A control group's limit of time counts as processors, rounded up. `groups` are the
-    folders of the control groups to read."""
+    """Number of processors that this process may use, within the limits of taskset and of its
+    container. A control group's limit on processor time is converted to processors, rounded up.
+    `groups` are the folders of the control groups to read."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:
@@ -138,16 +139,16 @@ def available_processors(groups: Sequence[Path] | None = None) -> int:
 
 
 def machine_memory(groups: Sequence[Path] | None = None) -> int:
-    """Bytes of memory that this process may use in all: the machine's or the container's. `groups`
-    are the folders of the control groups to read."""
+    """Bytes of memory that this process may use in total: the machine's, or the limit of its
+    container. `groups` are the folders of the control groups to read."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = map(_group_limit, memory_groups() if groups is None else groups)
     return min([total, *(limit for limit in limits if limit is not None)])
 
 
 def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -> int:
-    """Bytes of memory that this process can get now without swapping: Linux's MemAvailable, or the
-    rest of the container's limit. Cached files count as free."""
+    """Bytes of memory that this process can get now without swapping: Linux's MemAvailable, or what
+    is left of the container's limit. Memory of cached files counts as free."""
     groups = memory_groups() if groups is None else groups
     free = [machine_memory(groups)]
     if (available := _field(meminfo, "MemAvailable:")) is not None:
@@ -160,9 +161,9 @@ def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -
 
 
 def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
-    """The folders of the control groups that may limit this process: its own and those above it, in
-    either version of control groups. In a container the names may differ; then the root is its own
-    group."""
+    """The folders of the control groups that may limit this process: its own group and the groups
+    above it, of either version of control groups. Inside a container the names may differ from the
+    folders; then the root folder is the process's own group."""
     folders = [root, root / "memory"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -184,7 +185,8 @@ def _group_limit(group: Path) -> int | None:
 
 
 def _group_processors(group: Path) -> int | None:
-    """The time limit of a control group in processors; None without a limit."""
+    """The limit of a control group on processor time, as a number of processors; None without a
+    limit."""
     try:
         words = (group / "cpu.max").read_text(encoding="ascii").split()
         quota, period = int(words[0]), int(words[1])
@@ -197,7 +199,7 @@ def _group_processors(group: Path) -> int | None:
 
 
 def _group_use(group: Path) -> int | None:
-    """Bytes in use by a control group, without cached files; None if it does not tell."""
+    """Bytes in use by a control group, without cached files; None if the group has no such file."""
     current, usage = _number(group / "memory.current"), _number(group / "memory.usage_in_bytes")
     used, prefix = (current, "") if current is not None else (usage, "total_")
     if used is None:
@@ -207,7 +209,8 @@ def _group_use(group: Path) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number that a file consists of; None for "max" or a missing file."""
+    """The number in a file that contains nothing else; None if the file is missing or says
+    "max"."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -216,7 +219,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after a name at the beginning of a line; None if there is none."""
+    """The number in the line that begins with `name`; None if there is no such line."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -226,13 +229,13 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def unproven(device: str) -> str | None:
-    """A warning that this code never ran on this kind of GPU; None for a CPU and for CARDS_RUN.
-    `device` is a result of `describe`."""
+    """A warning that logitd was never tested on this kind of GPU; None for a CPU and for the GPUs
+    of CARDS_RUN. `device` is a result of `describe`."""
     if not device.startswith("cuda") or any(card in device for card in CARDS_RUN):
         return None
     return (
-        "this code was never run on such a card; `python -m benchmarks.gpu` compares its results "
-        "with the CPU's"
+        "logitd was never tested on this kind of GPU; `python -m benchmarks.gpu` compares its "
+        "results with the CPU's"
     )
 
 

@@ -1,7 +1,7 @@
 """Extras: optional packages, and the command that installs them into the running environment.
 
-logitd is not on a package index: its name with an extra would find nothing there, or another
-project's package. So the command names the packages themselves.
+The command names the packages themselves, not logitd with an extra: logitd is on no package index,
+so that would find nothing or another project's package.
 """
 
 import shlex
@@ -18,7 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "otel": ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otlp-proto-http>=1.45,<2"),
     "tensorboard": ("tensorboard>=2.20",),
 }
-"""The extras of pyproject.toml; a test compares them."""
+"""The extras of pyproject.toml with their packages. A test compares the two lists."""
 
 
 def installation(extra: str) -> str:

@@ -1,9 +1,10 @@
-"""Files: bounded reads of regular files, strict JSON, and writes that are complete or absent.
+"""Files: reads of regular files up to a size limit, strict JSON, and writes that leave either the
+complete file or none.
 
 A path may name a pipe without a writer, an endless device, a folder, a link to itself, or a file
-larger than memory. Every function here checks first, so that no such path makes a program wait or
-grow. `FileError` names the path and the reason; a missing file is the system's own error. Written
-files get the permissions of the umask, not those that a library would choose.
+larger than memory. Every function here checks the path first, so that reading never hangs and never
+fills the memory. `FileError` names the path and the reason; for a missing file, the system's own
+error is raised. Written files get the permissions of the umask, whatever a library would choose.
 """
 
 import json
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CONFIG_BYTES = 4 * 2**20
-"""Limit of a JSON file of settings: a hundred times the usual size, and little memory even if every
-two bytes become an object."""
+"""Limit of a JSON file of settings: a hundred times the usual size, but small enough that even a
+file of nothing but tiny objects takes little memory."""
 VOCABULARY_BYTES = 64 * 2**20
 """Limit of a vocabulary: ten times the largest published one."""
 TEXT_BYTES = 2**30
@@ -48,7 +49,7 @@ def open_regular(path: Path, most: int | None = None) -> FileIO:
     """Open a regular file of at most `most` bytes for unbuffered reading. Raises FileError and
     OSError."""
     require_regular(path)  # before opening, which has effects on some devices
-    # A pipe may have taken the file's place since; O_NONBLOCK does not wait for its writer.
+    # The file may have been replaced by a pipe since; O_NONBLOCK does not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -79,7 +80,7 @@ def _require_regular_mode(path: Path, mode: int) -> None:
 
 
 def forbidden(path: Path) -> str:
-    """Explain why this path is unreadable and how its owner can fix it."""
+    """A sentence that says why this path cannot be read and how its owner can change that."""
     for folder in reversed(path.absolute().parents):
         if not os.access(folder, os.X_OK):
             return f"{folder} may not be entered by this user: chmod a+rx {folder}, as its owner"
@@ -90,7 +91,7 @@ def forbidden(path: Path) -> str:
 def read_regular(path: Path, most: int) -> bytes:
     """The bytes of a regular file of at most `most`. Raises FileError and OSError."""
     with open_regular(path, most) as file:
-        # The size is no limit: files of /proc have size 0.
+        # The file's own size is not used: files in /proc have size 0.
         raw = bytearray()
         while len(raw) <= most and (piece := file.read(min(2**20, most + 1 - len(raw)))):
             raw += piece
@@ -100,14 +101,14 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int = TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, with "\\n" as line ends. Raises FileError, OSError and
-    UnicodeDecodeError."""
+    """The text of a UTF-8 file, with all line ends converted to "\\n". Raises FileError, OSError
+    and UnicodeDecodeError."""
     return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def folder_aside(path: Path) -> Path:
-    """Create a temporary folder next to `path`, to be renamed to it when complete. Unlike
-    folders of `tempfile` it has the permissions of the umask."""
+    """Create a temporary folder next to `path`. The caller fills it and renames it to `path`.
+    Unlike a folder of `tempfile`, it has the permissions of the umask."""
     while True:
         aside = _name_aside(path)
         try:
@@ -119,8 +120,8 @@ def folder_aside(path: Path) -> Path:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder for new files. It is synced and renamed to `path` at the end of the block, or
-    removed if the block raises. `path` must not exist."""
+    """A temporary folder for new files. At the end of the block it is synced and renamed to `path`,
+    which must not exist; if the block raises, it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = folder_aside(path)
     try:
@@ -137,9 +138,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
-    """A new file next to `path`, at `aside` or under a random name. It is synced and renamed to
-    `path` at the end of the block, or removed if the block raises. Unlike files of `tempfile` it
-    has the permissions of the umask. Raises OSError."""
+    """A new file next to `path`, at `aside` or under a random name. At the end of the block it is
+    synced and renamed to `path`; if the block raises, it is removed. Unlike a file of `tempfile`,
+    it has the permissions of the umask. Raises OSError."""
     aside = aside or _name_aside(path)
     try:
         with aside.open("wb") as file:
@@ -162,15 +163,15 @@ def _sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all. Raises OSError."""
+    """Write a file; after an error the old file, if any, is unchanged. Raises OSError."""
     with whole_file(path, path.with_name(f".{path.name}{PART}")) as file:
         file.write(content)
 
 
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which writes `destination` completely or not at all, into a
-    FileError."""
+    """Turn an OSError of the block into a FileError. The block writes `destination`, and after an
+    error nothing of it is left."""
     try:
         yield
     except OSError as error:
@@ -183,7 +184,8 @@ def written_to(destination: Path) -> Iterator[None]:
 
 
 def share_files(folder: Path) -> None:
-    """Give the files of a folder its own permissions: safetensors writes for the owner alone."""
+    """Give the files of a folder the folder's permissions: safetensors makes its files readable
+    only by their owner."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.iterdir():
         if file.is_file():
@@ -195,8 +197,8 @@ def _name_aside(path: Path) -> Path:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON that can be written again: finite numbers, integers of 64 bits, valid Unicode, and
-    limited nesting. Raises ValueError."""
+    """Parse JSON. Raises ValueError also for what could not be written as JSON again: infinite
+    numbers, integers beyond 64 bits, half surrogate pairs, and very deep nesting."""
     try:
         document = json.loads(
             raw.decode("utf-8"),

@@ -1,8 +1,8 @@
-"""FolderLock: one process at a time writes a folder.
+"""FolderLock: at most one process at a time writes to a folder.
 
 The lock is an flock(2) on a file in the folder. The system releases it when its process ends, even
-by a kill, so no stale lock is left. The file names the owner for the error message of a second
-process.
+if the process is killed, so a lock never outlives its owner. The file names the owner, for the
+error message that a second process shows.
 """
 
 import errno
@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 NOTE_BYTES = 4096
-"""Upper bound of the note in a lock file."""
+"""Limit of the size of the note in a lock file."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system without locks, on which a folder stays writable but is not protected."""
+"""Errors of a file system without locks. A folder there can be written but is not protected."""
 
 
 class FolderLocked(Exception):
-    """Another process has the lock; `owner` describes it for a message."""
+    """Another process has the lock; `owner` describes that process for a message."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(f"locked by {owner}")

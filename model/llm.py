@@ -13,9 +13,9 @@
         llm.probs("def main():")                 # (vocabulary,): the next token
         llm.score("def main", ["():", "body"])   # the logprobs of each continuation
 
-Runs the operations of `model/operations/` in the engine of `logitd serve`: the fields of a request,
-their checks and, on a CPU, the bits of the results are the same. Each method takes the fields of
-its endpoint as keywords. Chat templates and queue limits belong to the server.
+`LLM` runs the operations of `model/operations/` in the same engine as `logitd serve`: the fields of
+a request, their checks and, on a CPU, the exact results are the same. Each method takes the fields
+of its endpoint as keywords. Chat templates and queue limits exist only in the server.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
 
 SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
-"""Fields that only a server can honour."""
+"""Fields of requests that have a meaning only in the server."""
 
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
@@ -112,28 +112,29 @@ logger = logging.getLogger("logitd")
 
 
 class LoadError(Exception):
-    """A checkpoint that cannot be loaded with these options; the message has the reason and fix."""
+    """A checkpoint cannot be loaded with the given options; the message names reason and fix."""
 
 
 class GenerationError(Exception):
-    """A sequence that the engine could not finish; the message names the failure."""
+    """The engine could not finish a sequence; the message names the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One completion of one prompt; in a stream, a part of it.
 
-    text           without the stop token or stop string that ended it
-    token_ids      including a stop token
+    index          its index among the n completions of the prompt
+    text           the text, without the stop token or stop string that ended it
+    token_ids      the generated tokens, including a stop token
     finish_reason  "stop" or "length"; None in a stream until the last part
-    stop_reason    the stop string, or the id of the stop token, that ended it
-    seed           of its prompt: the same request with this seed generates the same tokens
+    stop_reason    the stop string, or the id of the stop token, that ended the completion
+    seed           the prompt's seed: the same request with this seed generates the same tokens
     logprobs       (tokens,), in nats; None unless `SamplingParams.logprobs` is set
-    top_logprobs   for each token, the k likeliest in its place
+    top_logprobs   for each token, the k likeliest tokens at its position
     """
 
     prompt_index: int
-    index: int  # which of the prompt's n
+    index: int
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
@@ -145,8 +146,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """Logprobs of a text (scored tokens,), in nats; `logprob` is their sum. The first token of a
-    prompt has none: nothing predicts it."""
+    """The logprobs of a text's tokens (scored tokens,), in nats, and `logprob`, their sum. The
+    first token of a prompt has no logprob, because it follows no other token."""
 
     token_ids: tuple[int, ...]
     logprobs: npt.NDArray[np.float64]
@@ -154,14 +155,15 @@ class Score:
 
 
 class LLM:
-    """One checkpoint, ready to compute. Only one thread may use it; streams may be read in turns.
+    """A loaded checkpoint. Only one thread may use it, but several streams may be read in turns.
 
-    checkpoint          its directory, or the directory of a run, whose best is loaded
+    checkpoint          the checkpoint's directory, or that of a run, whose best one is loaded
     device, dtype, threads, kernels, kernel_target, quantize, kv_cache_dtype
                         as for `logitd serve`. `threads` sets the size of torch's thread pool for
                         the whole process
-    slots               sequences that are computed at once; default 16, at which a batch is fast
-    log                 receives a line when native kernels are built
+    slots               number of sequences that are computed at once; default 16, a size at which
+                        batches are fast
+    log                 is called with a line when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
     computed.
@@ -219,14 +221,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the computing threads. No method may be called after this."""
+        """End the engine's threads. No method may be called after this."""
         self._engine.close()
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
-        """The `n` completions of each prompt, prompt by prompt. `fields` are those of /generate:
-        n, stop, ignore_eos, interventions, regex and so on; `params` sets several of them."""
+        """The `n` completions of each prompt, prompt by prompt. `fields` are fields of /generate
+        (n, stop, ignore_eos, interventions, regex, ...); `params` sets several of them at once."""
         plan = self._completions(prompts, params, fields)
         growing = GrowingReply(plan, self.tokenizer)
         for _ in self._grow(growing, plan):
@@ -236,9 +238,9 @@ class LLM:
     def stream(
         self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> Generator[Completion]:
-        """Completions token by token: their parts, as they grow side by side.
+        """The completions in parts, token by token. All completions grow at the same time.
 
-        Starts when the first part is read. Closing the iterator ends the rest.
+        Generation starts when the first part is read. Closing the iterator ends all completions.
         """
         plan = self._completions(prompts, params, fields)
         growing = GrowingReply(plan, self.tokenizer)
@@ -248,7 +250,8 @@ class LLM:
                     yield _completion(piece, plan.n)
 
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
-        """Logits (T, V): row i predicts the token after token i. `token_ids` chooses columns."""
+        """Logits (T, V); row i predicts the token after token i. With the field `token_ids`, only
+        these columns."""
         _refuse(fields, "top_k")
         return self._arrays("logits", prompt=prompt, **fields)["logits"]
 
@@ -259,7 +262,8 @@ class LLM:
         return np.exp(log_softmax(row))
 
     def hidden_states(self, prompt: Prompt, **fields: Any) -> Floats:
-        """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""
+        """The residual stream (n_layer + 1, T, d_model), after the embeddings and after each
+        block."""
         return self._arrays("hidden_states", prompt=prompt, **fields)["hidden_states"]
 
     def attention(self, prompt: Prompt, **fields: Any) -> Floats:
@@ -269,15 +273,16 @@ class LLM:
     def activations(
         self, prompt: Prompt, stages: str | Sequence[str], **fields: Any
     ) -> dict[str, Floats]:
-        """Values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
-        `model/transformer/stages.py` lists them. `heads` chooses heads of stages that have any."""
+        """The values (T, ...) of the stages with these names or patterns (`blocks.*.attention.q`);
+        `model/transformer/stages.py` lists the stages. The field `heads` limits stages that have
+        heads to some of them."""
         names = [stages] if isinstance(stages, str) else stages
         return self._arrays("activations", prompt=prompt, stages=names, **fields)
 
     def lens(self, prompt: Prompt, **fields: Any) -> list[list[LensRow]]:
-        """Predictions after each layer (0: after the embeddings), by position and layer: the
-        likeliest ids, rank and logprob of `token_ids`, entropy, and the divergence of the model's
-        own prediction."""
+        """The predictions after each layer (0: after the embeddings), by position and layer. A row
+        has the likeliest ids, the rank and logprob of the ids in the field `token_ids`, the
+        entropy, and the divergence from the model's own prediction."""
         given = {"positions": "all", "prompt": prompt, **fields}
         request = _only(cast(Outputs, self._plan("lens", **given)).requests)
         lens = cast(Lens, request.output)
@@ -287,9 +292,9 @@ class LLM:
     def attributions(
         self, prompt: Prompt, token: int | None = None, minus: int | None = None, **fields: Any
     ) -> Attribution:
-        """The logit of `token` (None: the likeliest next one), minus the logit of `minus`,
-        attributed to the tokens of the prompt ("gradient_times_input", "integrated_gradients") and
-        to heads and MLPs ("direct")."""
+        """How much each part contributes to the logit of `token` (None: the likeliest next token),
+        minus the logit of `minus` if that is given. The parts are the tokens of the prompt (methods
+        "gradient_times_input" and "integrated_gradients") or the heads and MLPs ("direct")."""
         given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
         request = _only(cast(Record, self._plan("attributions", **given)).requests)
         return self._compute([request]).attributions[request.request_id]
@@ -303,8 +308,9 @@ class LLM:
         minus: int | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """The logit of `token` after the prompt, minus the logit of `minus`, with `vary` in one
-        place after another: an axis for each of `over` ("layers", "heads", "positions")."""
+        """The logit of `token` after the prompt, minus the logit of `minus` if that is given, while
+        the intervention `vary` is carried out in one place after another. The result has an axis
+        for each of `over` ("layers", "heads", "positions")."""
         given = {"vary": vary, "over": over, "token_id": token, "minus_id": minus, **fields}
         plan = cast(Series, self._plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._parts(plan))["grid"])
@@ -320,14 +326,16 @@ class LLM:
         over: Sequence[Axis] = ("layers", "positions"),
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """The sweep that sets a stage to its values on `source`, a prompt of as many tokens."""
+        """Activation patching: a sweep that sets a stage to the values it has in `source`, a prompt
+        with the same number of tokens."""
         vary = {"stage": stage, "operation": "set", "from": {"prompt": source}}
         return self.sweep(prompt, vary, over, token, minus, **fields)
 
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt] = (), **fields: Any
     ) -> list[Score]:
-        """Scores of continuations of the prompt; without any, of the prompt itself."""
+        """The score of each continuation of the prompt; without continuations, of the prompt
+        itself."""
         given = {"prompt": prompt, "continuations": continuations or None, **fields}
         request = _only(cast(Record, self._plan("score", **given)).requests)
         tokens = self._compute([request]).tokens
@@ -335,8 +343,8 @@ class LLM:
         return [_score(tokens[request.request_id, index]) for index in range(count)]
 
     def run(self, operation: str, **fields: Any) -> Any:
-        """Any operation that replies with a JSON object, by its name: the server's reply, as an
-        object with attributes."""
+        """Run any operation whose reply is a JSON object. Returns the server's reply, with its
+        members as attributes."""
         chosen = BY_NAME.get(operation)
         if chosen is None:
             raise InvalidRequest(
@@ -353,14 +361,14 @@ class LLM:
         return TypeAdapter(chosen.reply).validate_python({**head, **members})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Operations without a method above: `llm.tokenize(prompt="def")`."""
+        """A method for each operation that has none above: `llm.tokenize(prompt="def")`."""
         if name not in BY_NAME:
             raise AttributeError(f"LLM has no attribute {name!r}")
         return partial(self.run, name)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt. Names of special tokens in a text are plain text. Raises
-        InvalidRequest for a text if the model has no vocabulary."""
+        """The token ids of a prompt. The name of a special token in a text is encoded as plain
+        text. Raises InvalidRequest for a text if the model has no vocabulary."""
         if not isinstance(prompt, str):
             return tuple(map(operator.index, prompt))
         return tuple(encode_text(prompt, self.tokenizer))
@@ -368,7 +376,7 @@ class LLM:
     # Running operations
 
     def _plan(self, name: str, /, **fields: Any) -> Plan:
-        """The plan of a request; computes the values that it depends on."""
+        """The plan of a request. Other requests on which it depends are computed first."""
         _refuse(fields, *SERVER_FIELDS)
         operation = BY_NAME[name]
         body = parse(operation.body, fields)
@@ -383,7 +391,7 @@ class LLM:
             try:
                 answer = self._answer(step)
             except InvalidRequest as error:
-                planning.throw(error)  # it names the field that asked
+                planning.throw(error)  # the plan adds the name of the field
 
     def _answer(self, step: Compute | Compile) -> Any:
         if isinstance(step, Compute):
@@ -397,7 +405,8 @@ class LLM:
     def _completions(
         self, prompts: Prompts, params: SamplingParams | None, fields: dict[str, Any]
     ) -> Completions:
-        """The plan of a generation. A compiled constraint of `params` goes past the fields."""
+        """The plan of a generation. A constraint in `params` is compiled already, so it is put into
+        the engine's requests, not into the fields."""
         given: dict[str, Any] = {}
         constraint = None
         if params is not None:
@@ -405,7 +414,7 @@ class LLM:
                 raise InvalidRequest(f"params is {params!r}; it must be SamplingParams", "params")
             # Not `dataclasses.asdict`, which would copy a compiled constraint.
             given = {each.name: getattr(params, each.name) for each in dataclasses.fields(params)}
-            # Ids of NumPy cannot be keys of JSON.
+            # JSON cannot have NumPy integers as keys.
             given["logit_bias"] = {int(i): bias for i, bias in params.logit_bias.items()}
             constraint = given.pop("constraint")
         for name in given.keys() & fields.keys():
@@ -424,10 +433,10 @@ class LLM:
         return replace(plan, requests=requests)
 
     def _grow(self, growing: GrowingReply, plan: Completions) -> Generator[Event]:
-        """The events of a generation, once each is added to `growing`."""
+        """The events of a generation. Each is added to `growing` before it is returned."""
         with closing(self._run(plan.requests)) as events:
             for event in events:
-                if growing.push(event):  # its text has ended
+                if growing.push(event):  # the text has reached a stop string
                     assert isinstance(event, TokenEvent)
                     ended = self._engine.abort(event.request_id, event.index, FinishReason.STOP)
                     self._mailboxes[event.request_id].extend(ended)
@@ -445,7 +454,7 @@ class LLM:
         return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]
 
     def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
-        """The arrays of one prompt; by default all positions."""
+        """The arrays of one prompt, by default at all positions."""
         plan = cast(Outputs, self._plan(name, **{"positions": "all", **fields}))
         request = _only(plan.requests)
         rows = np.stack(self._compute([request]).rows[request.request_id])
@@ -455,9 +464,10 @@ class LLM:
         }
 
     def _run(self, requests: Sequence[Request]) -> Generator[Event]:
-        """The events of requests until all have ended. Closing the generator aborts them.
+        """The events of requests until all have ended. Closing the generator aborts the requests.
 
-        Steps compute the requests of other streams too; their events wait in their mailboxes."""
+        A step of the engine also computes the requests of other streams; their events are kept in
+        the mailboxes of those streams."""
         mailbox: deque[Event] = deque()
         running = sum(len(sequence_lengths(request)) for request in requests)
         try:
@@ -493,7 +503,7 @@ def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _refuse(fields: Mapping[str, Any], *names: str) -> None:
-    """Raise InvalidRequest for fields that a call cannot honour."""
+    """Raise InvalidRequest for fields that have no meaning in a call."""
     for name in names:
         value = fields.get(name)
         if value is not None and value is not False:

@@ -1,7 +1,7 @@
-"""Machine: the best rates of this machine at reading memory and at multiplying.
+"""Machine: how fast this machine reads memory and multiplies matrices at best.
 
-Both are measured by stock operations with the threads and on the device of the model. Neighbours on
-the same hardware reduce both by amounts that change from minute to minute.
+Both rates are measured with ordinary torch operations, on the model's device and with its threads.
+Other users of the same hardware reduce them by amounts that change from minute to minute.
 """
 
 import math
@@ -17,15 +17,15 @@ import torch
 from logitd.model.device import Placement, describe
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
-"""Bytes to read: several times the caches, and little enough for a machine that has room for a
-model. More on a GPU, because the read has to take much longer than the launch."""
+"""Number of bytes to read: several times the size of the caches, but small enough for any machine
+that has room for a model. On a GPU more, so that reading takes much longer than the launch."""
 MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
 """Width of the square matrices. Reading them takes much less time than multiplying them."""
 REPEATS = 8
 WAKING_SECONDS = {"cpu": 0.0, "cuda": 0.5}
-"""Least time of a measurement: an idle GPU raises its clock gradually."""
+"""Minimum duration of a measurement: an idle GPU raises its clock gradually."""
 ENOUGH_SECONDS = 4.0
-"""Time after which a measurement stops: a machine without instructions for a dtype is very slow."""
+"""Maximum duration of a measurement: without instructions for a dtype, a machine is very slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Conditions of a measurement. `device`, `dtype` and `threads` have the words of /info."""
+    """Conditions of a measurement. `device`, `dtype` and `threads` are as in /info."""
 
     processor: str
     device: str
@@ -52,8 +52,8 @@ class Surroundings:
 def measure_machine(
     placement: Placement, *, nbytes: int | None = None, width: int | None = None
 ) -> Machine:
-    """Measure both rates in a few seconds with torch's present number of threads. `nbytes` and
-    `width` replace the sizes of the device."""
+    """Measure both rates in a few seconds with torch's current number of threads. `nbytes` and
+    `width` replace READ_BYTES and MATRIX_WIDTH."""
     return Machine(
         read_bandwidth=read_bandwidth(placement.device, nbytes),
         matrix_rate=matrix_rate(placement.device, placement.dtype, width),
@@ -62,7 +62,7 @@ def measure_machine(
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
-    """Bytes per second of a sum over memory, the best of several runs."""
+    """Bytes per second that a sum over memory reads, in the best of several runs."""
     nbytes = nbytes or READ_BYTES[device.type]
     numbers = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     return numbers.nbytes / _quickest(numbers.sum, device)
@@ -70,7 +70,7 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
 
 @torch.inference_mode()
 def matrix_rate(device: torch.device, dtype: torch.dtype, width: int | None = None) -> float:
-    """Operations per second of a product of two square matrices, the best of several runs."""
+    """Operations per second of a product of two square matrices, in the best of several runs."""
     width = width or MATRIX_WIDTH[device.type]
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
@@ -93,7 +93,7 @@ def surroundings(placement: Placement) -> Surroundings:
 
 
 def processor_name() -> str:
-    """The processor's own name."""
+    """The processor's model name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -103,7 +103,7 @@ def processor_name() -> str:
 
 
 def _quickest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the quickest of several runs."""
+    """Duration of the quickest of several runs in seconds."""
     quickest, start = math.inf, time.perf_counter()
     awake, end = start + WAKING_SECONDS[device.type], start + ENOUGH_SECONDS
     repeats = 0

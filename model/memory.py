@@ -1,8 +1,8 @@
-"""Memory of a device, and the check that a model fits into it.
+"""The memory of a device, and the check that a model fits into it.
 
-On CUDA the driver reports the free memory. On a CPU it is the system's available memory or the rest
-of the container's limit. Memory of other processes counts as used on both. Slots and steps are
-counted in `model/inference/memory.py`.
+On CUDA the driver reports the free memory. On a CPU the free memory is the system's available
+memory, or what is left of the container's limit. Both count the memory of other processes as used.
+`model/inference/memory.py` counts the memory of slots and steps.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Available:
 
 
 def available(device: torch.device) -> Available:
-    """The present memory of a device."""
+    """The memory of a device at this moment."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Available(str(device), total, free)
@@ -35,7 +35,7 @@ def available(device: torch.device) -> Available:
 
 
 def model_bytes(config: GPTConfig, item_bytes: int) -> int:
-    """Bytes of a model's weights and of its tables of positions."""
+    """Bytes of a model's weights and of its position tables."""
     return parameter_count(config) * item_bytes + table_elements(config) * TABLE_BYTES
 
 
@@ -64,5 +64,5 @@ def format_bytes(count: int) -> str:
 
 
 def free_of(memory: Available) -> str:
-    """A clause with the free and the total memory."""
+    """A clause for messages with the free and the total memory."""
     return f"{memory.name} has {format_bytes(memory.free)} free of {format_bytes(memory.total)}"

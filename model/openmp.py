@@ -1,9 +1,9 @@
-"""OpenMP: the time that torch's compute threads spin before they sleep.
+"""OpenMP: how long torch's compute threads spin before they sleep.
 
-By default they spin for milliseconds at the end of each parallel loop. If another program uses the
-machine, they take the processors from the thread that they wait for, and training becomes tens of
-times slower. OpenMP reads these variables once, when torch is imported. Imports only the standard
-library.
+By default a thread spins for milliseconds at the end of each parallel loop while it waits for the
+others. If another program uses the machine too, the spinning threads can occupy the processor that
+the last thread needs, and training becomes tens of times slower. OpenMP reads these variables only
+once, when torch is imported. So this module imports only the standard library.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ SHORT_SPIN: Mapping[str, str] = {
 
 
 def spin_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The OpenMP variables for a process that imports torch: those in `environment`, and a short
-    spin unless it sets OMP_WAIT_POLICY."""
+    """The OpenMP variables for a process that imports torch: those set in `environment`, and a
+    short spin unless OMP_WAIT_POLICY is set there."""
     policy = "OMP_WAIT_POLICY"
     names = (policy, *SHORT_SPIN)
     given = {name: environment[name] for name in names if name in environment}

@@ -1,7 +1,8 @@
-"""Fields of a pydantic model from the fields of a dataclass, so that they are declared once.
+"""Make fields of a pydantic model from the fields of a dataclass, so that they are declared only
+once.
 
-A field of the dataclass has its description and limits in its annotation:
-`Annotated[int, Field(ge=1, description="blocks")]`.
+A field of the dataclass has its description and limits in its annotation: `Annotated[int,
+Field(ge=1, description="blocks")]`.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""The processor's features, in Linux's words. Does not import torch.
+"""The instruction sets of the processor, under Linux's names. Does not import torch.
 
-The number of processors of a process is in `model/device.py`, the targets of kernels in
-`model/inference/kernels/cpu/targets.py`.
+`model/device.py` counts the processors that a process may use;
+`model/inference/kernels/cpu/targets.py` has the instruction sets for which kernels can be built.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,8 @@ BFLOAT16_INSTRUCTIONS = {
     "avx512_bf16": "AVX-512 BF16",
     "bf16": "Arm BF16",
 }
-"""Processor features with dot products of bfloat16, and the names of these instructions."""
+"""Linux's names of the features with dot products of bfloat16, and the usual names of these
+instructions."""
 
 
 def processor_features() -> frozenset[str]:
@@ -26,7 +27,8 @@ def processor_features() -> frozenset[str]:
 
 
 def bfloat16_instructions(features: Collection[str]) -> str | None:
-    """The instructions that multiply bfloat16 on a processor with these features, or None."""
+    """The name of the instructions that multiply bfloat16 on a processor with these features, or
+    None if it has none."""
     return next(
         (name for feature, name in BFLOAT16_INSTRUCTIONS.items() if feature in features), None
     )

@@ -43,7 +43,9 @@ def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, .
     """The stages that match names and patterns, in the order of computation. Raises InvalidRequest
     if one matches no stage."""
     if not patterns:
-        raise InvalidRequest("stages is empty; name at least one, GET /stages lists them", "stages")
+        raise InvalidRequest(
+            "stages is empty: name at least one of the stages that GET /stages lists", "stages"
+        )
     try:
         return match_stages(patterns, config)
     except UnknownStage as error:

@@ -156,7 +156,7 @@ class _Prompt:
         return bias[token_id].item() - minus
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
-        """Values of all tokens of the prompt; 0 for those after the position."""
+        """The attributions of all tokens of the prompt; 0 for tokens after the position."""
         return (*values[: self._task.position + 1].tolist(), *[0.0] * self._behind)
 
 

@@ -359,8 +359,9 @@ class Engine:
     def _verify(
         self, sequence: Sequence, draft: Draft, results: list[SampleResult], events: list[Event]
     ) -> None:
-        """Append the samples after the tokens of a draft, up to the first wrong token or the end of
-        the sequence. Later samples are discarded, including errors."""
+        """Append the tokens that were sampled at the positions of a draft, up to the first one that
+        differs from the draft or ends the sequence. Later samples are discarded, and so are their
+        errors."""
         for token_id, result in zip(draft.token_ids, results, strict=True):
             if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
                 break
