@@ -2,11 +2,11 @@
 
     {"error": {"message": "...", "type": "...", "param": "...", "code": "..."}}
 
-The message is a sentence with the numbers and the way out; `type` and `code` are from closed sets.
-A message repeats at most a clipped name or number of the request, so it is always small. Of our own
-bugs, the client gets only the request id.
+The message is a sentence with the numbers and what to do; `type` and `code` have fixed sets of
+values. From the request, a message repeats at most a name or a number, shortened, so it is always
+small. After a bug of the server, the client gets only the request id.
 
-Lower layers raise `InvalidRequest`, `QueueFull` and `EngineStopped`; `as_api_error` translates
+Lower layers raise `InvalidRequest`, `QueueFull` and `EngineStopped`. `as_api_error` translates
 them, so that routes need not catch them.
 """
 
@@ -46,7 +46,8 @@ LIMIT = "limit"
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error reply. Raise it anywhere below a route, or write `body` into a stream."""
+    """An error reply. Code below a route may raise it anywhere, or write its `body` into a
+    stream."""
 
     status: int
     type: ErrorType
@@ -68,7 +69,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 500 or self.code == NOT_LOADED:  # another try would fail as well
+        if self.status == 500 or self.code == NOT_LOADED:  # a retry would fail as well
             headers["X-Should-Retry"] = "false"
         return Response(
             orjson.dumps(self.body()),
@@ -88,7 +89,7 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def client_gone() -> ApiError:
-    """An error for the log and the metrics only: the client has left."""
+    """The error for a client that has left. Only the log and the metrics show it."""
     return ApiError(499, "invalid_request_error", "the client closed the connection")
 
 
@@ -102,12 +103,12 @@ def unavailable(message: str, retry_after: int = 1) -> ApiError:
 
 
 def not_loaded(message: str) -> ApiError:
-    """An error for a model that will not be served before a restart."""
+    """The error for a model that could not be loaded. It will not be served before a restart."""
     return ApiError(503, "unavailable_error", message, "model", NOT_LOADED)
 
 
 EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)
-"""Errors that are no bugs, translated by `as_api_error`."""
+"""Errors that are not bugs. `as_api_error` translates them."""
 
 
 def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -> ApiError:

@@ -1,8 +1,8 @@
-"""API keys: which requests are let in.
+"""API keys: which requests are accepted.
 
-Each key has a name, by which the log and the metrics know its callers. Keys come from a setting, a
-file, or both. Only the SHA-256 of a key is kept, and no message, log line or metric contains a key
-or what a client sent as one. `key_limits.py` counts the requests of keys.
+Each key has a name, which the log and the metrics show. Keys come from a setting, a file, or both.
+Only the SHA-256 of a key is kept. No message, log line or metric contains a key, or what a client
+sent as a key. `key_limits.py` counts the requests of each key.
 """
 
 import hmac
@@ -37,7 +37,8 @@ MIN_KEY_LENGTH = 8
 SAFE_KEY_LENGTH = 16
 """Keys with fewer characters are accepted with a warning."""
 KEY_FILE_BYTES = 2**20
-"""Largest file of keys: ten thousand keys. It may be read while requests are answered."""
+"""Limit of the size of a key file: ten thousand keys. Small, because it may be read while requests
+are answered."""
 MAX_LIMIT = 1_000_000
 _ENTRY = re.compile(r"(.*?=.*?|[^=]*)((?:\s+[\w-]+=\S*)*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -45,13 +46,13 @@ _KEY = re.compile(r"[!-~]+")  # characters that a header can hold without quotes
 
 
 class ApiKeyError(ValueError):
-    """API keys that cannot be used. The message says which and why, without the key."""
+    """API keys cannot be used. The message says which and why, without repeating a key."""
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The accepted keys, by name as SHA-256; `limits` are those of keys with limits of their own.
-    Without any key, requests need none."""
+    """The accepted keys: their SHA-256 by name, and the limits of keys that have their own. If
+    there are no keys, requests need none."""
 
     digests: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     limits: Mapping[str, KeyLimit] = field(default_factory=lambda: MappingProxyType({}), repr=False)
@@ -61,8 +62,8 @@ class ApiKeys:
         return tuple(self.digests)
 
     def name_of(self, presented: bytes) -> str | None:
-        """The name of a key; None if it is unknown. Takes the same time for every key, because each
-        digest is compared to its end."""
+        """The name of a key; None if it is unknown. It takes the same time for every key, because
+        it compares all digests completely."""
         digest, match = sha256(presented).digest(), None
         for name, known in self.digests.items():
             if hmac.compare_digest(digest, known):
@@ -74,7 +75,7 @@ class KeyRing:
     """The currently accepted keys, which can be read again while the server runs."""
 
     def __init__(self, keys: ApiKeys, limit: KeyLimit) -> None:
-        """`limit` is the limit of keys without one of their own."""
+        """`limit` applies to keys that have no limit of their own."""
         self.keys = keys
         self.limits = KeyLimits(limit, keys.limits)
 
@@ -83,8 +84,8 @@ class KeyRing:
         return self.keys.names
 
     def replace(self, keys: ApiKeys) -> None:
-        """Accept these keys from now on. Raises ApiKeyError if that would switch keys on or off,
-        and so lock everyone out or let everyone in."""
+        """Accept these keys from now on. Raises ApiKeyError if there would be keys for the first
+        time, which locks everyone out, or none any more, which lets everyone in."""
         if bool(keys.names) != bool(self.names):
             raise ApiKeyError("a running server cannot start or stop asking for API keys")
         self.keys = keys
@@ -93,10 +94,10 @@ class KeyRing:
 
 class ApiKeyCheck:
     """ASGI middleware that rejects requests without a valid key, except to public paths, and
-    requests above their key's limits.
+    requests above the limits of their key.
 
-    It decides before the body is read, by the path that is routed. It looks for a key only in
-    `Authorization: Bearer KEY`.
+    It decides before the body is read, and uses the same path as the router. The key must be in the
+    header `Authorization: Bearer KEY`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, public: Collection[str]) -> None:
@@ -130,8 +131,8 @@ class ApiKeyCheck:
 
 
 def is_public(path: str, public: Collection[str]) -> bool:
-    """True if a path needs no API key: /health, administration, which has its own key, and each of
-    `public`, all with the paths below them (except for /)."""
+    """True if a path needs no API key. These are /health, /admin, which has its own key, each path
+    in `public`, and all paths below these (except below /)."""
     return any(
         path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
         for prefix in ("/health", ADMIN, *public)
@@ -139,8 +140,8 @@ def is_public(path: str, public: Collection[str]) -> bool:
 
 
 def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
-    """The keys of the settings `api_keys` and `api_key_file`. Logs a warning for each short key.
-    Raises ApiKeyError if one cannot be used."""
+    """The keys in the settings `api_keys` and `api_key_file`. Logs a warning for each short key.
+    Raises ApiKeyError if a key cannot be used."""
     places: dict[str, str] = {}  # of each name and digest
     digests: dict[str, bytes] = {}
     limits: dict[str, KeyLimit] = {}
@@ -159,14 +160,14 @@ def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
 
 
 def _listed(listed: SecretStr | None) -> Iterator[tuple[str, str]]:
-    """Descriptions of the setting's entries, and the entries."""
+    """The entries of the setting, each with words for its place."""
     if listed is not None:
         for number, entry in enumerate(listed.get_secret_value().split(","), start=1):
             yield f"entry {number} of the API keys", entry.strip()
 
 
 def _in_file(file: Path | None) -> list[tuple[str, str]]:
-    """Descriptions of the file's lines, and the lines."""
+    """The entries of the file, each with words for its place."""
     if file is None:
         return []
     try:
@@ -186,7 +187,8 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
 
 
 def _limit(place: str, words: str) -> KeyLimit:
-    """The limit in `per-minute=60 at-once=4`; a missing half is the same as for other keys."""
+    """The limit that words such as `per-minute=60 at-once=4` give. For a missing half, the default
+    applies."""
     given: dict[str, int] = {}
     for word in words.split():
         name, _, number = word.partition("=")
@@ -204,7 +206,8 @@ def _limit(place: str, words: str) -> KeyLimit:
 
 
 def _name_and_key(place: str, entry: str) -> tuple[str, str]:
-    """The halves of NAME=KEY. Messages repeat neither half: a wrong one may itself be a key."""
+    """Name and key of an entry NAME=KEY. Messages repeat neither of them, because either may be a
+    key if the entry is wrong."""
     name, separator, key = (part.strip() for part in entry.partition("="))
     if not separator:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")
@@ -232,7 +235,7 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key in a request's headers; None if absent or ambiguous."""
+    """The key in the headers of a request; None if there is none or several."""
     values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return None

@@ -1,9 +1,9 @@
-"""Callers: names of clients, by which they share the server.
+"""Callers: names of clients, among which the engine is shared fairly.
 
-A caller is the name of an API key. If the server has no keys, it is the client's address: IPv4, or
-the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the address
-is that of X-Forwarded-For. Names serve for counting and fairness; API keys control access
-(`auth.py`).
+A caller is named by its API key. If the server has no keys, its name is the client's address: IPv4,
+or the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the
+address is the one in X-Forwarded-For. The names are used only for counting and fairness; `auth.py`
+controls access.
 """
 
 import ipaddress
@@ -13,7 +13,8 @@ from starlette.requests import HTTPConnection
 from logitd.service.access.auth import CALLER, NO_KEY
 
 NETWORK_BITS = 64
-"""Bits of an IPv6 address that identify a client, which can choose the others."""
+"""Number of leading bits of an IPv6 address that identify a client. It can choose the other
+bits."""
 
 
 def caller_of(connection: HTTPConnection) -> str:
@@ -24,7 +25,8 @@ def caller_of(connection: HTTPConnection) -> str:
 
 
 def network_of(host: str) -> str:
-    """An address, shortened to the part that identifies a client; other texts unchanged."""
+    """An address, shortened to the part that identifies a client. Other texts are returned
+    unchanged."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,9 +1,10 @@
 """HostCheck: refuses requests whose Host header names another server.
 
-A web page may point its own domain at 127.0.0.1 (DNS rebinding). The browser then considers a
-server on the loopback part of the page's origin and lets the page read it; only the Host header
-still names the page's domain. With API keys, such a page has no key. Pages of other origins cannot
-post anything: a body must be application/json, for which browsers ask first (CORS).
+The owner of a web page may let the page's domain point to 127.0.0.1 (DNS rebinding). The browser
+then considers a server on this machine part of the page's origin and lets the page read its
+replies; only the Host header still has the domain of the page. If the server has API keys, such a
+page has no key, so it can do no harm. Pages of other origins cannot send requests with a body: it
+must be application/json, for which browsers first ask the server (CORS).
 """
 
 import re
@@ -24,12 +25,12 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class HostCheck:
-    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without one do
-    not come from a browser."""
+    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without this
+    header are accepted, because they do not come from a browser."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], addresses: bool) -> None:
-        """Names of the loopback are always accepted. `addresses` accepts every IP address, because
-        no page can redirect those."""
+        """Names of the loopback interface are always accepted. If `addresses`, every IP address is
+        accepted too, because a page cannot redirect an address."""
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
         self._addresses = addresses
@@ -58,7 +59,7 @@ class HostCheck:
 
 
 def host_check(settings: ServeSettings) -> dict[str, Any] | None:
-    """Arguments of the HostCheck of a server; None if Host is not checked."""
+    """The arguments for the HostCheck of a server; None if the header is not checked."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
     loopback = binds_loopback(settings.host)
@@ -68,7 +69,7 @@ def host_check(settings: ServeSettings) -> dict[str, Any] | None:
 
 
 def binds_loopback(host: str) -> bool:
-    """True if a server that binds this host is reachable from its own machine only."""
+    """True if a server that listens on this host is reachable only from its own machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,9 +1,10 @@
 """KeyLimits: limits of each API key, in requests per minute and in concurrent requests.
 
-A key above its limits is answered 429 with its own numbers; other keys are not affected. Only POST
-requests count, because others compute nothing. The requests of a minute become available again
-evenly (a leaky bucket), so a key that was silent may send all of them at once. Belongs to the event
-loop. Limits of the queue are in `service/engine/admission.py`.
+Requests above the limits of their key are answered 429; the message has the key's own numbers, and
+other keys are not affected. Only POST requests count, because others compute nothing. The requests
+of a minute become available again one by one (a leaky bucket), and a key that has sent none for a
+minute may send all of them at once. Only the event loop may use this module.
+`service/engine/admission.py` has the limits of the queue.
 """
 
 import math
@@ -21,7 +22,7 @@ KEY_LIMIT = "rate_limit_exceeded"
 
 @dataclass(frozen=True, slots=True)
 class KeyLimit:
-    """Limits of one key; 0 is unlimited, None the default of all keys.
+    """The limits of a key. 0 means unlimited, None the default of all keys.
 
     per_minute  requests per minute
     at_once     concurrent requests
@@ -33,7 +34,8 @@ class KeyLimit:
 
 @dataclass(slots=True)
 class _Spent:
-    """Requests of a key: `used` is the bucket's content at `moment`, `open` are being answered."""
+    """The requests of a key: `used` is the content of its bucket at `moment`; `open` requests are
+    being answered."""
 
     used: float
     moment: float
@@ -63,13 +65,13 @@ class KeyLimits:
         return per_minute or 0, at_once or 0
 
     def replace(self, own: Mapping[str, KeyLimit]) -> None:
-        """Change the limits of keys; requests that were sent still count."""
+        """Change the limits of keys. Requests that were already sent still count."""
         self._own = own
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a key's request while it is answered. Above a limit it does not count, and ApiError
-        (429) is raised."""
+        """Count a request of a key while it is answered. Raises ApiError (429) above a limit; then
+        the request does not count."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
             raise queue_full(

@@ -1,7 +1,7 @@
-"""The application: routes, middleware, and the life of the served models.
+"""The application: routes and middleware, and when the models are loaded and stopped.
 
-`create_app` starts nothing. The application loads its models when the server starts it (/health
-answers 503 meanwhile) and stops their engines when the server stops it.
+`create_app` itself starts nothing. The models are loaded when the server starts the application
+(/health answers 503 meanwhile), and their engines are stopped when the server stops it.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     others = (facts, openai_routes, status, admin)
     routers = [endpoint.router(), *(routes.router for routes in others)]
     for router in routers:
-        # include_router would prepare the routes at the first request, and delay all others.
+        # include_router would prepare the routes at the first request, which delays all requests.
         app.router.routes.extend(router.routes)
     _serve_docs(app)
     _serve_playground(app)
@@ -145,8 +145,8 @@ def _serve_docs(app: FastAPI) -> None:
 
 
 def _page_headers(*scripts: str) -> dict[str, str]:
-    """Headers that allow a page only scripts of this server and inline `scripts` with these
-    hashes, only requests to this server, and no frame around it."""
+    """Headers for a page. It may run only scripts of this server and inline scripts with these
+    hashes, may send requests only to this server, and may not be shown in a frame."""
     sources = " ".join(("'self'", *scripts))
     policy = (
         f"default-src 'none'; script-src {sources}; style-src 'self'; img-src 'self' data:; "

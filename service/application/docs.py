@@ -1,7 +1,7 @@
 """Additions to the OpenAPI document that FastAPI generates.
 
-FastAPI does not know the schemas of request bodies, because `body_of` reads them. If the server has
-API keys, the document also says which endpoints need one.
+FastAPI does not know the schemas of request bodies, because `body_of` reads the bodies itself. If
+the server has API keys, the document also says which endpoints need one.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ REQUEST_BODIES: tuple[type[RequestBody], ...] = (
 
 
 def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
-    """Add request bodies to the application's OpenAPI document, and the paths that need a key."""
+    """Add the request bodies to the application's OpenAPI document, and mark the paths that need an
+    API key."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,8 +1,9 @@
-"""Life of the served models: loads them off the event loop, then follows their runs if wanted.
+"""Lifespan: loads the served models outside the event loop, and then follows their training runs if
+that is wanted.
 
-Builds the engine of each model and everything that the event loop needs for it. Meanwhile /health
+For each model it builds the engine and everything that the event loop needs. Meanwhile /health
 answers 503 and says which checkpoint of a run is awaited, or why loading failed. If some of several
-models cannot be loaded, the others are served; loading fails only if none can be.
+models cannot be loaded, the others are served; loading fails only if no model can be loaded.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ async def live(state: ServiceState) -> None:
 
 
 async def _wait_for_first_checkpoints(state: ServiceState) -> None:
-    """Wait until each followed run has saved a checkpoint. May be cancelled, because nothing is
-    being loaded yet."""
+    """Wait until each followed run has saved a checkpoint. This may be cancelled, unlike
+    loading."""
     follow = state.settings.follow
     for source in state.settings.models if follow else ():
         while not (is_run(source.path) and checkpoint_of(source.path, follow).exists()):
@@ -48,10 +49,11 @@ async def _wait_for_first_checkpoints(state: ServiceState) -> None:
 
 
 async def load(state: ServiceState) -> None:
-    """Load the models one after the other, and tell `state` the outcome.
+    """Load the models one after the other, and pass them to `state`, or the reason why none could
+    be loaded.
 
-    No engine computes before all are loaded: a thread that computes for the first time gets as many
-    torch threads as there are at that moment, and loading uses one.
+    No engine may compute before all models are loaded. A thread gets its number of torch threads
+    when it computes for the first time, and that number is one while models are being loaded.
     """
     settings, steps = state.settings, None
     if len(settings.models) == 1:

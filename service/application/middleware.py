@@ -1,10 +1,10 @@
 """ASGI middleware for every request.
 
-From the outside in: `RequestLog` (request id, metrics, trace, one log line, size of the headers),
-CORS if wanted, `BugAnswer` (the reply to an unexpected exception; inside CORS, so that a browser
-can read it), `HostCheck` (`service/access/hosts.py`), `ApiKeyCheck` (`auth.py` there) and
-`HeadAsGet`. Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams
-several times slower.
+From the outermost to the innermost: `RequestLog` (request id, metrics, trace, log line, limit of
+the headers), CORS if wanted, `BugAnswer` (the reply to an unexpected exception; inside CORS, so
+that a browser can read it), `HostCheck` (`service/access/hosts.py`), `ApiKeyCheck`
+(`service/access/auth.py`) and `HeadAsGet`. None uses Starlette's BaseHTTPMiddleware, which would
+hide that a client has disconnected and make streams several times slower.
 """
 
 import logging
@@ -35,14 +35,15 @@ REQUEST_ID_SCOPE = "logitd.request_id"
 MAX_USER = 64
 """Most characters of `user` in the log."""
 QUIET = ("/health", "/info", "/metrics")
-"""Endpoints that clients poll: logged at debug level, unless the key is wrong."""
+"""Endpoints that clients poll. Their requests are logged at debug level, unless the key is
+wrong."""
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
 """Reply headers that a page of another origin may read, in addition to the standard ones."""
 
 
 class RequestLog:
-    """Gives each request an id (from `X-Request-ID`, or a new one), counts, traces and logs it.
-    The only logged content of a request is OpenAI's `user`."""
+    """Gives each request an id (the one in `X-Request-ID`, or a new one), and counts, traces and
+    logs it. Of the content of a request, only OpenAI's field `user` is logged."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class RequestLog:
 
 
 class HeadAsGet:
-    """Answers HEAD as GET; the server omits the body of the reply."""
+    """Answers HEAD like GET. The server omits the body of the reply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -130,8 +131,8 @@ class HeadAsGet:
 
 
 class BugAnswer:
-    """Answers an unexpected exception with 500: the log gets the traceback, the client the request
-    id."""
+    """Answers an unexpected exception with 500. The traceback goes to the log; the client gets only
+    the request id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -150,7 +151,7 @@ class BugAnswer:
         try:
             await self._app(scope, receive, send_noted)
         except Exception:
-            if begun:  # too late for another answer: the connection is closed
+            if begun:  # too late for an error reply; the server closes the connection
                 raise
             request_id: str = scope[REQUEST_ID_SCOPE]
             logger.exception("our own bug, request %s", request_id)
@@ -171,13 +172,13 @@ def _work(ended: Ended) -> dict[str, Any]:
 
 
 def _printable(user: str | None) -> str | None:
-    """`user` without characters that could start a new line or control a terminal."""
+    """`user`, with "?" for characters that could start a new line or control a terminal."""
     return user and clip("".join(c if c.isprintable() else "?" for c in user), MAX_USER)
 
 
 def _line(fields: Mapping[str, Any]) -> str:
-    """A request in text: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`. The client's `user`
-    comes last, so that it cannot pass for another field."""
+    """The log line of a request: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`. The client's
+    `user` comes last, so that its text cannot be taken for another field."""
     method, endpoint, status, duration, request_id, *rest = fields.items()
     return " ".join(
         [

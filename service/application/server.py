@@ -1,10 +1,11 @@
-"""Server: uvicorn around the application, and the handling of signals.
+"""Server: runs the application in uvicorn, and handles signals.
 
-On SIGTERM or SIGINT, readiness becomes 503, and new requests are rejected after `drain_grace`
-seconds. Running ones then get `drain_timeout` seconds, the rest is aborted with an error, and the
-process exits with 0. During loading it exits with 0 at once. A second signal quits at once, with
-128 plus its number. SIGHUP only reads the API keys again. If an engine fails, the process exits
-with 1, so that a supervisor can start another one.
+After SIGTERM or SIGINT, the readiness check answers 503, and `drain_grace` seconds later new
+requests are rejected. Running requests then have `drain_timeout` seconds to finish; those that do
+not are aborted with an error. Then the process exits with 0. While models are being loaded, it
+exits with 0 at once. A second signal ends the process at once, with 128 plus the signal's number.
+SIGHUP only reads the API keys again. If an engine fails, the process exits with 1, so that a
+supervisor can start it again.
 """
 
 import asyncio
@@ -36,11 +37,11 @@ logger = logging.getLogger("logitd")
 
 
 Announce = Callable[[Models, int], None]
-"""Called with the models and the port when requests are answered."""
+"""Is called with the models and the port as soon as requests are answered."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with an announcement at the start and a drain at the end."""
+    """uvicorn's server. It also announces that it is ready, and drains before it exits."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replace uvicorn's handlers, which raise the signal again after a clean stop."""
+        """Replace uvicorn's signal handlers, which raise the signal again after a clean stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -117,7 +118,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def _first_failed(self, models: Models) -> ServedModel:
-        """Wait until an engine fails; return its model."""
+        """Wait until an engine fails. Returns its model."""
         waiting = [asyncio.ensure_future(served.engine.failed.wait()) for served in models.served]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +136,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run a task, and keep a reference to it: the loop itself keeps only a weak one."""
+        """Run a task, and keep a reference to it, because the loop itself keeps only a weak one."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -160,7 +161,7 @@ def uvicorn_config(
 
 
 def serve(settings: ServeSettings, announce: Announce) -> int:
-    """Run until a signal comes. Returns the process's exit code."""
+    """Run until a signal ends the server. Returns the exit code for the process."""
     configure_logging(settings.log_level, json=settings.log_format == "json")
     try:
         app = create_app(settings)
@@ -184,7 +185,7 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
 
 
 def _is_no_bind_error(record: logging.LogRecord) -> bool:
-    """Filter for uvicorn's log: `serve` reports bind errors in a sentence of its own."""
+    """Filter for uvicorn's log without bind errors, which `serve` reports itself."""
     return not isinstance(record.msg, OSError)
 
 

@@ -1,1 +1,1 @@
-"""Connections: what a TCP connection may take of the server, in bytes, seconds and descriptors."""
+"""Connections: limits on what a TCP connection may use: bytes, seconds and file descriptors."""

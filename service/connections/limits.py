@@ -1,6 +1,6 @@
-"""Limits: bounds on connections, from the settings and the process's file descriptors.
+"""Limits of connections, which follow from the settings and the process's file descriptors.
 
-Limits of requests are in `service/engine/admission.py` and `service/http/body.py`.
+`service/engine/admission.py` and `service/http/body.py` limit requests.
 """
 
 import resource
@@ -8,22 +8,24 @@ import resource
 from logitd.service.settings.serve import ServeSettings
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Bytes of a request line and its headers, as counted by `head_size`; more is answered 431."""
+"""Most bytes of a request line and its headers, as `head_size` counts them. Larger ones are
+answered 431."""
 MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
-"""Received bytes of incomplete headers: allows for white space and blank lines."""
+"""Most bytes that are received of incomplete headers. They include white space and blank lines."""
 FRAMING_PER_BODY_BYTE = 8
-"""Bytes of chunk sizes per byte of a chunked body; chunks of one byte need five."""
+"""Most bytes of chunk sizes per byte of a chunked body. Chunks of one byte need five."""
 DISCARDED_BYTES = 2**20
-"""Bytes that are read and discarded after a refusal; the rest stays with the client."""
+"""After a refusal, at most this many bytes are read and discarded. Further bytes are not read."""
 MIN_BYTES_PER_SECOND = 2048
-"""Slowest accepted client, sending or reading: half of 32 kbit/s, to which mobile networks
-throttle a line. 4 MiB may take 34 minutes."""
+"""A client has to send and to read at least this fast: half of 32 kbit/s, to which mobile networks
+throttle a line. So 4 MiB may take 34 minutes."""
 OWN_DESCRIPTORS = 64
-"""File descriptors kept for the process: listening, static files, checkpoints, the engine."""
+"""File descriptors that the process needs itself: for listening, static files, checkpoints and the
+engine."""
 MOST_CONNECTIONS = 4096
-"""Largest default of --max-connections: an idle connection takes about 10 kB."""
+"""Upper bound for the default of --max-connections. An idle connection takes about 10 kB."""
 SURPLUS = 16
-"""Connections above the bound, on which /health is still answered."""
+"""Number of connections above the limit on which /health is still answered."""
 
 
 class ConnectionLimitError(ValueError):
@@ -31,8 +33,9 @@ class ConnectionLimitError(ValueError):
 
 
 def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
-    """The largest number of connections, and of connections that the kernel has completed but the
-    server has not accepted (at worst it accepts all of those at once). Raises ConnectionLimitError.
+    """The largest number of connections, and the largest number of connections that the kernel
+    keeps until the server accepts them (it may accept all of them at once). Raises
+    ConnectionLimitError.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -51,6 +54,6 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
 
 
 def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
-    """Bytes of a request line with a target of `target` bytes and of its headers, without optional
-    white space."""
+    """The size of a request line whose target has `target` bytes, and of the headers, in bytes and
+    without optional white space."""
     return target + sum(len(name) + len(value) + 4 for name, value in headers)

@@ -1,7 +1,9 @@
-"""OpenConnections: all connections of a server, their largest number, and one timer for them.
+"""OpenConnections: all connections of a server, the limit of their number, and a timer that checks
+them.
 
-At the bound, the connection that has waited longest for its client makes room: first one without a
-complete head, then one whose body is incomplete, never one whose request is being answered.
+When the limit is reached, the connection that has waited longest for its client is closed: first
+one whose headers are incomplete, then one whose body is incomplete, never one whose request is
+being answered.
 """
 
 import asyncio
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("logitd.http")
 
 QUIET_SECONDS = 10.0
-"""Time between two reports of ended connections in the log."""
+"""Minimum time between two reports of ended connections in the log."""
 
 
 class EvictionClass(Enum):
-    """The loss of a client whose connection is ended to make room for another."""
+    """What a client loses if its connection is closed to make room for another one."""
 
     WAITS = auto()
-    """At most half a head."""
+    """Nothing, or incomplete headers."""
     SENDS = auto()
     """An incomplete body."""
     ANSWERED = auto()
@@ -54,13 +56,13 @@ class OpenConnections:
         self._timer: asyncio.TimerHandle | None = None
 
     def has_room(self) -> bool:
-        """True if the connections are within the bound, if necessary after evicting one."""
+        """True if the number of connections is within the limit. If necessary, one is evicted."""
         if len(self._open) > self.most:
             self._make_room()
         return len(self._open) <= self.most
 
     def opened(self, connection: "Connection") -> None:
-        """Add an accepted connection; at the bound another one makes room for it."""
+        """Add an accepted connection. If the limit is reached, another one is evicted."""
         if len(self._open) >= self.most:
             self._make_room()
         self._open[connection] = None
@@ -73,14 +75,14 @@ class OpenConnections:
             self._sweep_later()
 
     def closed(self, connection: "Connection") -> None:
-        """Remove a connection that has ended. May be repeated."""
+        """Remove a connection that has ended. Further calls have no effect."""
         self.place(connection, EvictionClass.ANSWERED)
         self._open.pop(connection, None)
         self._metrics.connections.set(len(self._open))
 
     def place(self, connection: "Connection", wanted: EvictionClass) -> None:
-        """Set the class of an open connection. Within a class, the first one in is evicted
-        first."""
+        """Set the class of an open connection. Within a class, the connection that joined it first
+        is evicted first."""
         if connection not in self._open:
             return
         for eviction, members in self._evictable.items():
@@ -92,7 +94,7 @@ class OpenConnections:
     def _make_room(self) -> None:
         for members in self._evictable.values():
             for connection in members:
-                if not connection.unsent():  # else its last reply is being read
+                if not connection.unsent():  # otherwise the client is reading its last reply
                     self._end(connection, ConnectionEnd.MADE_ROOM)
                     return
 
@@ -111,7 +113,7 @@ class OpenConnections:
         self._timer = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     def _sweep(self) -> None:
-        """Check all connections. One timer each would be set and cancelled at every request."""
+        """Check all connections. A timer for each would be set and cancelled at every request."""
         self._timer = None
         if self._open or self.reports.pending:
             self._sweep_later()
@@ -122,7 +124,7 @@ class OpenConnections:
 
 
 class Reports:
-    """Counts ended connections and logs a line for each reason, now and then."""
+    """Counts ended connections, and logs a line for each reason at most every QUIET_SECONDS."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class Reports:
             self.flush()
 
     def flush(self) -> None:
-        """Log what is pending, if the last report is old enough."""
+        """Log what is pending, unless the last report was less than QUIET_SECONDS ago."""
         now = self._clock()
         if self.pending and now >= self._quiet_until:
             for end, number in self.pending.items():

@@ -1,15 +1,15 @@
-"""Protocol: one HTTP connection: uvicorn's, with bounds on what its client may do.
+"""Protocol: an HTTP connection, as in uvicorn but with limits on what the client may do.
 
-Added to uvicorn's protocol over httptools:
+Compared with uvicorn's protocol with httptools:
 
-- bounds on the bytes of a head and on the client's time (`reading.py`), checked by one timer for
-  all connections (`open_connections.py`);
-- requests sent ahead wait in the client's socket for their turn, and so do refusals
-  (`refusals.py`);
-- if a request is answered before its body has come, the client can read the answer before the
-  connection closes;
-- requests to upgrade are answered as ordinary HTTP;
-- a client that ends its side of the connection counts as gone.
+- the size of the headers and the client's time are limited (`reading.py`); one timer checks all
+  connections (`open_connections.py`);
+- a client may send requests ahead. They are read only when it is their turn, and refusals
+  (`refusals.py`) are written in turn as well;
+- if a request is answered before its body is complete, the client gets time to read the answer
+  before the connection is closed;
+- a request to upgrade is answered as an ordinary HTTP request;
+- a client that closes its side of the connection counts as gone.
 """
 
 import asyncio
@@ -34,16 +34,17 @@ from logitd.service.errors import ApiError, unavailable
 from logitd.service.metrics.metrics import ConnectionEnd
 
 PIECE = 16 * 1024
-"""Bytes that the parser gets at once. Bounds are checked between two pieces."""
+"""Bytes that are parsed at once. The limits are checked between two pieces."""
 LINGER_SECONDS = 2.0
-"""Time for a client that is still sending to read its last answer. Closing at once would reset the
-connection, and the client would lose the answer."""
+"""How long a client that is still sending may read its last answer. If the connection were closed
+at once, it would be reset, and the client would lose the answer."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a client that reads nothing of its reply for this long is disconnected."""
 
 
 class ReplyTransport:
-    """The transport as a reply sees it: uvicorn closes it after the connection's last reply."""
+    """The transport that uvicorn uses for a reply, with another `close`, which uvicorn calls after
+    the last reply of a connection."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -52,7 +53,7 @@ class ReplyTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. uvicorn calls a request with its reply a `cycle`."""
+    """An HTTP connection. A `cycle` is uvicorn's object for a request and its reply."""
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class Connection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size()
 
     def check(self, now: float) -> None:
-        """End the connection or answer it if a deadline has passed or the client has gone."""
+        """End the connection, or refuse its request, if a deadline has passed or the client has
+        gone."""
         unsent, answered = self.unsent(), self._running is None
         info = tcp_info(self.transport) if unsent or self.flow.read_paused else None
         acknowledged = None if info is None else info.acknowledged
@@ -135,7 +137,7 @@ class Connection(HttpToolsProtocol):
     # Called by uvicorn's server
 
     def shutdown(self) -> None:
-        """Refuse an incomplete request; disconnect soon unless the client is reading a reply."""
+        """Refuse an incomplete request. Disconnect soon unless the client is reading a reply."""
         self.loop.call_later(SHUTDOWN_SECONDS, self._abort_unless_reading, 0)
         if self._reading.state is ReadState.BODY:
             self._refuse(unavailable("the server is shutting down"))
@@ -200,7 +202,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close after the last reply. The client may still be sending the body."""
+        """Close the connection after its last reply. The client may still be sending the body."""
         sending = self._reading.state in (ReadState.BODY, ReadState.NOTHING)
         if sending and cycle is self.cycle and cycle.response_complete:
             self._linger()
@@ -242,8 +244,8 @@ class Connection(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _without_upgrade(self) -> bytes:
-        """The head of a request to upgrade as that of an ordinary one, for a new parser. The old
-        one would take the body for another protocol, and ignores everything after `close`."""
+        """The request line and headers of a request to upgrade, without the upgrade, for a new
+        parser. The old parser would treat the body as data of another protocol."""
         if not self._asks_upgrade():
             return b""
         version = self.parser.get_http_version().encode()
@@ -267,14 +269,16 @@ class Connection(HttpToolsProtocol):
             if waited > timeout:
                 self._refuse(too_slow("the headers", timeout), ConnectionEnd.SLOW_HEAD)
             return
-        # No answer: browsers open connections ahead, and would take it for that of a later request.
+        # No answer is sent: browsers open connections in advance, and would take the answer for the
+        # answer to a later request.
         end = ConnectionEnd.IDLE if self._served else ConnectionEnd.SILENT
         if waited > (self._settings.keep_alive_timeout if self._served else timeout):
             self._all.reports.count(end)
             self.transport.close()
 
     def _abort_unless_reading(self, acknowledged: int) -> None:
-        """Abort unless the client has read more than this of its reply; then check again later."""
+        """Abort unless the client has read more than `acknowledged` bytes; then check again
+        later."""
         if self not in self.connections:
             return  # it has been lost meanwhile
         info = tcp_info(self.transport)
@@ -287,7 +291,8 @@ class Connection(HttpToolsProtocol):
     # Refusals
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer the awaited request with an error in its turn, and nothing after it."""
+        """Answer the request that is being received with an error when it is its turn. Later
+        requests are not answered."""
         if end is not None:
             self._all.reports.count(end)
         self._held.clear()
@@ -313,12 +318,12 @@ class Connection(HttpToolsProtocol):
             self._running = None
 
     def _answer(self, error: ApiError) -> None:
-        """Write a refusal, and close after the client has had time to read it."""
+        """Write a refusal. The connection is closed after the client has had time to read it."""
         self.transport.write(whole_reply(error, self.server_state.default_headers))
         self._linger()
 
     def _linger(self) -> None:
-        """Write nothing more, and discard further bytes of the client."""
+        """Write nothing more, and discard what the client still sends."""
         if self.transport.is_closing():
             return
         self._reading.stop()

@@ -1,7 +1,7 @@
-"""Reading: the progress of a client, sending requests and reading replies.
+"""Reading: how far a client has sent its requests and read its replies.
 
-Counts bytes and time only; `protocol.py` decides what follows. `tcp_info` returns what the kernel
-knows about a connection.
+This module only counts bytes and time; `protocol.py` decides what to do. `tcp_info` asks the kernel
+about a connection.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
 
 
 class ReadState(Enum):
-    """The part of a request that the client sends next."""
+    """The part of a request that the server expects next from the client."""
 
     REQUEST = auto()
     """The first byte."""
@@ -33,7 +33,7 @@ class ReadState(Enum):
     BODY = auto()
     """The rest of the body."""
     NOTHING = auto()
-    """The last answer is written or waits for its turn: nothing more is parsed."""
+    """Nothing: the last answer was written or waits for its turn."""
 
 
 class Reading:
@@ -42,8 +42,8 @@ class Reading:
         REQUEST --first byte--> HEAD --headers complete--> BODY --message complete--> REQUEST
         any of them --stop--> NOTHING
 
-    `since` is the loop's time from which the client's next bytes are awaited; `received` counts all
-    bytes.
+    `since` is the loop's time at which the server began to wait for the client's next bytes.
+    `received` counts all bytes.
     """
 
     def __init__(self, now: float) -> None:
@@ -71,11 +71,11 @@ class Reading:
         self.state, self._completed = ReadState.REQUEST, True
 
     def end_reply(self, now: float) -> None:
-        """Note a complete reply: the client has the next turn."""
+        """Note that a reply is complete, so that the client has to send next."""
         self.since, self._body_mark = now, (now, self.received)
 
     def stop(self) -> None:
-        """Discard everything that still comes."""
+        """Discard everything that the client still sends."""
         self.state = ReadState.NOTHING
         self._discard_until = self.received + DISCARDED_BYTES
 
@@ -83,9 +83,9 @@ class Reading:
         return self.received > self._discard_until
 
     def is_too_large(self, piece: int) -> bool:
-        """Count the bytes of a parsed piece. True if too many have come without completing a head,
-        a chunk or trailers. A piece that completes one does not count, so the bound is exact up to
-        one piece."""
+        """Count the bytes of a parsed piece. Returns True if too many bytes came without completing
+        the headers, a chunk or the trailers. A piece that completes one of them is not counted, so
+        the limit is exact only up to one piece."""
         self._unfinished = 0 if self._completed else self._unfinished + piece
         self._completed = False
         allowed = MAX_RAW_HEADER_BYTES
@@ -94,8 +94,9 @@ class Reading:
         return self._unfinished > allowed
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
-        """True if too little of a body came within `timeout` seconds. The time starts again after
-        enough progress, and while the server is not reading, unless the request is answered."""
+        """True if too little of a body came within `timeout` seconds. Unless the request is
+        answered already, the time starts again after enough progress, and does not run while the
+        server is not reading."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
         if not answered and (enough or paused):
@@ -105,7 +106,7 @@ class Reading:
 
 
 class ReplyProgress:
-    """The progress of a client in reading its replies."""
+    """How far a client has read its replies."""
 
     def __init__(self) -> None:
         self._mark: tuple[float, int, int] | None = None  # time, acknowledged and unsent bytes
@@ -113,9 +114,10 @@ class ReplyProgress:
     def is_too_slow(
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
-        """True if too little was read for longer than `timeout`, or for twice that while the reply
-        is incomplete: streams have an earlier timeout of their own (`service/http/sse.py`). Without
-        `acknowledged`, only a reader that takes nothing is too slow."""
+        """True if too little was read for longer than `timeout`. While the reply is incomplete,
+        twice that time is allowed, because streams have their own, earlier timeout
+        (`service/http/sse.py`). Without `acknowledged`, a client is too slow only if it reads
+        nothing."""
         if not unsent:
             self._mark = None
             return False
@@ -132,15 +134,19 @@ class ReplyProgress:
 
 
 class TcpInfo(NamedTuple):
-    """`gone`: the client has ended the connection or its side of it; `acknowledged`: bytes that it
-    has received."""
+    """What the kernel knows about a connection.
+
+    gone          True if the client has closed the connection or its side of it
+    acknowledged  number of bytes that the client has received
+    """
 
     gone: bool
     acknowledged: int
 
 
 def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
-    """Ask the kernel. None if the system is not Linux or the socket is closed or not TCP."""
+    """Ask the kernel about a connection. Returns None if the system is not Linux, or the socket is
+    closed or not TCP."""
     raw = transport.get_extra_info("socket")
     if sys.platform != "linux" or raw is None or raw.family == socket.AF_UNIX:
         return None

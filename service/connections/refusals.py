@@ -14,7 +14,7 @@ def headers_too_large() -> ApiError:
 
 
 def too_slow(part: str, slow_sender_timeout: float) -> ApiError:
-    """`part` of a request (headers or body) did not come in time."""
+    """The error for a request of which `part` (the headers or the body) did not come in time."""
     return ApiError(
         408,
         "timeout_error",
@@ -25,7 +25,7 @@ def too_slow(part: str, slow_sender_timeout: float) -> ApiError:
 
 
 def whole_reply(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The bytes of an error's response, for a client that has not sent a whole request."""
+    """The bytes of an error reply, for a client that has not sent a complete request."""
     response = error.response()
     lines = [*headers, *response.raw_headers, (b"connection", b"close")]
     head = STATUS_LINE[error.status] + b"".join(b"%s: %s\r\n" % line for line in lines)
@@ -33,7 +33,7 @@ def whole_reply(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 async def too_many_connections(scope: Any, receive: Any, send: Any) -> None:
-    """The ASGI application that answers if there are too many connections."""
+    """The ASGI application that answers requests while there are too many connections."""
     error = unavailable("there are too many connections; close those that are not needed")
     response = error.response()
     response.headers["Connection"] = "close"

@@ -1,1 +1,2 @@
-"""The engine behind asyncio: its thread, its weights, admission, and how it is built."""
+"""The engine for use from asyncio: its thread, its weights, the admission of requests, and how it
+is built."""

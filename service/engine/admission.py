@@ -1,11 +1,11 @@
-"""AdmissionController: limits how much may wait for the engine, and counts what does.
+"""AdmissionController: limits the work that may wait for the engine.
 
 Three amounts have limits: sequences, prompt tokens, and output elements. A request counts from the
-encoding of its texts (`hold`) until its last sequence ends. Requests that run one after another
-count from the start (`reserve`), so the later ones are not rejected half-way.
+time when its texts are encoded (`hold`) until its last sequence ends. Requests that run one after
+another all count from the start (`reserve`), so that none of them is rejected half-way.
 
 When the queue is full, a caller below its fair share is still admitted. The share is the limit
-divided by the number of callers with something in the queue. All callers together never exceed
+divided by the number of callers that have requests in the queue. All callers together never exceed
 FULLEST times the limits. A caller that is alone may fill the whole queue.
 
 Belongs to the event loop. The scheduler, not this module, decides which request runs next.
@@ -26,7 +26,7 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.transformer.config import GPTConfig
 
 MOST_TOKENS = 2**20
-"""Default limit of tokens that one request may cost: minutes of one processor with the bundled
+"""By default a request may cost at most this many tokens: minutes of one processor with the bundled
 checkpoint."""
 FULLEST = 2
 """Largest total queue, as a multiple of each limit."""
@@ -38,7 +38,7 @@ class Limit(StrEnum):
     SEQUENCES = "queue_sequences"
     TOKENS = "queue_tokens"
     ELEMENTS = "queue_elements"
-    REPLIES = "reply_elements"  # held by all replies together
+    REPLIES = "reply_elements"  # in memory for all replies together
     KEY_PER_MINUTE = "key_per_minute"  # requests of one API key
     KEY_AT_ONCE = "key_at_once"
 
@@ -54,7 +54,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Largest amounts that are admitted.
+    """The largest amounts that are admitted.
 
     sequences    waiting sequences
     tokens       prompt tokens of waiting sequences
@@ -72,8 +72,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Amounts that a request adds to the queue: sequences, their cost in tokens, output
-    elements."""
+    """What a request adds to the queue: sequences, their cost in tokens, and output elements."""
 
     sequences: int = 0
     tokens: int = 0
@@ -147,7 +146,8 @@ class AdmissionController:
         return Load(len(tokens), sum(tokens), output_elements(request, self.config))
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
-        """Raise QueueFull if a caller's `load` has no room now, InvalidRequest if it never has.
+        """Raise QueueFull if there is no room for a caller's `load` now, InvalidRequest if there
+        never will be.
 
         `param` is the field that sets the number of sequences. An empty queue admits any possible
         request, because it is computed next.
@@ -159,7 +159,7 @@ class AdmissionController:
         waiting = max(0, self.sequences - self.slots)
 
         def check(limit: Limit, holds: int, queued: int, own: int, present: str) -> None:
-            """Check one limit; the caller has `own` of the amount `queued`."""
+            """Check one limit. The caller has `own` of the amount `queued`."""
             in_its_share = own <= holds // callers and queued <= FULLEST * holds
             if queued > holds and not in_its_share:
                 raise QueueFull(present, holds, self._pace.seconds_for(waiting + 1), limit)
@@ -191,11 +191,11 @@ class AdmissionController:
 
     @contextmanager
     def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
-        """Reserve sequences while a request's texts are encoded. Raises as `check_capacity` does,
-        and InvalidRequest for more sequences than one request may have.
+        """Reserve room for sequences while the texts of a request are encoded. Raises like
+        `check_capacity`, and InvalidRequest for more sequences than one request may have.
 
-        Submit the requests right after the block: the event loop runs nothing else in between, so
-        their room is still free.
+        The caller submits the requests directly after the block. The event loop runs nothing else
+        in between, so the room is still free then.
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
@@ -213,7 +213,7 @@ class AdmissionController:
             self._release(caller, load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Reserve room for a caller's later requests. Raises as `check_capacity` does."""
+        """Reserve room for later requests of a caller. Raises like `check_capacity`."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
@@ -225,8 +225,8 @@ class AdmissionController:
         self._release(caller, sum(loads, Load()))
 
     def admit(self, requests: Sequence[Request]) -> list[Load]:
-        """Count all of a caller's requests as open, or none. Returns the load of each; raises as
-        `check_capacity` does."""
+        """Count a caller's requests as open, all or none of them. Returns the load of each. Raises
+        like `check_capacity`."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
@@ -240,7 +240,8 @@ class AdmissionController:
         return load
 
     def end_sequence(self, event: FinishEvent, caller: str = "", elements: int = 0) -> None:
-        """Count the end of a sequence; `elements` are those of its request, if it is the last."""
+        """Count the end of a sequence. `elements` is the number of output elements of its request
+        if this was the last sequence of the request, else 0."""
         self._pace.finished(queued=self._open.total.sequences > self.slots)
         price = event.prompt_tokens if event.price is None else event.price
         self._open.add(caller, -Load(1, price, elements))
@@ -271,7 +272,7 @@ class AdmissionController:
         if load.elements > limits.elements:
             raise InvalidRequest(
                 f"the request asks for {load.elements} output elements (positions times width), "
-                f"the queue never holds more than {limits.elements}. Ask for fewer prompts "
+                f"but the queue never holds more than {limits.elements}. Ask for fewer prompts "
                 "or positions at once, or raise --max-queue-elements"
             )
 
@@ -308,5 +309,5 @@ class _Pace:
         self._last = now if queued else None
 
     def seconds_for(self, sequences: int) -> int:
-        """Estimated seconds until this many more have ended, from 1 to 60."""
+        """Estimated seconds until this many more sequences have ended, from 1 to 60."""
         return min(60, max(1, math.ceil(self._seconds * sequences)))

@@ -1,8 +1,9 @@
-"""AsyncEngine: the engine as the event loop sees it.
+"""AsyncEngine: the interface of the engine for code on the event loop.
 
-Requests become commands of a driver in a separate thread (`driver.py`). A step wakes the event loop
-at most once (`wakeup.py`), and its events go to the mailboxes of their submissions
-(`submission.py`). Admission is decided first (`admission.py`). Knows no HTTP, text or checkpoint.
+`admission.py` first decides whether a request is admitted. The request then becomes a command of
+the driver, which runs in a separate thread (`driver.py`). A step of the engine wakes the event loop
+at most once (`wakeup.py`), and its events are put into the mailboxes of their submissions
+(`submission.py`). This module knows nothing of HTTP, text and checkpoints.
 """
 
 import asyncio
@@ -30,14 +31,14 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class ReloadError(Exception):
-    """New weights did not take over and the old ones stay. The message says why."""
+    """New weights could not be used, and the old ones stay. The message says why."""
 
 
 @dataclass(eq=False, slots=True)
 class WeightsVersion:
-    """One version of the weights. A sealed one accepts no more requests.
+    """One version of the weights. A sealed version accepts no more requests.
 
-    A hold keeps a version unsealed, for a session that will submit more requests to it.
+    A session that will submit more requests to a version holds it, so that it is not sealed.
     """
 
     number: int
@@ -78,22 +79,22 @@ class AsyncEngine:
 
     @property
     def version(self) -> int:
-        """Number of the weights' version that answers new requests."""
+        """Number of the version of the weights that computes new requests."""
         return self._weights.number
 
     @property
     def failure(self) -> str | None:
-        """Reason why the engine failed, if it did."""
+        """The reason why the engine failed; None if it did not."""
         return FAILED if self.failed.is_set() else None
 
     def stalled(self) -> float | None:
-        """Duration of the current step in seconds if it exceeds `stall_timeout`, else None."""
+        """The duration of the current step in seconds if it exceeds `stall_timeout`, else None."""
         began = self._driver.step_began
         seconds = 0.0 if began is None else time.monotonic() - began
         return seconds if seconds > self._stall_timeout else None
 
     def now(self) -> float:
-        """Current time on the engine's clock, which deadlines refer to."""
+        """Current time on the engine's clock, the clock of deadlines."""
         return self._driver.now()
 
     def hold(self) -> WeightsVersion:
@@ -113,15 +114,15 @@ class AsyncEngine:
         usage: Usage | None = None,
     ) -> Submission:
         """Queue all requests or none, for a version of the weights (default: the current one).
-        Raises InvalidRequest if the model cannot compute one or the queue can never hold them,
-        EngineStopped, or QueueFull."""
+        Raises InvalidRequest if the model cannot compute a request or the queue never has room for
+        all of them, QueueFull if it has none now, and EngineStopped."""
         version = version or self._weights
         self._check(requests, version)
         return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
 
     def reserve(self, requests: Sequence[Request], version: WeightsVersion) -> None:
         """Reserve room for requests that are submitted one after another, so that neither a full
-        queue nor the start of a drain rejects the later ones. Raises as `submit` does."""
+        queue nor the start of a drain rejects the later ones. Raises like `submit`."""
         self._check(requests, version)
         self.admission.reserve(requests)
 
@@ -136,9 +137,9 @@ class AsyncEngine:
         """Replace the weights by those of a checkpoint without interrupting service. Returns when
         the old weights are out of use.
 
-        Requests to the old weights have `timeout` seconds to finish; the rest ends with an error.
-        If this call is cancelled, the reload continues. Raises ReloadError if the new weights do
-        not take over.
+        Requests to the old weights have `timeout` seconds to finish; then the unfinished ones end
+        with an error. If this call is cancelled, the reload continues. Raises ReloadError if the
+        new weights cannot be used.
         """
         if self.failure is not None or self._draining:
             raise ReloadError(self.failure or SHUTTING_DOWN)
@@ -218,7 +219,7 @@ class AsyncEngine:
             await self._wait_until(lambda: self._computing > old.number)
 
     async def _wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait for a stage of a reload. Raises ReloadError if the engine ends first."""
+        """Wait until a step of a reload is reached. Raises ReloadError if the engine ends first."""
         while not reached():
             if self.failed.is_set() or self._stopped.is_set():
                 raise ReloadError(self.failure or SHUTTING_DOWN)
@@ -244,7 +245,7 @@ class AsyncEngine:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
                 self._reports.put(report, urgent=urgent)
                 if not report.has_work:
-                    self._reports.wake()  # otherwise the next step does, when it computes
+                    self._reports.wake()  # if there is work, the next step wakes the loop
         except BaseException:  # of any kind: waiting clients must get an answer
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._on_failed)

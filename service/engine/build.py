@@ -1,7 +1,7 @@
 """Build: makes an engine from the settings, and divides the slots among several engines.
 
-Reads and verifies the checkpoint, chooses a device and a decoder, measures the cost of
-quantization, and makes the engine. `model/inference/memory.py` divides memory.
+`build` reads and verifies the checkpoint, chooses a device and a decoder, measures the cost of
+quantization, and makes the engine. `model/inference/memory.py` divides the memory.
 """
 
 import logging
@@ -59,14 +59,14 @@ STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, Dat
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Facts about the computation of a model, for the banner and /info.
+    """How a model is computed, for the banner and /info.
 
-    dtype_why      reason for the placement's dtype
+    dtype_why      why this dtype was chosen
     decoding       name of the decoder; `decoding_note` says why no faster one is used
-    kernels        description of the loaded native kernels, if any
+    kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
-    slots_why      reason for the number of slots; None if a setting names it
-    target_gap     in the form of the setting
+    slots_why      why there are this many slots; None if a setting gives the number
+    target_gap     written as in the setting
     """
 
     weights_sha256: str
@@ -85,8 +85,8 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine with its facts. `compiler` compiles constraints for its vocabulary, or says why it
-    cannot; `load_weights` reads other weights of the same shape."""
+    """An engine, and how it computes. `compiler` compiles constraints for its vocabulary, or is the
+    error that says why that is impossible. `load_weights` reads other weights of the same shape."""
 
     engine: Engine
     computation: Computation
@@ -97,7 +97,8 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Slots of each model by its name, and the reason for each model that cannot be read."""
+    """The number of slots of each model by its name, and for each model that cannot be read, the
+    reason."""
 
     slots: Mapping[str, int]
     refused: Mapping[str, str]
@@ -106,10 +107,10 @@ class Shares:
 def build(settings: ServeSettings) -> BuiltEngine:
     """Build the engine of the only model of `settings`. Raises STARTUP_ERRORS.
 
-    Building uses one thread. OpenMP keeps a pool for each thread that has ever computed with more
-    than one, and if the pools together have more threads than there are processors, all of them
-    sleep between any two operations: a prefill took two and a half times as long after weights had
-    been read with a pool in another thread.
+    Only one thread computes meanwhile. OpenMP keeps a pool of threads for each thread of the
+    process that has ever computed in parallel. If all pools together have more threads than there
+    are processors, every thread sleeps between two operations: a prefill took two and a half times
+    as long after another thread had read the weights in parallel.
     """
     with one_thread():
         built = _build(settings)
@@ -202,7 +203,7 @@ def _why_slots(slots: int, budget: SlotBudget, memory: Available) -> str | None:
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
-    """The gap of the settings, or the default on devices whose steps can be timed."""
+    """The gap in the settings, or the default on devices whose steps can be timed."""
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None
@@ -211,14 +212,14 @@ def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | No
 def _load_weights(
     served: CheckpointInfo, placement: Placement, path: Path, weights_sha256: str
 ) -> GPT:
-    """Read the weights of another checkpoint, in one thread because the served ones compute
-    meanwhile. Raises CheckpointError and DeviceError."""
+    """Read the weights of another checkpoint. Only one thread is used, because the engine continues
+    to compute with the served weights. Raises CheckpointError and DeviceError."""
     with one_thread():
         return load_replacement(served, path, weights_sha256, placement, log=logger.info)
 
 
 def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
-    """The shape of the checkpoint that would be loaded now; its weights are not read."""
+    """The shape of the checkpoint that would be loaded now, found without reading its weights."""
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)
     options = ComputeOptions.of(settings)

@@ -1,8 +1,9 @@
 """EngineDriver: takes commands for an engine from any thread, and makes one step at a time.
 
-Commands wait in an inbox. One thread of `AsyncEngine` calls `run_once`, which handles them, makes
-a step and reports it. Several engines compute their steps in turn in a `StepThread`. New weights
-are read in a separate thread while steps continue. Knows no event loop and no HTTP.
+Commands wait in an inbox. A thread of `AsyncEngine` calls `run_once`, which handles all commands,
+makes a step and returns a report. If a process has several engines, they compute their steps in
+turn in a `StepThread`. New weights are read in a separate thread while steps continue. This module
+knows nothing of the event loop and of HTTP.
 """
 
 import logging
@@ -30,24 +31,24 @@ Command = Callable[[], Sequence[Event] | None]
 """A call of the engine between two steps; returns the events it caused."""
 
 WeightsLoader = Callable[[Path, str], GPT]
-"""Reads weights, given the checkpoint's path and their SHA-256. Its exceptions are the reason why
-the weights cannot be served."""
+"""Reads the weights of the checkpoint at a path, which must have this SHA-256. An exception says
+why the weights cannot be served."""
 
 OnCompute = Callable[[], None]
-"""Called when a step begins to compute or waits for its turn: other threads can then use the
-interpreter for a while."""
+"""Is called when a step begins to compute or waits for its turn, so that other threads can use the
+interpreter meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The outcome of one `run_once`.
+    """The result of one `run_once`.
 
-    events    from the commands before the step, then from the step
+    events    events of the commands before the step, then events of the step
     result    counts of the step
     seconds   duration of the step alone
-    ended     on the engine's clock
-    has_work  True if another step would compute something without another command
-    weights   version of the weights that computed the step
+    ended     end of the step on the engine's clock
+    has_work  True if another step would compute something even without new commands
+    weights   version of the weights with which the step was computed
     """
 
     events: tuple[Event, ...]
@@ -62,10 +63,9 @@ class StepReport:
 class StepThread:
     """One thread in which all engines of a process compute their steps, in order of arrival.
 
-    Engines that compute at the same time gain nothing, because a step uses every core. They also
-    slow each other down: torch keeps a pool of threads for each thread that computes, and if the
-    pools have more threads than there are processors, all of them sleep between any two operations
-    (measured in `build.py`).
+    Computing two steps at the same time would gain nothing, because a step uses every core. It
+    would even be slower, because each computing thread has its own pool of torch threads, and there
+    would be more threads than processors (see `build` in `build.py`).
     """
 
     def __init__(self) -> None:
@@ -81,12 +81,14 @@ class StepThread:
 
 
 class EngineDriver:
-    """Drives one engine. `run_once` and `close` belong to one thread; other methods to any."""
+    """Runs one engine. `run_once` and `close` must be called by a single thread, the other methods
+    by any thread."""
 
     def __init__(
         self, engine: Engine, load: WeightsLoader, steps: StepThread | None = None
     ) -> None:
-        """Steps run in `steps`, or in the thread that calls `run_once` if that is None."""
+        """Steps are computed in `steps`, or, if that is None, in the thread that calls
+        `run_once`."""
         self._engine = engine
         self._load = load
         self._steps = steps
@@ -102,21 +104,21 @@ class EngineDriver:
     # Commands
 
     def add(self, request: Request, weights: int) -> None:
-        """Queue a validated request that arrived now, for this version of the weights."""
+        """Queue a validated request for this version of the weights. It counts as arrived now."""
         self._inbox.put(partial(self._engine.accept, request, self.now(), weights=weights))
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> None:
-        """End a request or one of its sequences; no effect if it has ended."""
+        """End a request, or one of its sequences. Has no effect if that has ended already."""
         self._inbox.put(partial(self._engine.abort, request_id, index, reason))
 
     def grant(self, request_id: str) -> None:
         self._inbox.put(partial(self._engine.grant, request_id))
 
     def load_weights(self, path: Path, weights_sha256: str) -> Future[None]:
-        """Load the weights of a checkpoint next to the current ones. The future is set in the
-        engine's thread, with an exception if they cannot be served."""
+        """Load the weights of a checkpoint while the current ones stay in use. The future is set in
+        the engine's thread, with an exception if the weights cannot be served."""
         loaded: Future[None] = Future()
         threading.Thread(
             target=self._read, args=(path, weights_sha256, loaded), name="weights", daemon=True
@@ -135,15 +137,15 @@ class EngineDriver:
     # The engine's thread
 
     def run_once(self, on_compute: OnCompute) -> StepReport | None:
-        """Wait for work, handle all commands, make a step. Returns None after the last command. If
-        the engine fails, its exception is raised, and the driver can only be closed."""
+        """Wait for work, handle all commands, and make a step. Returns None after the last command.
+        If the engine fails, its exception is raised, and the driver can only be closed."""
         if self._ended:
             return None
         commands = self._take_commands()
         self._ended = None in commands
         if self._steps is None:
             return self._step(commands, on_compute)
-        on_compute()  # the turn may take a while to come
+        on_compute()  # this engine may have to wait for its turn
         return self._steps.call(partial(self._step, commands, None))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """EngineSession: the submissions of one HTTP request, all answered by one version of the weights.
 
-The first submission fixes the version, and the engine keeps it until the session is closed or
-announces that nothing follows. A sweep of many prompts therefore has one answer. Belongs to the
-event loop.
+The first submission fixes the version. The engine then keeps this version until the session is
+closed or announces that no submission follows. So all parts of a reply, such as the cells of a
+sweep, come from the same weights. Only the event loop may use this module.
 """
 
 from collections import deque
@@ -36,8 +36,8 @@ class EngineSession:
         return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
-        """Queue all requests or none; raises as `AsyncEngine.submit` does. `more` announces that
-        other submissions follow."""
+        """Queue all requests or none. Raises like `AsyncEngine.submit`. `more` announces that other
+        submissions follow."""
         signed = [replace(request, **self._signature) for request in requests]
         submission = self._engine.submit(signed, self._held(), self.usage)
         if not more:
@@ -45,8 +45,8 @@ class EngineSession:
         return submission
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Reserve room for requests that are submitted one after another by `submit_next`; no
-        others may follow. Raises as `AsyncEngine.reserve` does."""
+        """Reserve room for requests that `submit_next` submits one after another. No other requests
+        may follow. Raises like `AsyncEngine.reserve`."""
         signed = [replace(request, **self._signature) for request in requests]
         self._engine.reserve(signed, self._held())
         self._reserved.extend(signed)
@@ -60,8 +60,8 @@ class EngineSession:
         return submission
 
     def close(self) -> None:
-        """Give back the room of reserved requests: nothing else will be submitted. May be
-        repeated."""
+        """Give back the room of reserved requests. Nothing else may be submitted afterwards.
+        Further calls have no effect."""
         self._engine.admission.release(self._reserved)
         self._reserved.clear()
         if self._holds and self._weights is not None:

@@ -1,7 +1,7 @@
-"""Submission: requests on their way through the engine, and the mailbox of their events.
+"""Submission: requests that the engine computes, and the mailbox for their events.
 
-A reader takes everything in the mailbox at once, so a slow reader gets fewer, larger parts. Belongs
-to the event loop; `async_engine.py` delivers.
+`async_engine.py` puts events into the mailbox. A reader takes all of them at once, so a slow reader
+gets fewer, larger parts. Only the event loop may use this module.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ REPLACED = "the model's weights were replaced before the request was answered; a
 
 
 class EngineStopped(Exception):
-    """The engine takes no requests: it is shutting down, or it failed."""
+    """The engine accepts no requests, because it is shutting down or has failed."""
 
 
 class Submission:
-    """Requests that were submitted together, and the mailbox of their events."""
+    """Requests that were submitted together, and the mailbox for their events."""
 
     def __init__(
         self, driver: EngineDriver, request_ids: Sequence[str], sequences: int, usage: Usage
@@ -40,7 +40,8 @@ class Submission:
         return self._open == 0 and not self._events
 
     async def take(self, timeout: float | None = None) -> list[Event]:
-        """Wait for events, and return all since the last call; empty after `timeout` seconds.
+        """Wait for events, and return all that came since the last call. Returns none after
+        `timeout` seconds.
 
         Raises EngineStopped if the engine failed before the last event.
         """
@@ -55,13 +56,14 @@ class Submission:
         return events
 
     def abort(self) -> None:
-        """End all open sequences. The last event of each still comes."""
+        """End all open sequences. Each of them still gets its last event."""
         if self._open:
             for request_id in self.request_ids:
                 self._driver.abort(request_id)
 
     def stop(self, request_id: str, index: int) -> None:
-        """End a sequence whose text has reached a stop string; no effect if it has ended."""
+        """End a sequence whose text has reached a stop string. Has no effect if the sequence has
+        ended already."""
         self._driver.abort(request_id, index, FinishReason.STOP)
 
     def deliver(self, event: Event) -> None:

@@ -1,6 +1,7 @@
-"""Usage: tokens and times of one HTTP request, summed over its sequences.
+"""Usage: the tokens and times of one HTTP request, summed over its sequences.
 
-Used by the log, traces, `Server-Timing` and the timings of a reply. Belongs to the event loop.
+The log, traces, the header `Server-Timing` and the timings of a reply show them. Only the event
+loop may use this module.
 """
 
 import math
@@ -11,14 +12,14 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Finish reasons that are no failure of the server. ABORT means that the client has gone."""
+"""Finish reasons that are not failures of the server. ABORT means that the client has left."""
 PHASES = ("queue", "prefill", "decode")
 
 
 @dataclass(slots=True)
 class Usage:
-    """Sums over the sequences that have ended. Times are seconds on the engine's clock, infinite if
-    no sequence got that far.
+    """Sums over the sequences that have ended. Times are seconds on the engine's clock; a time is
+    infinite if no sequence has reached that phase.
 
     arrived    arrival of the first sequence
     admitted   first admission to a slot
@@ -70,8 +71,8 @@ class Usage:
         self._close(sequences)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Run `call` when nothing is open, possibly at once. The sequences of a client that leaves
-        end only after the next step."""
+        """Call `call` as soon as no sequence is open, which may be now. If a client leaves, its
+        sequences end only after the next step."""
         if self.open:
             self._when_settled = call
         else:

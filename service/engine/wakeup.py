@@ -1,15 +1,15 @@
 """WakeupThrottle: limits how often the engine's thread wakes the event loop.
 
-Writing a token takes Python as long as computing it takes a small model, in the same interpreter.
-Delivery may therefore take at most an eighth of the event loop's time: after each delivery the loop
-pauses for PAUSE_FACTOR times the processor time of the delivery, at most MAX_PAUSE, and then
-delivers everything that came meanwhile. A model whose steps are longer than the pause is never
-delayed. Urgent items (first tokens, the last report before the engine is idle) do not wait for a
-pause.
+For a small model, sending a token takes Python as long as computing it, and both need the same
+interpreter. So the event loop may spend at most an eighth of its time on delivery: after each
+delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but at most for
+MAX_PAUSE, and then delivers everything that came meanwhile. If the steps of a model are longer than
+the pause, nothing is delayed. Urgent items (first tokens, the last report before the engine is
+idle) do not wait for the end of a pause.
 
-The thread calls `wake` when it starts to compute, and so releases the interpreter. If it woke the
-loop earlier, the loop would hold the interpreter while the thread prepares its step, with every
-core idle.
+The engine's thread calls `wake` when it starts to compute and no longer needs the interpreter. If
+it woke the loop earlier, the loop would use the interpreter while the thread prepares its step, and
+all cores would be idle.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 PAUSE_FACTOR = 7
-"""Length of a pause as a multiple of the delivery before it."""
+"""Length of a pause as a multiple of the duration of the delivery before it."""
 MAX_PAUSE = 0.02
-"""Longest pause in seconds: half a frame of a film."""
+"""Longest pause in seconds: too short for a reader to notice."""
 MIN_TIMER = 0.002
 """Shortest timer in seconds; event loops count in milliseconds."""
 
@@ -40,11 +40,11 @@ class WakeupThrottle:
           |                                    |                        v
           +-------- nothing was put ------- the timer at the end of the pause
 
-    In DELIVERING the loop need not be woken, because the current delivery takes new items too. An
-    item is appended before the state is read, and the timer reads the items after the pause has
-    ended: so the timer sees every item that woke nobody.
+    In DELIVERING the loop need not be woken, because the current delivery also takes new items. The
+    thread appends an item before it reads the state, and the timer reads the items after the pause
+    has ended. So the timer sees every item for which the loop was not woken.
 
-    `put` and `wake` are for the thread; everything else belongs to the event loop.
+    The thread uses only `put` and `wake`, the event loop everything else.
     """
 
     def __init__(

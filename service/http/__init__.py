@@ -1,1 +1,1 @@
-"""HTTP: one generic route for all operations, and the forms of its replies."""
+"""HTTP: a generic route for all operations, and the forms of their replies."""

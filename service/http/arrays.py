@@ -1,7 +1,8 @@
-"""Arrays: .npy, safetensors and nested JSON lists, written part by part.
+"""Arrays: writes .npy, safetensors and nested JSON lists, part by part.
 
-.npy is format version 1.0; safetensors is a header of names, types and offsets, then the bytes.
-Shapes are known before the elements, so headers come first and nothing is held back.
+.npy files have format version 1.0. A safetensors file is a header with names, types and offsets,
+followed by the bytes of the tensors. The shapes are known before the elements, so headers can be
+written first, and elements as soon as they are computed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,9 +22,10 @@ SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "in
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 PART_BYTES = 2**18
-"""Bytes written to the socket at once; the event loop and the engine run in between."""
+"""Number of bytes that are written to the socket at once. The event loop and the engine run in
+between."""
 JSON_ELEMENTS = 2**14
-"""Elements turned into JSON at once."""
+"""Number of elements that are converted to JSON at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class TensorSpec:
 
 
 def npy_header(shape: tuple[int, ...], dtype: DType) -> bytes:
-    """The header of an .npy file whose elements follow in C order, little-endian."""
+    """The header of an .npy file. The elements follow in C order, little-endian."""
     descr = np.dtype(dtype).newbyteorder("<").str
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
     padding = -(10 + len(text) + 1) % 64
@@ -49,7 +51,7 @@ def npy_header(shape: tuple[int, ...], dtype: DType) -> bytes:
 
 
 def safetensors_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file whose tensors follow in this order."""
+    """The header of a safetensors file. The tensors follow in the given order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for tensor in tensors:
@@ -65,7 +67,8 @@ def safetensors_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str
 
 
 def encoded(values: Array, dtype: DType) -> Array:
-    """float32 elements as `dtype`, contiguous; bfloat16 as the uint16 of its bits."""
+    """float32 values converted to `dtype`, contiguous. bfloat16 is returned as uint16 with the same
+    bits."""
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
@@ -82,7 +85,7 @@ def byte_parts(values: Array) -> Iterator[bytes]:
 
 
 def json_parts(values: Array) -> Iterator[bytes]:
-    """An array as nested JSON lists, a part at a time; values that are not finite become null."""
+    """An array as nested JSON lists, a part at a time. Values that are not finite become null."""
     if values.ndim == 1 or values.size <= JSON_ELEMENTS:
         yield orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
         return

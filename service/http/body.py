@@ -1,4 +1,4 @@
-"""Body: the JSON of a request, read within its limit and parsed strictly.
+"""Body: reads the JSON body of a request up to its size limit, and parses it strictly.
 
 The operations (`model/operations/`) define the fields.
 """
@@ -18,11 +18,11 @@ from logitd.service.errors import ApiError, bad_request, body_too_large, client_
 from logitd.service.http.structure import count_structure
 
 MAX_VALUES = MAX_IDS + 2**14
-"""JSON values in a body: the ids of the longest list, and the rest."""
+"""Most JSON values in a body: the ids of the longest list, and others."""
 MAX_PARTS = 2**14
-"""Lists, objects and keys in a body. Parsing one takes as long as parsing ten numbers."""
+"""Most lists, objects and keys in a body. Parsing one takes as long as parsing ten numbers."""
 UNCOUNTED_BYTES = 2**14
-"""Bytes up to which a body is parsed without counting its values: that takes a few ms at most."""
+"""The values of a body of up to this many bytes are not counted: parsing takes a few ms at most."""
 
 BODY = "body"
 """`request.state` key of the parsed body; read by tracing."""
@@ -33,10 +33,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
-    """A dependency that reads a request's JSON into `model`.
+    """A FastAPI dependency that reads the JSON body of a request into `model`.
 
-    pydantic reads the raw bytes: unlike parsing by way of Python objects, that rejects NaN,
-    Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
+    pydantic parses the raw bytes. Unlike parsing with `json`, this rejects NaN, Infinity, 1e999,
+    lone surrogates and bodies that are not UTF-8.
     """
 
     async def read(request: Request) -> Body:
@@ -75,7 +75,8 @@ def described_by(model: type[RequestBody]) -> dict[str, Any]:
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """The body, up to the limit. A body whose declared length exceeds it is not read."""
+    """The body of a request. Raises ApiError above the limit; a body whose declared length exceeds
+    it is not read at all."""
     limit: int = request.app.state.service.settings.max_body_bytes
     # The HTTP parser has accepted the header as a number.
     if int(request.headers.get("content-length", "0")) > limit:
@@ -93,7 +94,7 @@ async def _bounded_body(request: Request) -> bytes:
 
 
 def _require_plain(request: Request) -> None:
-    """Raise ApiError for an encoded body: nothing here decodes it."""
+    """Raise ApiError for a compressed or otherwise encoded body, which the server cannot decode."""
     for header, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
         # The HTTP parser guarantees that the end of the body is unambiguous.
         encoding = ", ".join(request.headers.getlist(header)).strip().lower()
@@ -106,7 +107,7 @@ def _require_plain(request: Request) -> None:
 
 
 async def _check_structure(raw: bytes) -> None:
-    """Raise ApiError for a body whose parsing would block the event loop for long."""
+    """Raise ApiError for a body whose parsing would block the event loop for too long."""
     structure = await asyncio.to_thread(count_structure, raw)
     parts = structure.containers + structure.keys
     if structure.values > MAX_VALUES or parts > MAX_PARTS:

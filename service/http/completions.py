@@ -1,7 +1,8 @@
-"""Completions: sampled text as one reply or as a stream of chunks.
+"""Completions: sends sampled text, as one reply or as a stream of chunks.
 
-Aborts sequences whose text has reached a stop string. An endpoint that writes replies in another
-shape has a `ResponseFormat`. `model/operations/completion.py` turns tokens into text.
+Sequences whose text has reached a stop string are aborted. An endpoint whose replies differ from
+those of /generate has a `ResponseFormat`. `model/operations/completion.py` makes the text from the
+tokens.
 """
 
 import asyncio
@@ -21,15 +22,16 @@ from logitd.service.models.context import RequestContext
 
 
 class ResponseFormat(Protocol):
-    """Writer of an endpoint's completions. Called in the order of the events; may keep state."""
+    """Converts replies of /generate to the format of another endpoint. Its methods are called in
+    the order of the events, so it may keep state."""
 
     def reply(self, reply: dict[str, Any]) -> Any:
-        """The reply, from that of /generate."""
+        """The reply, made from a reply of /generate."""
         ...
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        """The chunks of a stream, from one of /generate. `counts`: prompt, completion and total
-        tokens so far."""
+        """The chunks of a stream, made from one chunk of /generate. `counts` are the numbers of
+        prompt tokens, completion tokens and all tokens so far."""
         ...
 
 
@@ -48,7 +50,7 @@ async def respond(generation: "Generation", context: RequestContext, *, stream: 
 
 
 class Generation:
-    """One submitted request, and the reply that grows from it."""
+    """A submitted request, and its reply, which grows token by token."""
 
     def __init__(
         self,
@@ -56,8 +58,8 @@ class Generation:
         context: RequestContext,
         response_format: ResponseFormat | None = None,
     ) -> None:
-        """Submit the plan. Raises as `EngineSession.submit` does. `response_format`: None is the
-        format of /generate."""
+        """Submit the plan. Raises like `EngineSession.submit`. Without `response_format`, the reply
+        has the format of /generate."""
         self._submission = context.session.submit(plan.requests)
         self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
@@ -65,12 +67,12 @@ class Generation:
         self._format = response_format
 
     def abort(self) -> None:
-        """End the sequences: the client has left."""
+        """End the sequences, because the client has left."""
         self._submission.abort()
 
     async def reply(self) -> bytes:
-        """The whole reply as JSON. Cancelling this call ends the generation. A reply that lists
-        tokens may be long: it is written in a thread, so that streams go on."""
+        """The whole reply as JSON. If this call is cancelled, the generation ends. A reply that
+        lists tokens may be long, so it is written in a thread, and streams continue meanwhile."""
         try:
             while not self._submission.finished:
                 await self._advance(timeout=None)
@@ -110,7 +112,8 @@ class Generation:
         return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
-        """Add the events since the last call. False if there are none within `timeout` seconds."""
+        """Add the events since the last call. Returns False if there are none within `timeout`
+        seconds."""
         events = await self._submission.take(timeout)
         for event in events:
             if isinstance(event, FinishEvent) and not self.growing.is_finished(event):

@@ -1,9 +1,9 @@
-"""Constraints: compiles constraints off the event loop and caches them.
+"""Constraints: compiles constraints outside the event loop and caches them.
 
-Each source is first tried in a process of its own, with a limit of processor time
-(`model/inference/constraints/sandbox.py`), then compiled in this one. Trials run in parallel, so
-slow ones hardly delay others. A trial ends when its time is over or its last client has left. Equal
-sources are compiled once.
+The source of a constraint is first compiled in a separate process with a limit of processor time,
+as a trial (`model/inference/constraints/sandbox.py`). If that succeeds, it is compiled in this
+process. Trials run in parallel, so slow ones hardly delay others. A trial ends when its time is
+over or when no client waits for it any more. Equal sources are compiled only once.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
 MAX_COMPILING = 8
-"""Different constraints that are compiled at once. A caller below its equal share may exceed this,
-up to twice as many in total."""
+"""Most constraints that are compiled at the same time. A caller with less than its equal share may
+exceed this number, up to twice as many in total."""
 MAX_CACHED = 32
 MAX_PREPARED = 64
-"""Most sequences of a request for which a slow constraint is prepared in advance."""
+"""A slow constraint is prepared in advance for at most this many sequences of a request."""
 PATIENCE = 20
-"""Longest duration of a trial, as a multiple of its limit of processor time: the machine may be
-busy."""
+"""Longest duration of a trial, as a multiple of its limit of processor time. The two differ if the
+machine is busy."""
 
 
 @dataclass(eq=False, slots=True)
 class _Compiling:
-    """A compilation under way; `caller` asked for it first."""
+    """A running compilation. `caller` is the caller that asked for it first."""
 
     task: asyncio.Task[Constraint]
     caller: str
@@ -53,7 +53,7 @@ class _Compiling:
 
 
 class Constraints:
-    """The constraints of one vocabulary. Belongs to the event loop."""
+    """The constraints for one vocabulary. Only the event loop may use this object."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Constraints:
         return constraint
 
     def close(self) -> None:
-        """End the sandbox and its trials; nothing can be compiled afterwards."""
+        """End the sandbox and its trials. Nothing can be compiled afterwards."""
         for trial in self._trials:
             trial.shutdown(socket.SHUT_RDWR)
         self._sandbox.close()
@@ -138,7 +138,8 @@ class Constraints:
             task.exception()  # retrieved, so that asyncio does not warn if every client has left
 
     async def _compile(self, source: Source, compiler: Compiler) -> Constraint:
-        """Try a source, compile it here (slow ones one after another), and cache it."""
+        """Try a source, compile it in this process, and cache the result. Slow sources are compiled
+        one after another."""
         began = time.monotonic()
         await self._try(source)
         slow = time.monotonic() - began > LONG_SECONDS
@@ -154,7 +155,7 @@ class Constraints:
     async def _try(self, source: Source) -> None:
         """Try a source in the sandbox. Raises ConstraintError if it is refused,
         ConstraintsUnavailable, and ApiError if the machine is too busy. The trial has ended when
-        this returns, even if it is cancelled."""
+        this method returns or is cancelled."""
         loop = asyncio.get_running_loop()
         async with self._starting:
             await asyncio.to_thread(self._sandbox.start)

@@ -1,6 +1,7 @@
 """RequestContext: one request to a model, with its submissions and its caller.
 
-`ModelChoice` chooses the model and makes the context, which ends work if the client has gone.
+`ModelChoice` chooses the model and makes the context. The context ends the work of a request whose
+client has left.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class RequestContext:
     """One request.
 
     session  its submissions, with caller and deadline; closed after the reply
-    caller   name by which callers share the engine
+    caller   name of the caller; the engine is shared fairly among callers
     """
 
     model: ServedModel
@@ -45,7 +46,7 @@ class RequestContext:
 
     @property
     def checkpoint(self) -> CheckpointInfo:
-        """The checkpoint that answers; the newest one before the first submission."""
+        """The checkpoint that computes the request; before the first submission, the newest one."""
         return self.model.checkpoints[self.session.version]
 
     @property
@@ -83,8 +84,8 @@ class ModelChoice:
         self._sessions: list[EngineSession] = []
 
     def of(self, name: str | None, timeout: float | None = None) -> RequestContext:
-        """The context of a request to the model of a name, with a deadline in `timeout` seconds.
-        Raises as `Models.find` does."""
+        """The context of a request to the model with this name (None: the first one), with a
+        deadline in `timeout` seconds. Raises like `Models.find`."""
         model = self.all.find(name)
         caller = caller_of(self._request)
         deadline = None if timeout is None else model.engine.now() + timeout
@@ -102,8 +103,8 @@ class ModelChoice:
 
 
 async def gather(submission: Submission) -> Computed:
-    """Wait for all events of a submission. Raises ApiError if a sequence ended early, EngineStopped
-    if the engine failed. If this call ends early, so does the submission."""
+    """Wait for all events of a submission. Raises ApiError if a sequence fails, and EngineStopped
+    if the engine does. If this call is cancelled, the submission is aborted."""
     computed = Computed()
     try:
         while not submission.finished:

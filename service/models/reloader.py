@@ -1,9 +1,10 @@
 """Reloader: replaces the served checkpoint by another one without interrupting service.
 
-Reads the new checkpoint and compares it with the served one; the engine then loads its weights next
-to the old ones and switches between two steps (`AsyncEngine.reload`). One reload runs at a time. If
-anything fails, the old checkpoint stays, and the log and a metric report it. Reloads are requested
-by POST /admin/reload and by `follow`, which polls a training run.
+The new checkpoint is read and compared with the served one. Then the engine loads the new weights
+while it still uses the old ones, and switches between two steps (`AsyncEngine.reload`). Only one
+reload runs at a time. If anything fails, the old checkpoint stays, and the log and a metric report
+the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a training
+run for new checkpoints.
 """
 
 import asyncio
@@ -67,14 +68,14 @@ class Reloader:
             if wanted == seen:
                 continue
             seen = wanted
-            if wanted != self._checkpoint.path:  # else the administrator has chosen it
+            if wanted != self._checkpoint.path:  # equal if `choose` has just loaded it
                 with contextlib.suppress(ReloadError):  # logged and counted already
                     await self._reload(wanted)
 
     async def choose(self, name: str | None) -> bool:
-        """Serve the checkpoint of a name until another one is chosen; None returns to the one that
-        the server was started to serve. Returns False if it is served already. Raises OSError, and
-        ReloadError if the old checkpoint stays."""
+        """Serve the checkpoint with this name until another one is chosen. None chooses the
+        checkpoint for which the server was started. Returns False if the checkpoint is served
+        already. Raises OSError, and ReloadError if the old checkpoint stays."""
         swapped = await self._reload(self._default() if name is None else self._named(name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped

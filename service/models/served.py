@@ -1,8 +1,8 @@
-"""Models: the models of a server by name, and the choice of the one that answers a request.
+"""Models: the models of a server by name, and which of them answers a request.
 
-A `ServedModel` is a checkpoint with its engine, a `NotLoaded` one that could not be loaded, with
-the reason; the others are served anyway. The first model answers requests that name none. Models
-are loaded in `service/application/lifespan.py`.
+A `ServedModel` is a checkpoint with its engine. A `NotLoaded` is a model that could not be loaded,
+with the reason; the other models are served all the same. The first model answers requests that
+name no model. `service/application/lifespan.py` loads the models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,12 @@ ModelStatus = Literal["ok", "stalled", "failed"]
 
 
 class ReplyBudget:
-    """Limits the elements of arrays that all replies together hold in memory.
+    """Limits the number of array elements that all replies together keep in memory.
 
-    Most replies are written while they are computed. Arrays with positions as an inner axis (hidden
-    states, attention weights) and the values of a sweep are held. Elements count as float32. The
-    limit of one reply is checked in its plan (`model/operations/operation.py`).
+    Most replies are written while they are computed. Only arrays in which positions are not the
+    first axis (hidden states, attention weights) and the values of a sweep have to be kept.
+    Elements count as float32. The limit of a single reply is checked in its plan
+    (`model/operations/operation.py`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,7 +42,7 @@ class ReplyBudget:
         self.used = 0
 
     def take(self, elements: int) -> None:
-        """Count an array that a reply holds. Raises ApiError (429) if there is no room for it."""
+        """Count an array that a reply keeps. Raises ApiError (429) if there is no room for it."""
         if self.used + elements > self.limit:
             raise queue_full(
                 f"the reply would hold {elements} elements; other replies hold {self.used} of the "
@@ -57,12 +58,12 @@ class ReplyBudget:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A checkpoint that is served; reloads replace it by others of the same shape.
+    """A served model. A reload replaces its checkpoint by another one of the same shape.
 
-    name          name in requests; does not change when weights do
-    checkpoints   by the version of their weights in the engine
-    settings      of this model
-    reply_budget  shared by all models
+    name          name in requests; a reload does not change it
+    checkpoints   the checkpoint of each version of the engine's weights
+    settings      the settings of this model
+    reply_budget  the budget that all models share
     """
 
     name: str
@@ -88,7 +89,7 @@ class ServedModel:
         return QuantizationCost(cost.kind, None, LATER_WEIGHTS, measurable=False)
 
     def status(self) -> tuple[ModelStatus, str | None]:
-        """The engine's state, and the reason unless it is ok."""
+        """The state of the engine, and the reason unless the state is "ok"."""
         if self.engine.failure is not None:
             return "failed", self.engine.failure
         if (seconds := self.engine.stalled()) is not None:
@@ -113,7 +114,7 @@ class Models:
     def __init__(
         self, every: Sequence[ServedModel | NotLoaded] = (), *, any_name: bool = False
     ) -> None:
-        """`any_name` makes unknown names mean the first model."""
+        """If `any_name`, requests with an unknown name are answered by the first model."""
         self.every = tuple(every)
         self._any_name = any_name
 
@@ -126,8 +127,8 @@ class Models:
         return len(self.every) > 1
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name, the first one for None. Raises ApiError: 404 if the name is unknown,
-        503 with the reason if its model could not be loaded."""
+        """The model with this name (None: the first one). Raises ApiError: 404 if the name is
+        unknown, 503 with the reason if the model could not be loaded."""
         found = next((model for model in self.every if name in (None, model.name)), None)
         if found is None:
             if not self._any_name:

@@ -1,7 +1,5 @@
-"""ServiceState: what the routes of one application share.
-
-Its status (loading, ready, draining or failed) and its models (`served.py`). Routes get it by
-dependency.
+"""ServiceState: what all routes of an application share: its status (loading, ready, draining or
+failed) and its models (`served.py`). Routes get it as a FastAPI dependency.
 """
 
 import asyncio
@@ -51,8 +49,8 @@ class ServiceState:
     def serve(
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
     ) -> None:
-        """Serve these models, at least one of which is loaded. `steps` is the thread they share,
-        if there are several."""
+        """Serve these models, of which at least one is loaded. If there are several, `steps` is the
+        thread in which they compute."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
@@ -67,8 +65,8 @@ class ServiceState:
         self.settled.set()
 
     def read_keys_again(self) -> tuple[str, ...]:
-        """Read the API keys of the settings again. Returns their names. Raises ApiKeyError, and the
-        old keys stay."""
+        """Read the API keys again from where the settings say. Returns their names. If this raises
+        ApiKeyError, the old keys stay."""
         self.keys.replace(read_api_keys(self.settings.api_keys, self.settings.api_key_file))
         self.metrics.know_callers(self.keys.names)
         return self.keys.names
@@ -90,10 +88,10 @@ class ServiceState:
             self._steps = None
 
     def status(self) -> tuple[Status, str | None]:
-        """The status of the service, and the reason if it failed or waits.
+        """The status of the service, and the reason if it has failed or is waiting.
 
-        A model that could not be loaded does not count if another one was. An engine that fails or
-        hangs counts, because a new process repairs it.
+        A model that could not be loaded does not make the service fail if another one was loaded.
+        An engine that fails or hangs does, because a restart of the process helps.
         """
         if self._failure is not None:
             return "failed", self._failure
@@ -121,13 +119,13 @@ class ServiceState:
 
 
 def observe_step(metrics: ModelMetrics, report: StepReport) -> None:
-    """Count a step of a model's engine, and log sequences that ended with an error."""
+    """Add a step of a model's engine to the metrics, and log sequences that ended with an error."""
     metrics.observe_step(report)
     for event in report.events:
         if isinstance(event, FinishEvent) and event.error is not None:
             if event.param is None:
                 logger.error("request %s: %s", event.request_id, event.error)
-            else:  # only the client gets details: the log must not hold content of requests
+            else:  # only the client gets details: the log must not contain content of requests
                 logger.warning("request %s: its %s failed", event.request_id, event.param)
 
 
@@ -140,7 +138,7 @@ State = Annotated[ServiceState, Depends(service_state)]
 
 
 async def model_choice(request: Request, state: State) -> AsyncIterator[ModelChoice]:
-    """The models, for a request that has yet to choose one."""
+    """The models, for a request whose model is not chosen yet."""
     choice = ModelChoice(state.ready(), request)
     try:
         yield choice
@@ -150,7 +148,7 @@ async def model_choice(request: Request, state: State) -> AsyncIterator[ModelCho
 
 Ready = Annotated[ModelChoice, Depends(model_choice)]
 AskedModel = Annotated[
-    str | None, Query(description="If given, a name that is served here; else the first.")
+    str | None, Query(description="Name of a served model. Absent: the first one.")
 ]
 
 

@@ -149,7 +149,7 @@ def test_without_a_text_the_missing_measurement_is_reported(
         info = Info.model_validate(server.client.get("/info").json())
         assert info.quantization is not None
         assert info.quantization.relative_loss is None
-        assert "lies in no run directory" in info.quantization.text
+        assert "is not in a run directory" in info.quantization.text
         (sentence,) = banner(server, capsys)
     assert sentence.startswith("the cost of int8 was not measured: the checkpoint lies in no run")
     assert sentence.endswith("; name a text with --validation-text")
@@ -193,7 +193,7 @@ def test_sentence_has_the_cost(exact: float, quantized: float, sentence: str) ->
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        ("short", INT8, "has 6 tokens; to measure a loss takes more than 1,024"),
+        ("short", INT8, "has 6 tokens; measuring a loss takes more than 1,024"),
         (None, INT8, "is not a file, a folder or a glob that matches a file"),
         ("x" * 2000, {}, "quantize is none: set quantize to int8 or int4, or kv_cache_dtype to "),
     ],
@@ -228,8 +228,8 @@ def test_loss_above_the_bound_is_refused(
         found = str(server.state.status()[1])
     assert re.match(
         r"int4 costs 0\.\d\d % \(\d\.\d{4} instead of \d\.\d{4} bits per byte over 2,048 tokens of "
-        r".*\), and max_quantization_loss is 0\.01%: set quantize to int8, or "
-        r"max_quantization_loss to what you accept \(any accepts everything\)$",
+        r".*\), but max_quantization_loss is 0\.01%: set quantize to int8, or "
+        r"raise max_quantization_loss \(any: no limit\)$",
         found,
     )
     assert found in logged_errors[0]

@@ -188,9 +188,9 @@ def test_llm_takes_ids(path: Path) -> None:
         assert (completion.text, len(completion.token_ids)) == ("", 4)
         assert llm.logits(IDS).shape == (len(IDS), VOCAB_SIZE)
         sentence = re.escape(NO_VOCABULARY)
-        with pytest.raises(InvalidRequest, match=f"prompt is a text, and {sentence}"):
+        with pytest.raises(InvalidRequest, match=f"prompt is a text, but {sentence}"):
             llm.logits("text")
-        with pytest.raises(InvalidRequest, match=f"stop is a text, and {sentence}"):
+        with pytest.raises(InvalidRequest, match=f"stop is a text, but {sentence}"):
             llm.generate([IDS], SamplingParams(max_tokens=4, seed=1), stop=["a"])
 
 
@@ -223,7 +223,7 @@ def test_the_commands(
                 "--out", str(tmp_path / "run")]) == 1  # fmt: skip
     assert "has no vocabulary" in capsys.readouterr().err
     assert run(["export", str(path), "x.gguf", "--to", "gguf"]) == 1
-    assert "is token ids without a text, and llama.cpp needs byte" in capsys.readouterr().err
+    assert "is token ids without a text, but llama.cpp needs byte" in capsys.readouterr().err
     assert run(["export", str(path), "theirs"]) == 0
     assert "no tokenizer is written" in capsys.readouterr().out
     written = sorted(file.name for file in Path("theirs").iterdir())

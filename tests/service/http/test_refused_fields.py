@@ -60,8 +60,8 @@ POSITIONS: list[Row] = [
     *(
         ({"positions": positions}, "positions", said)
         for positions, said in (
-            ([2, 1], "must be ascending"), ([1, 1], "must be ascending"),
-            ([1, -58], "must be ascending"), ([59], "59 tokens"), ([-60], "-60"),
+            ([2, 1], "ascending and distinct"), ([1, 1], "ascending and distinct"),
+            ([1, -58], "ascending and distinct"), ([59], "59 tokens"), ([-60], "-60"),
             ({"from": 59}, "no positions from 59"), ({"from": 5, "to": 5}, "no positions from 5"),
             *((wrong, "positions must be 'last', 'all', a list of integers")
               for wrong in ([], {}, {"start": 5}, {"from": 5, "step": 2}, "first", 0, [0.5], None)),
@@ -87,7 +87,7 @@ INTERVENTIONS: list[Row] = [
     ({**ZERO, "positions": [59]}, "interventions", "59 tokens"),
     ({**ZERO, "positions": "generated"}, "interventions", "nothing is generated"),
     ({**SET, "from": {"prompt": "x", "positions": [1]}}, "interventions", "1 token "),
-    ({**SET, "from": {"prompt": "abc"}}, "interventions", "3 positions, and the prompt has 59"),
+    ({**SET, "from": {"prompt": "abc"}}, "interventions", "3 positions, but the prompt has 59"),
     ({**SET, "from": {"prompt": ""}}, "interventions",
      "the prompt of from or minus: the prompt is empty"),
 ]  # fmt: skip
@@ -131,8 +131,8 @@ REFUSED: dict[str, list[Row]] = {
         ({"regex": "a)"}, "regex", "regex: invalid regular expression: unopened group"),
         ({"json_schema": {"not": {}}}, "json_schema", "the keyword 'not' is not supported"),
         ({"grammar": "start: x"}, "grammar", 'grammar: at 1(8): unknown name: "x"'),
-        ({"regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens and regex could"),
-        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos continues after it"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens and regex together could"),
+        ({"regex": "a", "ignore_eos": True}, None, "ignore_eos continues it"),
     ],
     "logits": [
         *PROMPTS,
@@ -257,7 +257,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"methods": []}, "methods", "at least 1"),
         ({"methods": ["saliency"]}, "methods", "'gradient_times_input'"),
         ({"methods": ["direct", "direct"]}, None, "names a method twice"),
-        ({"steps": 4}, None, "steps is given and methods has no 'integrated_gradients'"),
+        ({"steps": 4}, None, "steps is given, but methods has no 'integrated_gradients'"),
         ({"baseline": "zero"}, None, "baseline is given"),
         ({**PATH, "steps": 0}, "steps", "1"),
         ({**PATH, "baseline": 257}, "baseline", "token id 257"),
@@ -320,7 +320,7 @@ SERVED_ALONE: dict[str, list[Row]] = {
 """Fields of a reply, and numbers that only a queue limits."""
 NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-    ("logits", {"top_k": 3}, "top_k", "cannot hold top_k"),
+    ("logits", {"top_k": 3}, "top_k", "cannot be used with top_k"),
     ("logits", {"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16"),
     ("hidden_states", {"dtype": "bfloat16"}, "dtype", "cannot hold bfloat16"),
     ("hidden_states", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),

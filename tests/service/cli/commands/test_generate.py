@@ -140,8 +140,8 @@ def test_unusable_prompts_exit_1_with_a_sentence(
         ),
         (("--device", "tpu"), "'tpu'"),
         (("--device", "abacus"), "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),
-        (("--kernels", "native"), "kernels is native, but there are no native kernels for this"),
-        (("--quantize", "int8"), "quantize is int8, but there are no native kernels for this"),
+        (("--kernels", "native"), "kernels is native, but the native kernels cannot be used"),
+        (("--quantize", "int8"), "quantize is int8, but the native kernels cannot be used"),
     ],
 )
 def test_missing_paths_exit_1_with_a_sentence(

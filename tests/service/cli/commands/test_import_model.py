@@ -42,12 +42,12 @@ def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "sentence"),
     [
         (("import", "nowhere", "ours"), "import: nowhere does not exist"),
-        (("import", "own", "own"), "import: own exists; checkpoints are never overwritten"),
+        (("import", "own", "own"), "import: own exists already: choose another path, or remove it"),
         (
             ("export", "nowhere", "x"),
             "export: nowhere does not exist; expected the directory of a checkpoint or of a run",
         ),
-        (("export", "own", "own"), "export: own exists; nothing is overwritten"),
+        (("export", "own", "own"), "export: own exists already: choose another path, or remove it"),
         (
             ("export", "own", "x"),
             "export: norm_position is 'post': GPT-2 and Llama normalise before each sublayer; "

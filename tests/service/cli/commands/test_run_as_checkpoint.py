@@ -85,7 +85,7 @@ def test_commands_refuse_runs_without_a_checkpoint(
 
 def test_import_refuses_a_run(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", "mine", "imported"]) == 1
-    assert "mine is logitd's own" in capsys.readouterr().err
+    assert "mine is already a checkpoint or run of logitd" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("mine")

@@ -92,7 +92,7 @@ def test_banner_warns_of_untested_cards(
         print_banner(Models([on_a_card]), server.port)
     assert "unproven" not in banner
     assert re.search(
-        r"^unproven +this code was never run on such a card", capsys.readouterr().out, re.M
+        r"^unproven +logitd was never tested on this kind of GPU", capsys.readouterr().out, re.M
     )
 
 
