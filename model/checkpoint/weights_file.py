@@ -81,7 +81,9 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
         )
     raw = file.take_all(length)
     if len(raw) < length:
-        raise WeightsFileError(f"it ends after {len(raw):,} bytes of a header of {length:,}")
+        raise WeightsFileError(
+            f"its header has {length:,} bytes, but the file ends after {len(raw):,} of them"
+        )
     try:
         document = parse_json(raw)
     except ValueError as error:

@@ -120,7 +120,7 @@ def _load_with_attributes(
     if not names.foreign:
         raise ConvertError(
             f"{path} is an archive of torch.save that cannot be read as data: it is damaged, or "
-            f"was saved with pickle_protocol 4 or later. Where it was made: "
+            f"was saved with pickle_protocol 4 or later. Save it again with "
             f"torch.save({keep}, {path.name!r})"
         ) from refused
     if names.holds_module or archive is None:
@@ -176,7 +176,7 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         )
     if names.complete:
         return ConvertError(
-            f"{size} is a pickle that torch.save did not write or complete. Where it was made: "
+            f"{size} is a pickle that torch.save did not write or complete. Save it again with "
             f"torch.save({keep}, {path.name!r})"
         )
     what = f"is truncated or damaged ({type(error).__name__})"

@@ -110,7 +110,7 @@ def _attention_factor(part: Settings, factor: float) -> float | None:
 
 
 def rope_parameters(config: GPTConfig) -> dict[str, Any]:
-    """The rotary positions of a model in the new form."""
+    """The value of `rope_parameters`, as transformers 5 writes rotary positions."""
     parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": config.rope_theta,

@@ -93,8 +93,8 @@ class Optimizers:
 
     Muon orthogonalises whole matrices, but some matrices fuse several maps (query, key and value;
     the two halves of SwiGLU). So Muon gets each map as a separate parameter that shares the fused
-    matrix's storage, and `step` gives it its rows of the gradient. If the model is sharded, the
-    optimizers get only the rows of this process.
+    matrix's storage, and `step` sets the gradient of each map to its rows of the fused gradient. If
+    the model is sharded, the optimizers get only the rows of this process.
     """
 
     def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:

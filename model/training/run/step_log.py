@@ -82,7 +82,7 @@ class StepLog:
         return figures
 
     def figures(self) -> Figures:
-        """The figures that `take` would return."""
+        """The figures of the steps since the last call of `take`."""
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
         before = loss if self._smoothed is None else self._smoothed

@@ -1,6 +1,7 @@
 """Measure: the training speed of this machine, in real steps on random ids.
 
-`model/training/configuration/autosize.py` chooses the model's size for `--minutes` by it.
+With `--minutes`, `model/training/configuration/autosize.py` chooses the model's size from this
+speed.
 """
 
 import time

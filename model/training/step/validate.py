@@ -40,8 +40,8 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): the number of equally likely tokens among which a choice is as hard to
-        predict. inf from MOST_NATS on."""
+        """exp(loss): choosing among this many equally likely tokens would be as hard to predict.
+        Infinite from MOST_NATS on."""
         return math.inf if self.loss >= MOST_NATS else math.exp(self.loss)
 
 

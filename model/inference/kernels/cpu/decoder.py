@@ -230,7 +230,7 @@ class NativeDecoder:
         return [None if token_id < 0 else token_id for token_id in rows.token_ids[:count].tolist()]
 
     def time_stages(self, enabled: bool) -> None:
-        """Start or stop timing the stages. It reads a clock once per stage and changes no bits."""
+        """Start or stop measuring the time of each stage. The results are the same either way."""
         total = self._nanoseconds if enabled else None
         self._library.logitd_time_stages(self._handle, total)
 
