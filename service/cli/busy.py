@@ -1,4 +1,5 @@
-"""Busy: a notice that other programs use this machine's processors. Standard library alone."""
+"""Busy: a notice that other programs use this machine's processors. Imports only the standard
+library."""
 
 import os
 import time
@@ -6,14 +7,16 @@ from pathlib import Path
 
 LOAD = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 5, 0.01
-"""Number of samples of the runnable threads, and seconds between two."""
+"""How often the number of runnable threads is read, and the seconds between two readings."""
 
 
 def busy_notice(file: Path = LOAD) -> str | None:
-    """A sentence if other programs use at least one processor and a quarter of all, both on average
-    over the last minute and now. None otherwise, and without Linux's `file`.
+    """A sentence if other programs use at least one processor and at least a quarter of all, both
+    on average over the last minute and now. Otherwise None, and also if there is no `file`, which
+    only Linux has.
 
-    The average alone includes a command that has just ended, the current threads a short burst.
+    Both are checked, because the average includes commands that have just ended, and the current
+    number of threads may be a short peak.
     """
     processors = os.cpu_count() or 1
     others = []

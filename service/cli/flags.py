@@ -1,6 +1,7 @@
-"""Flags: click parameters from the fields of a settings model, and settings from their values.
+"""Flags: makes click parameters from the fields of a settings model, and settings from their
+values.
 
-click checks the words of a command line; the model reads variables and checks all values.
+click parses the command line; the settings model reads variables and checks all values.
 """
 
 import json
@@ -25,7 +26,8 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 class Word(click.Choice[str]):
-    """One of several words, or a comma-separated list of them; the settings model checks them."""
+    """One of several words, or a comma-separated list of them. The settings model checks them, not
+    click."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
@@ -50,8 +52,8 @@ def parameters(settings: type[CommandSettings]) -> list[click.Parameter]:
 
 
 def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> CommandSettings:
-    """The settings from a parsed command line, variables and .env. Raises UsageError, which names
-    the flag or the variable."""
+    """The settings from a parsed command line, the environment and .env. Raises UsageError, which
+    names the wrong flag or variable."""
     given: dict[str, Any] = {}
     for param in ctx.command.get_params(ctx):
         name = str(param.name)
@@ -103,7 +105,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types of a value, without Annotated, unions and None around them."""
+    """The types of a field's value, without Annotated, unions and None."""
     if get_origin(annotation) is Annotated:
         yield from _kinds(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -126,7 +128,7 @@ def _help(settings: type[CommandSettings], name: str, field: FieldInfo, position
 
 
 def _written(default: Any) -> str | None:
-    """A default as written on a command line; None if it is empty."""
+    """A default as it is written on a command line; None if it is empty."""
     if default is None or default is False or default is PydanticUndefined:
         return None
     if isinstance(default, tuple):
@@ -137,7 +139,7 @@ def _written(default: Any) -> str | None:
 
 
 def _sentence(ctx: click.Context, settings: type[CommandSettings], problem: ErrorDetails) -> str:
-    """A problem, after the flag or the variable of its value."""
+    """A message about a wrong value. It begins with the flag or variable that set the value."""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     message = problem["msg"].removeprefix("Value error, ")
     param = next((param for param in ctx.command.params if param.name == field), None)

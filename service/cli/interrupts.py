@@ -1,6 +1,6 @@
-"""Interrupts: Ctrl-C during the imports ends the process without a traceback.
+"""Interrupts: Ctrl-C while modules are being imported ends the process without a traceback.
 
-Importing takes seconds. This module is imported first, so it needs the standard library alone.
+Importing takes seconds. This module is imported first, so it imports only the standard library.
 """
 
 import os
@@ -15,8 +15,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def quits_when_interrupted() -> Iterator[None]:
-    """Within this context, an interrupt ends the process at once, without cleaning up. Other
-    handlers of interrupts stay (nohup, a test)."""
+    """Within this context, an interrupt ends the process at once, without cleaning up. If another
+    handler of interrupts is installed (by nohup or a test), it stays."""
     usual = signal.default_int_handler
     replaced = signal.getsignal(signal.SIGINT) is usual
     if replaced:

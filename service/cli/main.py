@@ -1,8 +1,9 @@
 """The command line: `logitd` and its commands.
 
-The settings model of a command parses its flags; then the module of the same name in `commands/` is
-imported. Its `run` returns the exit code; exceptions in its `ERRORS` are printed and the code is 1.
-So --help and wrong flags need no torch and are immediate.
+The settings model of a command parses the flags. Only then is the module with the command's name in
+`commands/` imported, so --help and wrong flags are answered at once, without torch. The module's
+`run` returns the exit code. The exceptions in its `ERRORS` are printed as messages, and the exit
+code is 1.
 """
 
 import gc
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 COMPLETE = "_LOGITD_COMPLETE"
-"""Variable by which completion scripts request words."""
+"""Environment variable with which completion scripts ask for words."""
 MODULES = {"import": "import_model"}
 """Modules of commands whose names are keywords of Python."""
 COMMANDS = (
@@ -182,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; the exit code, 2 for a wrong command line."""
+    """Run a command. Returns the exit code, which is 2 for a wrong command line."""
     began = time.monotonic()
     words = list(arguments) or ["--help"]
     if words[0] == "version":
@@ -223,7 +224,7 @@ def _with_suggestions(error: click.ClickException) -> click.ClickException:
 
 
 def _suggestion(settings: "CommandSettings") -> str:
-    """Paths that may be meant, if the command's checkpoint does not exist."""
+    """A clause with similar paths if the command's checkpoint does not exist."""
     for path in (getattr(settings, "checkpoint", None), *getattr(settings, "paths", ())):
         if isinstance(path, Path) and not os.path.exists(path):
             servable = importlib.import_module("logitd.service.cli.commands.servable")
@@ -234,7 +235,8 @@ def _suggestion(settings: "CommandSettings") -> str:
 
 
 def _settings(words: list[str]) -> "CommandSettings | int":
-    """The settings of a command; the exit code of `help` and the like. Raises ClickException."""
+    """The settings of a command, or the exit code of `help` and similar words. Raises
+    ClickException."""
     settings = logitd.main(words, "logitd", complete_var=COMPLETE, standalone_mode=False) or 0
     if not isinstance(settings, int):
         from logitd.service.cli.variables import check_variables
@@ -244,10 +246,10 @@ def _settings(words: list[str]) -> "CommandSettings | int":
 
 
 def import_command(name: str) -> ModuleType:
-    """Import the module of a command; torch takes seconds.
+    """Import the module of a command, which takes seconds if it imports torch.
 
-    The import is an eighth shorter without garbage collection. Later collections leave the modules
-    out, which stay until the process ends.
+    Garbage collection is off meanwhile, which makes the import an eighth shorter. Later collections
+    ignore the imported modules, because they stay until the process ends.
     """
     collecting = gc.isenabled()
     gc.disable()

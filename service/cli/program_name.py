@@ -1,4 +1,4 @@
-"""This program's name and command lines in hints, for users to paste."""
+"""Program name: command lines of this program for hints, which users can paste."""
 
 import os
 import shlex
@@ -10,8 +10,8 @@ NAME = "logitd"
 
 
 def program_name() -> str:
-    """`logitd` if the shell finds this program under that name, else the path of the call, relative
-    to the working directory if it is below it: `.venv/bin/logitd`."""
+    """`logitd` if the shell finds this program under that name, otherwise the path with which it
+    was called. A path below the working directory is relative: `.venv/bin/logitd`."""
     script = Path(sys.argv[0])
     if script.name != NAME:  # `python -m logitd`, or a program that imports logitd
         return NAME

@@ -1,8 +1,8 @@
 """SettingsCommand: a click command whose flags are the fields of a settings model.
 
-click parses, writes the help, completes words and suggests flags; the settings model reads the
-variables and validates all values. The model and `flags.py` are imported on first use, because the
-list of commands needs neither.
+click parses the command line, writes the help, completes words and suggests flags. The settings
+model reads the variables and validates all values. The model and `flags.py` are imported when they
+are first used, because the list of commands does not need them.
 """
 
 import importlib
@@ -21,12 +21,13 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_w
 
 
 class SettingsCommand(click.Command):
-    """A command that returns its settings when invoked."""
+    """A click command that returns its settings when it is invoked."""
 
     def __init__(
         self, name: str, settings: "type[CommandSettings] | str", summary: str, examples: str = ""
     ) -> None:
-        """`settings`: a model, or `module:Class` in `service/settings/`; `examples`: commands."""
+        """`settings` is a model, or the name `module:Class` of one in `service/settings/`.
+        `examples` are command lines for the help."""
         super().__init__(
             name,
             help=summary,
@@ -78,7 +79,7 @@ class SettingsCommand(click.Command):
         return read_settings(ctx, self.settings)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples; `format_options` lists arguments in their groups."""
+        """Write the examples. `format_options` lists the arguments, each in its group."""
         if self._examples:
             with formatter.section("Examples"):
                 formatter.write(textwrap.indent(self._examples, "  ") + "\n")

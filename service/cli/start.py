@@ -1,4 +1,4 @@
-"""Start of `logitd`, with silent interrupts from the first import on."""
+"""Start of `logitd`. From the first import on, an interrupt ends it without a traceback."""
 
 import importlib
 

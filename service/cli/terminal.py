@@ -1,4 +1,4 @@
-"""Terminal: text of models and files without control characters."""
+"""Terminal: prints text of models and files without control characters."""
 
 import sys
 import unicodedata
@@ -21,7 +21,8 @@ def visible(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print a text to `file`, by default standard output; on a terminal as `visible` text."""
+    """Print a text to `file`, by default standard output. On a terminal, control characters are
+    escaped."""
     file = file or sys.stdout
     print(visible(text) if file.isatty() else text, end=end, file=file, flush=True)
 

@@ -1,4 +1,4 @@
-"""Variables: LOGITD_* in the environment and in .env that belong to no command."""
+"""Variables: checks the variables LOGITD_* in the environment and in .env."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,19 +11,20 @@ from dotenv import dotenv_values
 from logitd.service.settings.common import PREFIX, CommandSettings
 
 NOT_SETTINGS = {"LOGITD_API_KEY", "LOGITD_BASE_URL"}
-"""Variables of the Python client and of `logitd bench`."""
+"""Variables that the Python client and `logitd bench` read."""
 KUBERNETES = ("LOGITD_SERVICE_", "LOGITD_PORT_")
 """Prefixes of variables that Kubernetes sets in containers if a service is named logitd."""
 NEAR = 0.7
-"""Least similarity of a suggestion, from 0 to 1."""
+"""Minimum similarity of a suggested variable, from 0 to 1."""
 
 
 def check_variables(
     settings: type[CommandSettings], every: Iterator[type[CommandSettings]]
 ) -> None:
-    """Refuse variables of no command: a mistyped LOGITD_API_KEYS would leave a server open. Those
-    of other commands are accepted, because a .env serves several; `every` command is read only if
-    there are some. Raises UsageError with the nearest variable of this command, else of all."""
+    """Raise UsageError for variables that belong to no command: a mistyped LOGITD_API_KEYS would
+    leave a server open. The message suggests a similar variable, preferably of this command.
+    Variables of other commands are accepted, because several commands may share a .env; `every`
+    yields the settings of all commands, and is read only if there are other variables."""
     own = _variables(settings)
     known: set[str] | None = None
     problems = []
@@ -42,7 +43,8 @@ def check_variables(
 
 
 def places() -> Iterator[tuple[str, Mapping[str, str | None]]]:
-    """Names and contents of the places of variables; the first one wins."""
+    """The places where variables are set, each with its name and variables. The first place has
+    precedence."""
     yield "the environment", os.environ
     yield ".env", dotenv_values(".env") if Path(".env").is_file() else {}
 
@@ -52,7 +54,7 @@ def _variables(settings: type[CommandSettings]) -> set[str]:
 
 
 def _nearest(variable: str, known: set[str]) -> str | None:
-    """The nearest known variable, compared without the prefix."""
+    """The most similar known variable. Names are compared without their prefix."""
     names = sorted(name.removeprefix(PREFIX) for name in known)
     near = get_close_matches(variable.removeprefix(PREFIX), names, 1, NEAR)
     return PREFIX + near[0] if near else None

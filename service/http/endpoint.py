@@ -1,7 +1,8 @@
-"""Endpoint: the route of every operation: parse, plan, admit, submit, answer.
+"""Endpoint: the route that every operation has. It parses a body, makes the plan, submits the
+requests and answers.
 
-Room in the queue is held while texts are encoded, so a full queue answers 429 first.
-`model/operations/` defines the operations; the modules next to this one write the forms of replies.
+Room in the queue is reserved before any text is encoded, so a full queue answers 429 quickly.
+`model/operations/` defines the operations; the other modules of this folder write the replies.
 """
 
 import asyncio
@@ -38,10 +39,11 @@ from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
 THREAD_BYTES = 8_192
-"""Size of a body up to which its texts are encoded on the event loop, which takes up to 20 ms (with
-GPT-NeoX's runs of spaces as added tokens). The texts of larger bodies are encoded in a thread."""
+"""The texts of a body of up to this size are encoded on the event loop, which takes up to 20 ms
+(with GPT-NeoX's runs of spaces as added tokens). Those of larger bodies are encoded in a thread."""
 THREAD_INTERVENTIONS = 256
-"""Interventions, counted per prompt, that are resolved on the event loop; more in a thread."""
+"""Up to this many interventions, counted per prompt, are resolved on the event loop; more are
+resolved in a thread."""
 
 # A request to the vocabulary waits for no queue and has no deadline.
 UNQUEUED = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
@@ -100,8 +102,8 @@ def endpoint_of(operation: Operation) -> Any:
 
 
 async def make_plan(planning: Planning, body: RequestBody, context: RequestContext) -> Plan:
-    """Run a plan to its end, and compute and compile what it yields. Raises InvalidRequest, and
-    QueueFull before any text is encoded."""
+    """Run the generator of a plan to its end, and compute and compile what it yields. Raises
+    InvalidRequest, and QueueFull before any text is encoded."""
     sequences, param = body.queued
     changes = len(getattr(body, "interventions", ())) * sequences
     in_thread = (
@@ -130,7 +132,7 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
 
 
 async def _advance(planning: Planning, answer: Any, *, in_thread: bool) -> Any:
-    """The next step of a plan, or the finished plan."""
+    """What the generator of a plan yields next, or the finished plan."""
 
     def advance() -> Any:
         try:
@@ -153,8 +155,8 @@ async def _record(operation: Operation, plan: Record, context: RequestContext) -
 
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
-    """A reply made of the vocabulary alone. Long texts are processed one at a time: each takes many
-    times its size in memory for a moment, and other endpoints need threads too."""
+    """A reply that needs only the vocabulary. Long texts are processed one at a time, because each
+    briefly takes many times its size in memory, and other endpoints need threads too."""
     one_at_a_time = context.request.app.state.service.long_texts
     async with one_at_a_time if _is_long(context) else nullcontext():
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
@@ -165,8 +167,8 @@ async def _look_up(operation: Operation, body: Any, context: RequestContext) -> 
 async def _written(
     operation: Operation, plan: Record, computed: Computed, context: RequestContext
 ) -> bytes:
-    """The reply as JSON. It may list thousands of tokens: a thread writes it, so that streams go
-    on."""
+    """The reply as JSON. It may list thousands of tokens, so it is written in a thread, and streams
+    continue meanwhile."""
 
     def write() -> bytes:
         head = envelope(operation.reply_id, context.model.name, context.checkpoint)

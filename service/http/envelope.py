@@ -1,4 +1,4 @@
-"""Envelope: headers and times of replies."""
+"""Envelope: the headers and timings of replies."""
 
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -11,13 +11,13 @@ from logitd.service.engine.usage import Usage
 CHECKPOINT_HEADERS = tuple(
     f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
 )
-"""Headers of a reply whose body is not JSON."""
+"""Headers that name the checkpoint in a reply whose body is not JSON."""
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
 def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """The CheckpointName as headers, without nulls. Characters that a header cannot hold (a
-    directory may have any name) are percent-encoded."""
+    """The members of `CheckpointName` as headers, without nulls. Characters that a header cannot
+    contain are percent-encoded, because a directory may have any name."""
     return {
         f"X-Logitd-{name.replace('_', '-').title()}": quote(str(value), safe=HEADER_SAFE)
         for name, value in checkpoint_name(checkpoint).items()
@@ -26,8 +26,9 @@ def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
 
 
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
-    """The Timings of a request: from the first arrival of its sequences to the first admission, to
-    the first computed prompt, to the last end."""
+    """The members of `Timings` for a request. They measure the time from the arrival of its first
+    sequence to the first admission, from there to the first computed prompt, and from there to the
+    end of the last sequence."""
     phases = _phases(finishes)
     decoding = phases["decode"] / 1e3
     return {
@@ -38,7 +39,8 @@ def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str
 
 
 def server_timing(finishes: Sequence[FinishEvent]) -> dict[str, str]:
-    """The phases in milliseconds, as the header that the developer tools of browsers draw."""
+    """The phases in milliseconds as the header Server-Timing, which the developer tools of browsers
+    show."""
     phases = (f"{phase};dur={took:.3f}" for phase, took in _phases(finishes).items())
     return {"Server-Timing": ", ".join(phases)}
 

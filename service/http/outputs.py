@@ -1,8 +1,8 @@
-"""OutputsWriter: rows of prompts as JSON, .npy or safetensors, written while they are computed.
+"""OutputsWriter: writes the rows of prompts as JSON, .npy or safetensors while they are computed.
 
 An array whose first axis is the positions is written row by row. Arrays with another order of axes,
-and several arrays of one prompt, are held for one prompt at a time, within the budget of all such
-replies (`service/models/served.py`).
+and several arrays of one prompt, are kept in memory for one prompt at a time. A budget limits what
+all such replies keep (`service/models/served.py`).
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -41,13 +41,13 @@ from logitd.service.http.reader import OutputsReader, paced
 from logitd.service.models.context import RequestContext
 
 PART_BYTES = 2**14
-"""Bytes of listed JSON objects that are written at once; the event loop runs in between."""
+"""About this many bytes of JSON objects are written at once. The event loop runs in between."""
 
 
 async def respond(
     operation: Operation, plan: Outputs, media_type: str, context: RequestContext
 ) -> Response:
-    """The response, once the first rows are there; a client that leaves ends the requests."""
+    """Wait for the first rows and return the response. If the client leaves, the requests end."""
     if media_type == NPY and plan.not_npy is not None:
         raise bad_request(*plan.not_npy)
     writer = OutputsWriter(operation.reply_id, plan, media_type, context)
@@ -66,7 +66,8 @@ async def respond(
 
 
 class OutputsWriter:
-    """One reply: its reader, and memory for the arrays of its largest prompt if they are held."""
+    """Writes one reply. It has a reader for the rows, and a share of the budget if arrays are kept
+    in memory: the size of the largest prompt."""
 
     def __init__(
         self, reply_id: str, plan: Outputs, media_type: str, context: RequestContext
@@ -88,7 +89,7 @@ class OutputsWriter:
             raise
 
     def end(self) -> None:
-        """End the requests: the reply is written, or its client has left."""
+        """End the requests, because the reply is complete or the client has left."""
         self.reader.end()
         self._give_back()
 
@@ -96,7 +97,8 @@ class OutputsWriter:
         return self._json() if self._media_type == JSON else self._file()
 
     def _check_held(self) -> int:
-        """Elements of the largest prompt, as float32. Raises InvalidRequest if all are too many."""
+        """The number of elements of the largest prompt, counted as float32. Raises InvalidRequest
+        if all prompts together have too many."""
         sizes = [
             sum(
                 -(-prod(array.shapes[index]) * ITEM_BYTES[self._dtype(array)] // 4)
@@ -117,7 +119,7 @@ class OutputsWriter:
     async def _gather(self, index: int, chunks: AsyncIterator[OutputsChunk]) -> list[Array]:
         plan = self._plan
         arrays = [
-            # bfloat16 is stored as the bits of it
+            # NumPy has no bfloat16: its bits are stored as uint16.
             np.empty(array.shapes[index], self._dtype(array).replace("bfloat16", "<u2"))
             for array in plan.arrays
         ]
@@ -148,8 +150,9 @@ class OutputsWriter:
                         yield part
 
     def _file_head(self) -> bytes:
-        """All of a file up to the bytes of its arrays. With several prompts every name ends in its
-        prompt's index: `logits.0`. `token_ids` and `positions` of all prompts come first."""
+        """The beginning of a file, up to the bytes of its arrays. If there are several prompts,
+        every name ends in the index of its prompt: `logits.0`. The arrays `token_ids` and
+        `positions` of all prompts come first."""
         plan = self._plan
         if self._media_type == NPY:
             return npy_header(plan.arrays[0].shapes[0], plan.dtype)
@@ -209,7 +212,7 @@ class OutputsWriter:
         return orjson.dumps({**head, **plan.facts})[:-1] + b"," + opening.encode()
 
     def _rows(self, chunk: OutputsChunk, comma: bytes) -> Iterator[bytes]:
-        """The rows of a chunk, one by one; `comma` comes before the first."""
+        """The rows of a chunk, one by one. `comma` is written before the first."""
         rows = encoded(chunk.rows, self._plan.dtype)
         for position, row in zip(chunk.positions, rows, strict=True):
             if self._listing is None:
@@ -229,7 +232,7 @@ class OutputsWriter:
 
 
 def _row_parts(listing: Listing, position: int, row: Any, comma: bytes) -> Iterator[bytes]:
-    """A row as a JSON list or object, some items at a time."""
+    """A row as a JSON list or object, in parts of some items each."""
     part, closing = bytearray(comma), b"]"
     if listing.wrapped_in is None:
         part += b"["

@@ -1,8 +1,8 @@
-"""OutputsReader: rows at positions of prompts, as the engine computes them.
+"""OutputsReader: gets rows at positions of prompts from the engine.
 
 Prompts are computed one after another, a chunk of positions at a time. The engine computes at most
-one chunk ahead of the reader, so a reply is written while it is computed and never held as a whole.
-`outputs.py` writes the rows.
+one chunk ahead of the reader. So a reply is written while it is computed, and is never in memory as
+a whole. `outputs.py` writes the rows.
 """
 
 import asyncio
@@ -16,14 +16,16 @@ from logitd.service.errors import raise_failure
 from logitd.service.models.context import RequestContext
 
 PAUSE_FACTOR = 4
-"""Length of the pause after a part, as a multiple of the time that making the part took."""
+"""Length of the pause after a part of a reply, as a multiple of the time that it took to make the
+part."""
 
 
 class OutputsReader:
     """The rows of several prompts, in order.
 
-    Once the status is sent, an error can only break the connection off. So the constructor reserves
-    room for all prompts, and `start` waits for the first rows before anything is written.
+    After the status line has been sent, an error can only be shown by closing the connection. So
+    the constructor reserves room for all prompts, and `start` waits for the first rows before
+    anything is written.
     """
 
     def __init__(self, requests: Sequence[OutputsRequest], context: RequestContext) -> None:
@@ -35,7 +37,7 @@ class OutputsReader:
         self._first: OutputsChunk | None = None
 
     async def start(self) -> None:
-        """Wait for the first rows. If this call fails, the caller calls `end`."""
+        """Wait for the first rows. If this raises, the caller has to call `end`."""
         self._first = await anext(self._rows)
 
     def end(self) -> None:
@@ -46,8 +48,8 @@ class OutputsReader:
     async def prompts(
         self,
     ) -> AsyncIterator[tuple[int, OutputsRequest, AsyncIterator[OutputsChunk]]]:
-        """The index and request of each prompt with its chunks, which the caller reads before the
-        next prompt."""
+        """The index and request of each prompt, and its chunks. The caller has to read all chunks
+        of a prompt before it asks for the next prompt."""
         for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._session.submit_next()
@@ -63,9 +65,9 @@ class OutputsReader:
 
 
 async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterator[bytes]:
-    """Parts that keep the interpreter busy while they are made, such as JSON. While tokens are
-    decoded, a pause follows each part, PAUSE_FACTOR times as long as the part took: the engine's
-    thread needs the interpreter too."""
+    """Make parts of a reply with pauses in between, because making them, such as JSON, keeps the
+    interpreter busy and the engine's thread needs it too. There are pauses only while the engine
+    decodes tokens; each is PAUSE_FACTOR times as long as it took to make the part."""
     while True:
         began = time.perf_counter()
         part = next(parts, None)

@@ -1,7 +1,8 @@
-"""Series: many requests of one reply, a few of them at a time.
+"""Series: computes the many requests of one reply, a few of them at a time.
 
-Jobs are admitted one after another, between the requests of others: a sweep of a thousand cells
-takes a few places in the queue, and the rest waits here. It also waits while the queue is full.
+The requests (jobs) are submitted one after another, so requests of other clients come in between. A
+sweep of a thousand cells takes only a few places in the queue; its other cells wait here, also
+while the queue is full.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ from logitd.service.http.envelope import checkpoint_headers
 from logitd.service.models.context import RequestContext, gather
 
 AT_ONCE = 8
-"""Jobs of one series in the queue or in the batch."""
+"""At most this many jobs of one series are in the queue or in the batch."""
 FULL_SECONDS = 0.2
-"""Seconds before a job is offered again to a full queue."""
+"""If the queue is full, a job is submitted again after this many seconds."""
 
 
 async def respond(
     operation: Operation, plan: Series, context: RequestContext, *, stream: bool
 ) -> Response:
-    """One reply with all parts, or an event for each."""
+    """A reply with all parts, or a stream with an event for each part."""
     running = RunningSeries(operation.reply_id, plan, context)
     if not stream:
         reply = await context.unless_gone(running.reply())
@@ -45,7 +46,7 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. Their shared values count in the budget until the end."""
+    """The jobs of one reply. The values that they share count in the reply budget until the end."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -60,7 +61,8 @@ class RunningSeries:
         self._held = plan.held
 
     async def reply(self) -> bytes:
-        """The whole reply as JSON, written in a thread: a grid may have thousands of cells."""
+        """The whole reply as JSON. It is written in a thread, because a grid may have thousands of
+        cells."""
         parts = [part async for part in self.parts()]
         return await asyncio.to_thread(
             lambda: orjson.dumps({**self._head, **self._plan.members(parts)})
@@ -76,7 +78,7 @@ class RunningSeries:
         yield sse.DONE
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
-        """The parts in the order of their jobs, AT_ONCE of which run side by side."""
+        """The parts of the reply, in the order of the jobs. AT_ONCE jobs run at the same time."""
         jobs = self._plan.jobs
         upcoming = next(jobs, None)
         try:
@@ -94,7 +96,7 @@ class RunningSeries:
             self.end()
 
     def end(self) -> None:
-        """End the jobs: the reply is complete, or its client has left."""
+        """End the jobs, because the reply is complete or the client has left."""
         for submission in self._running:
             submission.abort()
         self._running.clear()
@@ -103,7 +105,8 @@ class RunningSeries:
         self._held = 0
 
     async def _submit(self, job: Any) -> Submission | None:
-        """Queue a job. None if the queue is full and another job of this series is running."""
+        """Submit a job. Returns None if the queue is full while another job of this series is
+        running."""
         while True:
             try:
                 return self._context.session.submit([job], more=True)

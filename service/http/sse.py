@@ -1,10 +1,11 @@
-"""Server-sent events: a streamed reply that ends its request when its reader goes.
+"""Server-sent events: streamed replies that end their request when the client leaves.
 
-Format: `data: {json}` and a blank line, LF only; a comment every 15 s keeps proxies awake; an error
-after the first byte is `data: {"error": ...}`; `data: [DONE]` is the last.
+An event is `data: {json}` and a blank line, with LF as line ends. A comment after every 15 s of
+silence keeps proxies from closing the connection. An error after the first byte is sent as `data:
+{"error": ...}`. The last event is `data: [DONE]`.
 
-`StreamedResponse` differs from Starlette's StreamingResponse in two ways: a generator that never
-waits is ended when its client leaves, and so is one that is blocked on a full socket.
+`StreamedResponse` differs from Starlette's StreamingResponse in two ways. When the client leaves,
+it also ends a generator that never waits. And it ends a reply that the client does not read.
 """
 
 import asyncio
@@ -53,8 +54,8 @@ UNICODE_BREAKS = tuple(
 
 
 def event(data: Any) -> bytes:
-    """One event, on one line. orjson escapes ASCII line breaks; those of Unicode are escaped here,
-    because some clients' line readers break at them too."""
+    """An event, on one line. orjson escapes ASCII line breaks. Unicode's line breaks are escaped
+    here, because some clients split lines at them too."""
     line = orjson.dumps(data)
     for raw, escaped in UNICODE_BREAKS:
         line = line.replace(raw, escaped)
@@ -62,7 +63,7 @@ def event(data: Any) -> bytes:
 
 
 async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The pieces, with a comment after every KEEP_ALIVE_SECONDS without one."""
+    """The pieces, and a comment whenever there was no piece for KEEP_ALIVE_SECONDS."""
     upcoming = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:
@@ -79,12 +80,12 @@ async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class StreamedResponse(Response):
-    """Writes the pieces of an async iterator as they come.
+    """Writes the pieces of an async iterator as soon as they come.
 
-    on_end         called exactly once: after the last piece, when the client has left, or when it
-                   has left a piece unread for `write_timeout` seconds. Must stop the iterator's
-                   source
-    waits          the iterator waits before each piece, so other tasks run in between
+    on_end         is called exactly once: after the last piece, when the client has left, or when
+                   the client has not read a piece for `write_timeout` seconds. It must stop the
+                   source of the iterator
+    waits          True if the iterator waits before each piece, so that other tasks run in between
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class StreamedResponse(Response):
             elif writing.done():
                 writing.result()
         except EXPECTED as error:
-            # Too late for a status. The missing end of the body tells the client.
+            # Too late for an error status. The client notices that the end of the body is missing.
             logger.warning("a reply was broken off: %s", as_api_error(error).message)
         finally:
             self._on_end()
@@ -154,8 +155,9 @@ class StreamedResponse(Response):
         self._sending_since = None
 
     def _look(self, writing: asyncio.Future[None]) -> None:
-        """End the writing of an unread piece, or check again at the earliest time of one. A timeout
-        for each piece would cost as much as the piece."""
+        """End the reply if the client has not read a piece in time; otherwise check again when that
+        can be the case at the earliest. A timeout for each piece would take as much time as writing
+        the piece."""
         loop = asyncio.get_running_loop()
         now, since = loop.time(), self._sending_since
         begun = now if since is None else since

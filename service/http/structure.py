@@ -1,12 +1,12 @@
-"""Structure of a JSON text, counted without parsing it.
+"""Structure: counts the values of a JSON text without parsing it.
 
-A parser makes an object of each value, at 50 to 1,000 ns apiece, and holds Python's interpreter
-meanwhile: a few MB of `[],[],[],` stop every stream of a server for seconds. The brackets, commas
-and colons outside strings bound the number of objects. Counting them takes a few ns a byte and lets
-other threads run.
+A parser makes an object for each value, which takes 50 to 1,000 ns, and holds Python's interpreter
+lock meanwhile: a few MB of `[],[],[],` stop every stream of a server for seconds. The brackets,
+commas and colons outside strings give an upper bound for the number of objects. Counting them takes
+a few ns per byte and lets other threads run.
 
-The text need not be JSON. A parser stops at the first wrong byte; the counts are exact up to it, so
-they bound the parser's work in any case.
+The text need not be valid JSON. A parser stops at the first wrong byte, and the counts are exact up
+to there, so they limit the parser's work in any case.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 QUOTE, BACKSLASH, COMMA, COLON, OPENING_BRACKET, OPENING_BRACE = b'"\\,:[{'
 BLOCK = 1 << 16
-"""Bytes that are counted together: they fit into a processor's cache."""
+"""Number of bytes that are counted together. They fit into the processor's cache."""
 
 Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Commas, opening brackets and braces, and colons; those inside strings left out."""
+    """The numbers of commas, of opening brackets and braces, and of colons, all outside strings."""
 
     commas: int
     containers: int
@@ -31,7 +31,8 @@ class Structure:
 
     @property
     def values(self) -> int:
-        """Largest number of values: as if no list and no object were empty."""
+        """An upper bound for the number of values. It is exact if no list and no object is
+        empty."""
         return self.commas + self.containers + 1
 
 
@@ -55,8 +56,8 @@ def count_structure(text: bytes) -> Structure:
 
 
 def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
-    """Flags of the escaped bytes, which follow an odd number of backslashes, and the flag of the
-    byte after the block. `first` is the flag of the first byte, from the block before."""
+    """Flags that are true for escaped bytes, which follow an odd number of backslashes, and the
+    flag of the first byte after the block. `first` is the flag of the block's first byte."""
     places = np.arange(1, len(backslashes) + 1)
     # For each place the number of backslashes that end there; an escaped first one does not count.
     starts = np.where(backslashes, 0, places)

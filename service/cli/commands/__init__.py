@@ -1,1 +1,2 @@
-"""The commands, a module each with `run(settings) -> exit code`; imported when they are called."""
+"""The commands. Each has a module with `run(settings)`, which returns the exit code. A module is
+imported only when its command is called."""

@@ -1,7 +1,8 @@
 """`logitd bench`: the speed of a checkpoint on this machine, as a share of the machine's limit.
 
-With --url it first measures the same prompts as streams of a running server, by the Python client;
-then the peak rates of the machine, and the engine in process.
+With --url, the command first sends the prompts as streams to a running server, with the Python
+client, and measures them. Then it measures the peak rates of the machine, and the same prompts with
+the engine in this process.
 """
 
 import asyncio
@@ -32,19 +33,19 @@ from logitd.service.settings.tools import BenchSettings
 ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
 USUAL_PROMPT_TOKENS = 256
 Arrivals = list[tuple[float, int]]
-"""Times at which tokens of a stream arrived, and their numbers; the first is the request, with
-0."""
+"""Times at which tokens of a stream arrived, and how many arrived. The first entry is the time of
+the request, with 0 tokens."""
 
 
 def run(settings: BenchSettings) -> int:
-    """Print a line per rate, and the report as JSON on the last line."""
+    """Print a line for each rate, and then the report as JSON on one line."""
     report = measure(settings)
     say("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
     return 0
 
 
 def measure(settings: BenchSettings) -> dict[str, Any]:
-    """The report, to which members may be added. Raises ERRORS."""
+    """The report. Later versions may add members. Raises ERRORS."""
     loaded = load_model(settings.checkpoint, ComputeOptions.of(settings), log=_log)
     placement = loaded.placement
     check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
@@ -90,9 +91,9 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
 
 
 async def measure_server(url: str, workload: Workload, context: int) -> list[dict[str, float]]:
-    """Rates of as many streams at once as each batch has sequences. Streams of a small model may
-    end before the last one begins; then all generate more tokens, up to the context. Raises
-    LogitdError and BenchmarkError."""
+    """The rates of concurrent streams, as many as each batch has sequences. With a small model the
+    first stream may end before the last one begins; then all streams are repeated with more tokens,
+    up to the context. Raises LogitdError and BenchmarkError."""
     rows = []
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
         client = AsyncClient(url, max_retries=0, http=http)
@@ -122,7 +123,7 @@ async def measure_server(url: str, workload: Workload, context: int) -> list[dic
 
 
 async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arrivals:
-    """Request `tokens` after a prompt, and note their arrivals."""
+    """Request `tokens` tokens after a prompt. Returns when they arrived."""
     arrivals = [(time.perf_counter(), 0)]
     chunks = client.stream(prompt, max_tokens=tokens, ignore_eos=True, prefix_reuse=False)
     async with chunks:
@@ -133,8 +134,8 @@ async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arr
 
 
 def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
-    """Tokens per second from the first token of the last stream to the last token of the first one
-    that ends; None if the streams do not run at once."""
+    """Tokens per second while all streams ran: from the time when the last of them had its first
+    token to the time when the first of them ended. None if they never all ran at once."""
     begin = max(arrivals[1][0] for arrivals in streams)
     end = min(arrivals[-1][0] for arrivals in streams)
     if end <= begin:

@@ -48,7 +48,7 @@ def _log(line: str) -> None:
 
 
 def facts(result: TextLoss) -> dict[str, Any]:
-    """The members that --json prints; a number that is not finite is null."""
+    """The members that --json prints. A number that is not finite is null."""
     checkpoint, loss, options = result.checkpoint, result.evaluation, result.options
     values = {
         "checkpoint": str(checkpoint.path),

@@ -1,4 +1,4 @@
-"""`logitd export`: a checkpoint in other programs' formats."""
+"""`logitd export`: writes a checkpoint in the format of another program."""
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.convert.exporting import export_model

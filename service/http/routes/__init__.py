@@ -1,1 +1,1 @@
-"""Routes that are no operations: the server, its models, its administrator."""
+"""Routes that are not operations: about the server and its models, and for the administrator."""

@@ -1,7 +1,7 @@
 """POST /admin/reload: serve another checkpoint of the same folder.
 
-It needs the administrator's key (`--admin-key`): clients of the API must not choose the weights. A
-checkpoint is named by its folder, never by a path.
+It needs the administrator's key (`--admin-key`), because ordinary clients must not choose the
+weights. A checkpoint is named by the name of its folder, never by a path.
 """
 
 import hmac

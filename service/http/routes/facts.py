@@ -1,4 +1,4 @@
-"""GET /stages and GET /tokenizer_info: the parts of the served model."""
+"""GET /stages and GET /tokenizer_info: the stages and the vocabulary of the served model."""
 
 from typing import Any
 
