@@ -53,8 +53,9 @@ class RopeScaling:
     high_freq_factor         the original context are divided by `factor`, those that turn more
                              than `high_freq_factor` times do not change
     original_context_length  llama3, yarn: context length before scaling
-    beta_fast, beta_slow     yarn: turns within the original context from which on a channel does
-                             not change, and below which it is divided by `factor` (default: 32, 1)
+    beta_fast, beta_slow     yarn: channels that turn at least `beta_fast` times within the original
+                             context do not change, those that turn less than `beta_slow` times are
+                             divided by `factor` (default: 32, 1)
     attention_factor         yarn: multiplier of cosines and sines (default: the paper's,
                              0.1 ln(factor) + 1)
     truncate                 yarn: begin and end the ramp at whole channels (default: true)

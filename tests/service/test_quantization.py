@@ -151,7 +151,7 @@ def test_without_a_text_the_missing_measurement_is_reported(
         assert info.quantization.relative_loss is None
         assert "is not in a run directory" in info.quantization.text
         (sentence,) = banner(server, capsys)
-    assert sentence.startswith("the cost of int8 was not measured: the checkpoint lies in no run")
+    assert sentence.startswith("the cost of int8 was not measured: the checkpoint is not in a run")
     assert sentence.endswith("; name a text with --validation-text")
     assert [r.levelname for r in caplog.records if sentence in r.message] == ["WARNING"]
 

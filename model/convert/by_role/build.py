@@ -298,8 +298,8 @@ def _qk_norms(
         if biased or len(weight) != heads.head_dim:
             raise ConvertError(
                 f"{tensors.where}: {tensors.map.of(role, 'weight')[0]} has {len(weight)} elements"
-                f"{' and a bias' if biased else ''}; norms of queries and keys are RMS norms of "
-                f"one head here, {heads.head_dim} elements without a bias"
+                f"{' and a bias' if biased else ''}; norms of queries and keys must be RMS norms "
+                f"of one head, with {heads.head_dim} elements and no bias"
             )
         if how.positions == "rotary" and how.rotary_layout == "interleaved":
             weight = _evens_first(weight, heads.head_dim)

@@ -99,10 +99,10 @@ class ResolvedTraining:
         return by_clock and self.config.compile == "auto"
 
     def with_vocabulary(self, size: int, speed: float = 0.0) -> "ResolvedTraining":
-        """The run with the size of its vocabulary, which is known once the text is tokenised. If
-        the run is long, `compile` auto becomes on, so that a resumed run uses the same kernels. If
-        it is short, auto stays, and compiles only on CUDA. `speed` is the measured number of tokens
-        per second, if `needs_speed`."""
+        """A copy of this run with the size of its vocabulary, which is known only after the text
+        was tokenised. This also decides "auto" of `compile`: for a long run it becomes "on", so
+        that the run has the same kernels after a resumption; for a short run it stays, and compiles
+        only on CUDA. `speed` is the measured number of tokens per second, if `needs_speed`."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))

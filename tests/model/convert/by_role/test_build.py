@@ -240,7 +240,9 @@ def test_impossible_folds_are_refused_with_numbers() -> None:
     with pytest.raises(ConvertError, match=r"the head is \[30, 32\] and the token embedding"):
         build(changed(head, head=(30, 32)), SCHEMES["book"].computation)
     normed = mapped(SCHEMES["llama, QK-norm"].model())
-    with pytest.raises(ConvertError, match="has 32 elements; norms of queries and keys are RMS"):
+    with pytest.raises(
+        ConvertError, match="has 32 elements; norms of queries and keys must be RMS"
+    ):
         build(changed(normed, query_norm=(32,)), SCHEMES["llama, QK-norm"].computation)
 
 
