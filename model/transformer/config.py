@@ -249,8 +249,8 @@ class GPTConfig:
             for name, neutral in (("rotary_dim", self.head_dim), ("rope_scaling", None)):
                 if getattr(self, name) != neutral:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)}, but has a meaning only with rotary "
-                        f"positions, and positions are {self.positions}: leave it at {neutral}"
+                        f"{name} is {getattr(self, name)}, but positions are {self.positions}: it "
+                        f"applies only to rotary positions, leave it at {neutral}"
                     )
         elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(

@@ -407,7 +407,7 @@ class Info:
     # `none`. Replies do not depend on it.
     speculate: str
     dtype: str  # Dtype of the computation; stored weights of another dtype are rounded to it.
-    dtype_why: str  # `as asked` by --dtype, or the reason of the default.
+    dtype_why: str  # `as requested` by --dtype, or the reason of the default.
     quantization: QuantizationInfo | None  # null if nothing is quantized.
     threads: int
     slots: int

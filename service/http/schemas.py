@@ -80,7 +80,7 @@ class Info(ReplyBody):
     dtype: str = Field(
         description="Dtype of the computation; stored weights of another dtype are rounded to it."
     )
-    dtype_why: str = Field(description="`as asked` by --dtype, or the reason of the default.")
+    dtype_why: str = Field(description="`as requested` by --dtype, or the reason of the default.")
     quantization: QuantizationInfo | None = Field(description="null if nothing is quantized.")
     threads: int
     slots: int

@@ -53,7 +53,7 @@ def test_plain_torch_computes_in_float32_by_default(covered: Path) -> None:
     model = opened(covered, kernels="torch")
     assert (model.dtype.name, model.decode_path.name) == ("float32", "torch")
     model = opened(covered, kernels="torch", dtype="float16")
-    assert (model.dtype.name, model.dtype.why) == ("float16", "as asked")
+    assert (model.dtype.name, model.dtype.why) == ("float16", "as requested")
     ids = random_ids(1, 4)
     assert torch.isfinite(model.gpt(ids).logits).all()
 
