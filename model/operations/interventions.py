@@ -316,8 +316,8 @@ def _intervention(
         if values is not None and len(values) > 1 and positions in ("all", "prompt"):
             if len(values) != length:
                 raise InvalidRequest(
-                    f"there are values for {pluralize(len(values), 'position')}, and the prompt "
-                    f"has {pluralize(length, 'token')}; name as many positions"
+                    f"there are values for {pluralize(len(values), 'position')}, but the prompt "
+                    f"has {length}: set positions to as many"
                 )
             positions = tuple(range(length))
     return EngineIntervention(

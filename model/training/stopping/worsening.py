@@ -47,7 +47,8 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
         f"the best evaluation is that of step {best['step']:,}, "
         f"{best['val_bits_per_byte']:.4f} bits per byte; "
         f"{pluralize(last['step'] - best['step'], 'step', ',')} later it "
-        f"is {last['val_bits_per_byte']:.4f}. `best` is the former, and is served"
+        f"is {last['val_bits_per_byte']:.4f}. The link `best`, which is served, points to step "
+        f"{best['step']:,}"
     )
 
 

@@ -125,7 +125,7 @@ def test_header_refuses_a_damaged_entry(tmp_path: Path, header: Any, message: st
     [
         (b"", "0 bytes.* 8"),
         (bytes(7), "7 bytes.* 8"),
-        ((10).to_bytes(8, "little") + b"{}", "2 bytes.* 10"),
+        ((10).to_bytes(8, "little") + b"{}", "10 bytes.* 2"),
         (b"\xff" * 99, f"{LARGEST_HEADER:,}"),
     ],
 )

@@ -37,8 +37,11 @@ WRITTEN_ROWS = 16
 """Most rows whose keys and values attention itself writes."""
 HELD = 2**14
 """Numbers of a matrix that a program holds."""
-TILES = ((32, 64, 64, 128, 3), (16, 32, 32, 128, 3), (0, 16, 32, 128, 3))
-"""Sizes of tiles for more than a number of rows: rows, columns, depth and stages of loading."""
+TILES = ((32, 64, 64), (16, 32, 32), (0, 16, 32))
+"""Rows and columns of tiles for more than a number of rows."""
+DEPTH_BYTES = 256
+"""Bytes of a tile's row that are loaded at once. With three loads in flight, or two of SwiGLU's two
+matrices, a tile takes at most 96 KiB of shared memory, which any GPU of the last years has."""
 NARROW = 1024
 """Columns up to which narrower tiles make more programs."""
 SURVEYED = 4096
@@ -227,13 +230,14 @@ class StepForward:
         """Compute `out` = activation(x @ weight.T + bias) + residual, with the same sums of a row
         for any tiles."""
         (rows, width), width_in = out.shape, x.shape[1]
-        block_m, block_n, block_k, stages = next(tile for least, *tile in TILES if rows > least)
+        block_m, block_n = next(tile for least, *tile in TILES if rows > least)
         if width <= NARROW:
             block_n = 32 if block_m == 64 else 16
         self._launch(
             kernels.matmul, (-(-width // block_n), -(-rows // block_m)), out, x, weight, bias,
             residual, rows, N=width, K=width_in, ACTIVATION=activation, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=stages,
+            BLOCK_N=block_n, BLOCK_K=DEPTH_BYTES // weight.itemsize, num_warps=4,
+            num_stages=2 if activation == kernels.SWIGLU else 3,
         )  # fmt: skip
 
     def _normed(
