@@ -19,6 +19,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from benchmarks.closed_loop import Load, Question, Target, measure
 from benchmarks.gpu.part import Finding, Setting
+from benchmarks.gpu.truth import tested
 from benchmarks.shapes import SHAPES
 from benchmarks.started_server import started_server
 from benchmarks.synthetic import config_of, save_synthetic, synthetic_gpt
@@ -29,7 +30,6 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
-from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
@@ -70,8 +70,7 @@ def steps(setting: Setting) -> Iterator[Finding]:
     weights = sum(weight.nbytes for weight in gpt.parameters())
     for rows, position in ((1, 20), (2, 20)) if setting.tiny else STEPS:
         for invariant in (False, True):
-            graphs = partial(GraphDecoder, batch_invariant=invariant)
-            make: DecoderMaker = graphs if placement.device.type == "cuda" else PlainDecoder
+            make = partial(tested, batch_invariant=invariant)
             seconds = step_seconds(make, gpt, rows, position)
             cache = KVCache(gpt.config, 1, device=placement.device, dtype=placement.dtype)
             read = weights + rows * (position + 1) * cache.nbytes / cache.slot_length

@@ -19,6 +19,7 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import FinishEvent, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.kernels.base import Decoder
 from logitd.model.inference.kernels.cuda.check import find_fault, tolerance
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.cuda.stream import DirectStream
@@ -44,7 +45,7 @@ def checked(setting: Setting) -> Iterator[Finding]:
         for name, gpt in models(setting, dtype).items():
             for invariant in (False, True):
                 began = time.perf_counter()
-                make = partial(GraphDecoder, batch_invariant=invariant)
+                make = partial(tested, batch_invariant=invariant)
                 fault = find_fault(gpt, make, batch_invariant=invariant)
                 figures = {"fault": fault, "in s": time.perf_counter() - began}
                 yield Finding(case(name, dtype, invariant), figures, fault is None)
@@ -59,7 +60,7 @@ def logits(setting: Setting) -> Iterator[Finding]:
     for dtype in DTYPES:
         for name, gpt in models(setting, dtype).items():
             device, expected = gpt.token_embedding.weight.device, exact[name]
-            decoder = GraphDecoder(gpt, KVCache(gpt.config, 1, device=device, dtype=dtype))
+            decoder = tested(gpt, KVCache(gpt.config, 1, device=device, dtype=dtype))
             rows = [
                 decoder.decode([token_id], [0], [at])[0].to("cpu", copy=True)
                 for at, token_id in enumerate(ids[0].tolist())
@@ -77,20 +78,20 @@ def greedy(setting: Setting) -> Iterator[Finding]:
     """Greedy texts in float32 have the CPU's tokens."""
     asked = requests(setting, [{"temperature": 0.0}])
     exact, gpt = (models(one, torch.float32)["bundled"] for one in (CPU_ONLY, setting))
-    yield same("the CPU's texts", play(exact, PlainDecoder, asked), play(gpt, GraphDecoder, asked))
+    yield same("the CPU's texts", play(exact, PlainDecoder, asked), play(gpt, tested, asked))
 
 
 def recorded(setting: Setting) -> Iterator[Finding]:
     """Recorded steps have the results of the same steps without recording. Requests arrive and are
     aborted at any time, so rows, slots and lengths change and slots are reused."""
     asked = requests(setting, (*SAMPLED, *PROCESSED))
-    directly = partial(GraphDecoder, stream=DirectStream())
+    directly = partial(tested, stream=DirectStream())
     drafts: Speculation
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
         for drafts in ("none", "ngram"):
             run = partial(play, gpt, asked=asked, drafts=drafts, staggered=True, aborts=True)
-            yield same(f"{dtype}, drafts {drafts}", run(directly), run(GraphDecoder))
+            yield same(f"{dtype}, drafts {drafts}", run(directly), run(tested))
 
 
 def overlap(setting: Setting) -> Iterator[Finding]:
@@ -100,7 +101,7 @@ def overlap(setting: Setting) -> Iterator[Finding]:
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
         for invariant in (False, True):
-            make = partial(GraphDecoder, batch_invariant=invariant)
+            make = partial(tested, batch_invariant=invariant)
             run = partial(play, gpt, asked=asked, staggered=True, aborts=invariant)
             waiting = run(partial(make, overlap=False))
             yield same(case("bundled", dtype, invariant), waiting, run(make))
@@ -113,7 +114,7 @@ def invariance(setting: Setting) -> Iterator[Finding]:
     some = slice(None, None, max(1, len(asked) // 8))
     for dtype, invariant in ((DTYPES[0], True), (DTYPES[1], True), (DTYPES[1], False)):
         gpt = models(setting, dtype)["bundled"]
-        make = partial(GraphDecoder, batch_invariant=invariant)
+        make = partial(tested, batch_invariant=invariant)
         alone = [play(gpt, make, [one])[0] for one in asked[some]]
         finding = same(case("bundled", dtype, invariant), alone, play(gpt, make, asked)[some])
         yield finding if invariant else replace(finding, holds=None)
@@ -122,7 +123,7 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 def memory(setting: Setting) -> Iterator[Finding]:
     """The same load takes no more memory of the device at the end than at its second run."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
-    engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=GraphDecoder), list[int]()
+    engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=tested), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
     while len(held) < 3 or time.monotonic() < end:
         for one in asked:
@@ -136,6 +137,12 @@ def memory(setting: Setting) -> Iterator[Finding]:
 
 
 CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
+
+
+def tested(gpt: GPT, cache: KVCache, **options: Any) -> Decoder:
+    """The decoder under test. On a CPU, which only tries the parts, it is the plain one."""
+    on_gpu = gpt.token_embedding.weight.is_cuda
+    return GraphDecoder(gpt, cache, **options) if on_gpu else PlainDecoder(gpt, cache)
 
 
 def models(setting: Setting, dtype: torch.dtype) -> dict[str, GPT]:
