@@ -43,6 +43,11 @@ COPY --from=kernels /src/model/inference/kernels/cpu/prebuilt model/inference/ke
 RUN pip install --no-deps . && pip uninstall --yes pip
 
 FROM ${PYTHON_IMAGE}
+# On a GPU Triton compiles kernels at the first start, and starts them by a small program in C.
+ARG TORCH_INDEX=
+# hadolint ignore=DL3008
+RUN if [ "${TORCH_INDEX}" != cpu ]; then apt-get update \
+      && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi
 COPY --from=build /opt/logitd /opt/logitd
 COPY checkpoints /checkpoints
 ENV PATH=/opt/logitd/bin:$PATH \

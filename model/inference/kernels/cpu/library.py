@@ -134,7 +134,7 @@ def _compiled(target: Target | None, log: Callable[[str], None]) -> tuple[Path, 
     here = platform.machine(), platform.processor(), *sorted(processor_features())
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
     name = _hash(*compiler, version.decode(errors="replace"), *flags, *here)
-    path = _cache_folder() / f"kernels-{name}.so"
+    path = kernel_cache() / f"kernels-{name}.so"
     if not path.exists():
         with _building_alone(path.parent):
             if not path.exists():  # another process may have built it while this one waited
@@ -170,8 +170,8 @@ def _compiler() -> tuple[str, ...]:
     )
 
 
-def _cache_folder() -> Path:
-    """The folder of built libraries: the user's cache, else a folder in the temporary directory."""
+def kernel_cache() -> Path:
+    """Folder of compiled kernels: the user's cache, else one in the temporary directory."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(home) / "logitd", Path(tempfile.gettempdir()) / f"logitd-{os.getuid()}"):
         try:

@@ -16,6 +16,7 @@ Shapes: R rows of a step, C = d_model, V = vocab_size.
 """
 
 import bisect
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.kernels.base import Collect, Launcher, Prefilled, PrefillInput
+from logitd.model.inference.kernels.cpu.library import kernel_cache
 from logitd.model.inference.kernels.cuda.sample import FIELDS, NO_TOKEN, has_filters, pack
 from logitd.model.inference.kernels.cuda.stream import (
     CudaStream,
@@ -283,7 +285,9 @@ class GraphDecoder:
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
         """The Triton kernels, compiled for all sizes, so that no request waits for it."""
-        from logitd.model.inference.kernels.cuda.forward import forwards  # Triton
+        # Triton reads it when it is imported. Its own default may not be writable in a service.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_cache() / "triton"))
+        from logitd.model.inference.kernels.cuda.forward import forwards
 
         make = partial(forwards, gpt, batch_invariant=self.batch_invariant)
         keys, dtype = self._key_buckets[0], gpt.token_embedding.weight.dtype
